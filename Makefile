@@ -1,0 +1,39 @@
+# Each target sets up what it needs on a fresh clone.
+PY := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check format bench generate requirements clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+
+setup:  ## make .venv with everything
+	@scripts/setup
+
+serve: setup  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more flags)
+	@$(PY) -m carrel serve $(ARGS)
+
+test: setup  ## run every test (ARGS="-k name" to choose)
+	@$(PY) -m pytest $(ARGS)
+
+check: setup  ## format, lint, strict types, import layers, generated files
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) scripts/generate.py --check
+	@$(PY) -m pytest -q tests/test_architecture.py
+
+format: setup  ## format and mend what can be mended
+	@$(PY) -m ruff check --fix --quiet . || true
+	@$(PY) -m ruff format .
+
+generate: setup  ## write the files that are made from others (sync client, reference pages)
+	@$(PY) scripts/generate.py
+
+bench: setup  ## measure carrel beside its peers (ARGS="start --json" for one)
+	@$(PY) -m bench $(ARGS)
+
+requirements: setup  ## resolve and pin the dependencies anew
+	@$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate --extra dev pyproject.toml -o requirements/dev.txt
+
+clean:  ## remove what the targets made
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results

@@ -1,0 +1,218 @@
+"""The error tree of carrel, and the one table that turns an error into a problem answer and back.
+
+    CarrelError
+    ├── InvalidRequest          400  the request names something impossible; `field` says what
+    │   ├── UnknownSetting      400
+    │   ├── InvalidPath         400  a path that leaves the workspace or cannot exist
+    │   └── TooLarge            413
+    ├── Unauthorized            401
+    ├── Denied                  403  policy says no; `.rule`, `.reason`
+    ├── NotFound                404
+    │   └── FileMissing         404
+    ├── Conflict                409
+    │   ├── AlreadyExists       409
+    │   ├── EditMismatch        409  the text to replace is absent or not unique
+    │   └── NotRunning          409
+    ├── Unsupported             422  a capability the provider or host lacks
+    ├── LimitExceeded           429  a quota or a capacity is used up
+    ├── CommandFailed           —    only with `check=True`; a non-zero exit is otherwise a result
+    └── PlatformError           500  carrel itself or its host failed; never a command's result
+        ├── ProviderUnavailable 503
+        ├── SandboxLost         502  the sandbox died or answered nonsense
+        └── ServerUnreachable   503
+
+Errors cross process borders as codes from this closed table, never as class names. Knows nothing else of carrel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+Problem = dict[str, Any]
+
+
+class CarrelError(Exception):
+    """Base of everything carrel raises: what happened (`detail`), where (`field`), what to do (`hint`)."""
+
+    code: ClassVar[str] = "carrel_error"
+    status: ClassVar[int] = 500
+    title: ClassVar[str] = "carrel failed"
+
+    def __init__(self, detail: str, *, field: str | None = None, hint: str | None = None, **extra: object):
+        super().__init__(detail)
+        self.detail = detail
+        self.field = field
+        self.hint = hint
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.detail} ({self.hint})" if self.hint else self.detail
+
+    def problem(self) -> Problem:
+        """The RFC 9457 problem object that every protocol shows for this error."""
+        body: Problem = {
+            "type": f"urn:carrel:problem:{self.code}",
+            "title": self.title,
+            "status": self.status,
+            "code": self.code,
+            "detail": self.detail,
+        }
+        if self.field is not None:
+            body["field"] = self.field
+        if self.hint is not None:
+            body["hint"] = self.hint
+        body.update({key: value for key, value in self.extra.items() if key not in body})
+        return body
+
+
+class InvalidRequest(CarrelError):
+    """The request names something impossible."""
+
+    code, status, title = "invalid_request", 400, "The request is not valid"
+
+
+class UnknownSetting(InvalidRequest):
+    """A setting or field that does not exist."""
+
+    code, title = "unknown_setting", "Unknown setting"
+
+
+class InvalidPath(InvalidRequest):
+    """A path that leaves the workspace or cannot exist."""
+
+    code, title = "invalid_path", "The path is not usable"
+
+
+class TooLarge(InvalidRequest):
+    """A body or value over its limit."""
+
+    code, status, title = "too_large", 413, "Too large"
+
+
+class Unauthorized(CarrelError):
+    """No token, or a wrong one."""
+
+    code, status, title = "unauthorized", 401, "A valid token is needed"
+
+
+class Denied(CarrelError):
+    """Policy says no."""
+
+    code, status, title = "denied_by_policy", 403, "Denied by policy"
+
+    @property
+    def rule(self) -> str | None:
+        """The rule that decided."""
+        return _text(self.extra.get("rule"))
+
+    @property
+    def reason(self) -> str:
+        """Why, in words for the agent."""
+        return _text(self.extra.get("reason")) or self.detail
+
+
+class NotFound(CarrelError):
+    """The named thing does not exist."""
+
+    code, status, title = "not_found", 404, "Not found"
+
+
+class FileMissing(NotFound):
+    """No file or directory at that path."""
+
+    code, title = "file_not_found", "File not found"
+
+
+class Conflict(CarrelError):
+    """The thing is not in a state that allows this."""
+
+    code, status, title = "conflict", 409, "Not possible in this state"
+
+
+class AlreadyExists(Conflict):
+    """Something of that name exists."""
+
+    code, title = "already_exists", "Already exists"
+
+
+class EditMismatch(Conflict):
+    """The text to replace is absent or not unique."""
+
+    code, title = "edit_mismatch", "The text to replace was not matched exactly once"
+
+
+class NotRunning(Conflict):
+    """The command, terminal or sandbox has ended."""
+
+    code, title = "not_running", "Not running"
+
+
+class Unsupported(CarrelError):
+    """A capability the provider or the host lacks."""
+
+    code, status, title = "unsupported", 422, "Not supported here"
+
+
+class LimitExceeded(CarrelError):
+    """A quota or a capacity is used up."""
+
+    code, status, title = "limit_exceeded", 429, "Limit reached"
+
+
+class PlatformError(CarrelError):
+    """carrel itself or its host failed; never a command's result."""
+
+    code, status, title = "platform_error", 500, "carrel failed"
+
+
+class ProviderUnavailable(PlatformError):
+    """No provider that is available meets what was asked."""
+
+    code, status, title = "provider_unavailable", 503, "No suitable provider is available"
+
+
+class SandboxLost(PlatformError):
+    """The sandbox died or answered nonsense."""
+
+    code, status, title = "sandbox_lost", 502, "The sandbox is gone"
+
+
+class ServerUnreachable(PlatformError):
+    """No carrel server answers at that address."""
+
+    code, status, title = "server_unreachable", 503, "No carrel server answers"
+
+
+class CommandFailed(CarrelError):
+    """A command ended with a non-zero exit and the caller asked for `check=True`."""
+
+    code, status, title = "command_failed", 422, "The command failed"
+
+    def __init__(self, detail: str, *, result: object = None, **extra: Any):
+        super().__init__(detail, **extra)
+        self.result = result
+
+
+def _all(cls: type[CarrelError]) -> dict[str, type[CarrelError]]:
+    found = {cls.code: cls}
+    for child in cls.__subclasses__():
+        found.update(_all(child))
+    return found
+
+
+BY_CODE: dict[str, type[CarrelError]] = _all(CarrelError)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def from_problem(problem: Mapping[str, object], status: int = 500) -> CarrelError:
+    """The error a problem object stands for; an unknown or malformed one is a `PlatformError`."""
+    code = _text(problem.get("code")) or ""
+    cls = BY_CODE.get(code, PlatformError)
+    detail = _text(problem.get("detail")) or _text(problem.get("title")) or f"the server answered {status}"
+    known = {"type", "title", "status", "code", "detail", "field", "hint", "self", "result"}
+    extra = {key: value for key, value in problem.items() if key not in known}
+    return cls(detail, field=_text(problem.get("field")), hint=_text(problem.get("hint")), **extra)

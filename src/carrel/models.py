@@ -1,0 +1,333 @@
+"""The nouns of the public API, shared by server and client. They hold and check values; they do nothing."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+ContextId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+"""Letters, digits, `.`, `_`, `:`, `-`; 1 to 128 characters; starts with a letter or digit."""
+
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
+NoNul = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+
+MAX_TIMEOUT_S = 86_400.0
+MAX_OUTPUT_BYTES = 100 * 1024 * 1024
+DEFAULT_OUTPUT_BYTES = 10 * 1024 * 1024
+
+
+class Request(BaseModel):
+    """A body a caller sends: an unknown field is an error, not ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Answer(BaseModel):
+    """A body carrel sends: a newer server may add fields an older client ignores."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Trust(StrEnum):
+    """How far the code that will run is trusted; picks the least isolation that is acceptable."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+class Network(StrEnum):
+    """What a sandbox can reach."""
+
+    NONE = "none"
+    ALLOWLIST = "allowlist"
+    BRIDGE = "bridge"
+    HOST = "host"
+
+
+class State(StrEnum):
+    """The states of a session."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    IDLE_STOPPING = "idle_stopping"
+    STOPPED = "stopped"
+    ERROR = "error"
+    TERMINATED = "terminated"
+
+
+class Limits(Request):
+    """What a sandbox may use. A limit that is asked for and cannot be enforced is refused."""
+
+    cpus: float | None = Field(default=None, gt=0, le=1024, description="CPU cores")
+    memory_mb: int | None = Field(default=None, ge=32, le=1_048_576, description="memory of all its processes")
+    disk_mb: int | None = Field(default=None, ge=1, le=1_048_576, description="bytes in the workspace")
+    processes: int | None = Field(default=None, ge=8, le=32_768, description="processes and threads")
+    timeout_s: float | None = Field(
+        default=None, gt=0, le=MAX_TIMEOUT_S, description="default deadline of a command"
+    )
+
+
+class SandboxRequest(Request):
+    """What `deploy_or_resume` takes. Without `context_id` the sandbox is ephemeral: nothing is kept."""
+
+    context_id: ContextId | None = None
+    provider: str = Field(default="auto", max_length=64)
+    trust: Trust = Trust.MEDIUM
+    network: Network | None = Field(default=None, description="None: the server's default, as far as it holds")
+    limits: Limits = Field(default_factory=Limits)
+    env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
+    labels: dict[str, str] = Field(default_factory=dict, max_length=32)
+
+
+class SandboxInfo(Answer):
+    """A session and its sandbox as the API shows them."""
+
+    id: str
+    context_id: str | None
+    ephemeral: bool
+    state: State
+    provider: str
+    isolation_level: int
+    unsafe: bool = Field(description="true when the provider does not isolate at all")
+    trust: Trust
+    network: Network
+    limits: Limits
+    labels: dict[str, str]
+    created_at: datetime
+    last_activity_at: datetime
+    error: str | None = None
+
+
+class SandboxPage(Answer):
+    """A page of sandboxes; `next` is the cursor of the following page."""
+
+    items: list[SandboxInfo]
+    next: str | None = None
+
+
+class TerminateRequest(Request):
+    """Why a sandbox ends."""
+
+    reason: str = Field(default="", max_length=1000)
+
+
+class TerminalSize(Request):
+    """Rows and columns of a terminal."""
+
+    rows: int = Field(default=24, ge=1, le=1000)
+    cols: int = Field(default=80, ge=1, le=1000)
+
+
+class CommandRequest(Request):
+    """A command: a string runs under `/bin/sh -c`, a list runs as it is."""
+
+    command: Annotated[NoNul, Field(min_length=1, max_length=131_072)] | Annotated[
+        list[NoNul], Field(min_length=1, max_length=4096)
+    ]
+    cwd: NoNul | None = Field(default=None, max_length=4096, description="relative to the workspace")
+    env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
+    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S, description="seconds; the tree dies then")
+    stdin: str | None = Field(default=None, max_length=16 * 1024 * 1024, description="text given, then closed")
+    output_limit: int = Field(default=DEFAULT_OUTPUT_BYTES, ge=0, le=MAX_OUTPUT_BYTES)
+    terminal: TerminalSize | None = Field(default=None, description="run under a PTY of this size")
+    interactive: bool = Field(default=False, description="keep stdin open for `send_input`; implies background")
+
+
+class CommandResult(Answer):
+    """A finished command. `exit_code` is None when a signal ended it, then `signal` names it."""
+
+    id: str
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    signal: str | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    duration_ms: float
+    truncated: bool = False
+    dropped_bytes: int = 0
+    stdout_base64: str | None = Field(default=None, description="the exact bytes, when they are not UTF-8")
+    stderr_base64: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the command ended with exit code 0."""
+        return self.exit_code == 0
+
+
+class CommandInfo(Answer):
+    """A command as listed: running or ended."""
+
+    id: str
+    command: str | list[str]
+    running: bool
+    pid: int | None
+    terminal: bool
+    started_at: datetime
+    duration_ms: float
+    exit_code: int | None = None
+    signal: str | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    output_bytes: int = Field(description="bytes kept; the offset of the end of the output")
+    dropped_bytes: int = 0
+
+
+class CommandList(Answer):
+    """The commands a sandbox remembers, newest last."""
+
+    items: list[CommandInfo]
+
+
+class SignalRequest(Request):
+    """A signal for a command: to its process group, or to every process of its tree."""
+
+    signal: str = Field(default="TERM", max_length=16)
+    tree: bool = False
+
+
+class OutputEvent(Answer):
+    """One line of an output stream. `text` for UTF-8, `base64` for other bytes, `result` on the last line."""
+
+    stream: Literal["stdout", "stderr", "end"]
+    offset: int = Field(description="offset after this chunk; re-attach from here")
+    text: str | None = None
+    base64: str | None = None
+    result: CommandInfo | None = None
+
+
+class FileKind(StrEnum):
+    """What a directory entry is."""
+
+    FILE = "file"
+    DIRECTORY = "directory"
+    SYMLINK = "symlink"
+    OTHER = "other"
+
+
+class FileInfo(Answer):
+    """A file or directory. Names that are not UTF-8 carry surrogate escapes as `\\udcXX`."""
+
+    path: str
+    kind: FileKind
+    size: int
+    mode: str = Field(description="octal permissions")
+    modified_at: datetime
+    target: str | None = Field(default=None, description="where a symlink points")
+
+
+class FileList(Answer):
+    """Entries of a directory; `truncated` when there were more than the limit."""
+
+    items: list[FileInfo]
+    truncated: bool = False
+
+
+class EditRequest(Request):
+    """Replace `old` with `new`; fails unless `old` occurs exactly once (or `replace_all`)."""
+
+    path: NoNul = Field(min_length=1, max_length=4096)
+    old: str = Field(min_length=1)
+    new: str
+    replace_all: bool = False
+
+
+class EditResult(Answer):
+    """How many places were replaced, and the file after."""
+
+    replaced: int
+    file: FileInfo
+
+
+class MoveRequest(Request):
+    """Move or rename inside the workspace."""
+
+    source: NoNul = Field(min_length=1, max_length=4096)
+    destination: NoNul = Field(min_length=1, max_length=4096)
+    overwrite: bool = False
+
+
+class MkdirRequest(Request):
+    """Make a directory and its parents."""
+
+    path: NoNul = Field(min_length=1, max_length=4096)
+
+
+class ExecuteRequest(Request):
+    """`/execute`: code in a language, files in, files produced out. Only `shell` so far."""
+
+    code: str = Field(min_length=1, max_length=1_048_576)
+    language: Literal["shell", "python"] = "shell"
+    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    files: dict[NoNul, str] = Field(default_factory=dict, max_length=256, description="path → base64")
+
+
+class ExecuteResult(Answer):
+    """What `/execute` answers."""
+
+    output: str
+    stderr: str
+    exit_code: int | None
+    signal: str | None = None
+    timed_out: bool = False
+    truncated: bool = False
+    execution_time_ms: float
+    files_produced: list[str]
+
+
+class ToolRequest(Request):
+    """A named tool with its parameters."""
+
+    tool_name: str = Field(max_length=64)
+    params: dict[str, object] = Field(default_factory=dict)
+
+
+class ToolResult(Answer):
+    """What a tool answered."""
+
+    tool_name: str
+    result: dict[str, object]
+
+
+class SupervisorHealth(Answer):
+    """What a supervisor says of itself. It comes from inside the sandbox, so it proves nothing."""
+
+    status: Literal["ok"]
+    state: Literal["idle", "busy"]
+    commands_running: int
+    capacity: int
+    uptime_s: float
+
+
+class Check(Answer):
+    """One line of `carrel doctor`: a primitive, whether it is there, why it matters, how to get it."""
+
+    name: str
+    status: Literal["ok", "degraded", "missing"]
+    found: str
+    why: str
+    remedy: str | None = None
+
+
+class ProviderStatus(Answer):
+    """A provider on this host: whether it can be used, and what is missing when not."""
+
+    name: str
+    isolation_level: int
+    unsafe: bool
+    available: bool
+    reason: str | None = None
+    capabilities: list[str]
+
+
+class HostReport(Answer):
+    """What `carrel doctor` shows."""
+
+    kernel: str
+    user: str
+    checks: list[Check]
+    providers: list[ProviderStatus]
