@@ -1,0 +1,143 @@
+"""carrel: a private, durable, governed workspace for every AI agent.
+
+Public names only, each imported when first used.
+"""
+
+from __future__ import annotations
+
+# `typing` alone would cost more than the rest of this import; checkers take the name for true all the same.
+TYPE_CHECKING = False
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from carrel.client import (
+        AsyncClient,
+        AsyncCommand,
+        AsyncSandbox,
+        AsyncTerminal,
+        Chunk,
+        Client,
+        Command,
+        Output,
+        Sandbox,
+        Terminal,
+    )
+    from carrel.errors import (
+        AlreadyExists,
+        CarrelError,
+        CommandFailed,
+        Conflict,
+        Denied,
+        EditMismatch,
+        FileMissing,
+        InvalidPath,
+        InvalidRequest,
+        LimitExceeded,
+        NotFound,
+        NotRunning,
+        PlatformError,
+        ProviderUnavailable,
+        SandboxLost,
+        ServerUnreachable,
+        TooLarge,
+        Unauthorized,
+        UnknownSetting,
+        Unsupported,
+    )
+    from carrel.models import (
+        CommandInfo,
+        CommandResult,
+        FileInfo,
+        FileKind,
+        HostReport,
+        Limits,
+        Network,
+        SandboxInfo,
+        State,
+        Trust,
+    )
+
+__all__ = [
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncCommand",
+    "AsyncSandbox",
+    "AsyncTerminal",
+    "CarrelError",
+    "Chunk",
+    "Client",
+    "Command",
+    "CommandFailed",
+    "CommandInfo",
+    "CommandResult",
+    "Conflict",
+    "Denied",
+    "EditMismatch",
+    "FileInfo",
+    "FileKind",
+    "FileMissing",
+    "HostReport",
+    "InvalidPath",
+    "InvalidRequest",
+    "LimitExceeded",
+    "Limits",
+    "Network",
+    "NotFound",
+    "NotRunning",
+    "Output",
+    "PlatformError",
+    "ProviderUnavailable",
+    "Sandbox",
+    "SandboxInfo",
+    "SandboxLost",
+    "ServerUnreachable",
+    "State",
+    "Terminal",
+    "TooLarge",
+    "Trust",
+    "Unauthorized",
+    "UnknownSetting",
+    "Unsupported",
+    "__version__",
+]
+
+_MODELS = {
+    "CommandInfo",
+    "CommandResult",
+    "FileInfo",
+    "FileKind",
+    "HostReport",
+    "Limits",
+    "Network",
+    "SandboxInfo",
+    "State",
+    "Trust",
+}
+_CLIENT = {
+    "AsyncClient",
+    "AsyncCommand",
+    "AsyncSandbox",
+    "AsyncTerminal",
+    "Chunk",
+    "Client",
+    "Command",
+    "Output",
+    "Sandbox",
+    "Terminal",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'carrel' has no attribute '{name}'")
+    from importlib import import_module
+
+    home = "carrel.client" if name in _CLIENT else "carrel.models" if name in _MODELS else "carrel.errors"
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -215,8 +215,9 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._refuse(InvalidRequest("protocol upgrades are not spoken here"))
-        except (httptools.HttpParserError, CarrelError) as error:
-            self._refuse(error if isinstance(error, CarrelError) else InvalidRequest(f"not HTTP: {error}"))
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # the parser wraps what its callbacks raise
+            self._refuse(cause if isinstance(cause, CarrelError) else InvalidRequest(f"not HTTP: {error}"))
 
     # httptools callbacks
 
@@ -285,6 +286,8 @@ class Connection(asyncio.Protocol):
                     raise
                 except Exception as error:
                     response = problem_response(PlatformError(f"the supervisor failed: {type(error).__name__}: {error}"))
+                if not request._complete:
+                    response.headers += ((b"connection", b"close"),)
                 await self._send(response)
                 if not request._complete:  # an unread body cannot be told from the next request
                     self._close()
@@ -316,17 +319,19 @@ class Connection(asyncio.Protocol):
         transport.write(head + length + b"\r\n\r\n")
         try:
             async for chunk in response.stream:
-                if self.closed:
+                if transport.is_closing():
                     return
+                if not chunk:  # an empty chunk would be the end
+                    continue
                 if chunked:
                     transport.writelines((b"%x\r\n" % len(chunk), chunk, b"\r\n"))
                 else:
                     transport.write(chunk)
                 if not self._can_write.is_set():
                     await self._can_write.wait()
-        except CarrelError:
+        except Exception as error:
             transport.abort()  # the status is already sent: only a broken body can tell of the failure
-            return
+            raise ConnectionAbortedError(str(error)) from error
         if chunked:
             transport.write(b"0\r\n\r\n")
 

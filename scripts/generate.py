@@ -1,0 +1,63 @@
+"""Writes the files that are made from others: the blocking client, and reference pages.
+
+python scripts/generate.py            write what is stale
+python scripts/generate.py --check    change nothing, fail when something is stale
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "src"))
+
+import generate_reference  # noqa: E402
+import generate_sync  # noqa: E402
+
+
+def wanted() -> dict[Path, Callable[[], str]]:
+    files: dict[Path, Callable[[], str]] = {}
+    sources = ROOT / "src/carrel/client/_async"
+    for source in sorted(sources.glob("*.py")):
+        target = sources.parent / "_sync" / source.name
+        files[target] = lambda source=source, target=target: generate_sync.derive(source.read_text(), target)  # type: ignore[misc]
+    reference = ROOT / "docs/reference"
+    files[reference / "errors.md"] = generate_reference.errors_page
+    files[reference / "cli.md"] = generate_reference.cli_page
+    if (ROOT / "src/carrel/config.py").exists():
+        files[reference / "settings.md"] = generate_reference.settings_page
+    return files
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    check = bool(arguments)
+    files = wanted()
+    stale = []
+    for path, make in files.items():
+        text = make()
+        if path.exists() and path.read_text() == text:
+            continue
+        stale.append(path.relative_to(ROOT))
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    made = ROOT / "src/carrel/client/_sync"
+    for left in sorted(set(made.glob("*.py")) - set(files)):
+        stale.append(left.relative_to(ROOT))
+        if not check:
+            left.unlink()
+    for path in stale:
+        print(f"stale: {path}" if check else f"wrote {path}")
+    if check and stale:
+        print("run `make generate`", file=sys.stderr)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

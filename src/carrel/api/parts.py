@@ -1,0 +1,132 @@
+"""What the resource modules share: the control plane of a request, strict query strings, answers and event streams."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, cast
+from urllib.parse import parse_qsl
+
+from fastapi import Depends, Path, Query, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.requests import HTTPConnection
+from starlette.responses import Response, StreamingResponse
+
+from carrel.control.frames import Chunk, TextCutter
+from carrel.control.plane import ControlPlane
+from carrel.errors import InvalidRequest
+
+NDJSON = "application/x-ndjson"
+SSE = "text/event-stream"
+
+
+def plane_of(connection: HTTPConnection) -> ControlPlane:
+    """The control plane the app was made for."""
+    return cast(ControlPlane, connection.app.state.plane)
+
+
+Plane = Annotated[ControlPlane, Depends(plane_of)]
+SandboxId = Annotated[str, Path(alias="id", max_length=128, description="id of a sandbox, or its context id")]
+CommandId = Annotated[str, Path(alias="cid", max_length=128, description="id of a command")]
+
+
+def known_query(request: Request) -> None:
+    """Refuse a query parameter that the route does not have; a misspelt flag must not be ignored."""
+    if not request.scope["query_string"]:
+        return
+    route = request.scope.get("route")
+    if not isinstance(route, APIRoute):
+        return
+    known = _query_names(route)
+    for name in request.query_params:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(sorted(known)) or 'none'}"
+            raise InvalidRequest(f"there is no query parameter '{name[:100]}'", field=name[:100], hint=hint)
+
+
+_NAMES: dict[str, frozenset[str]] = {}
+
+
+def _query_names(route: APIRoute) -> frozenset[str]:
+    names = _NAMES.get(route.unique_id)
+    if names is None:
+        found: set[str] = set()
+        pending = [route.dependant]
+        while pending:
+            dependant = pending.pop()
+            found.update(field.alias for field in dependant.query_params)
+            pending.extend(dependant.dependencies)
+        names = _NAMES[route.unique_id] = frozenset(found)
+    return names
+
+
+def _file_path(
+    request: Request,
+    path: Annotated[str, Query(min_length=1, max_length=4096, description="relative to the workspace")],
+) -> str:
+    return raw_query(request, "path") or path
+
+
+def raw_query(request: Request, name: str) -> str | None:
+    """A query parameter whose bytes may not be UTF-8, as surrogate escapes."""
+    text = request.scope["query_string"].decode("latin-1")
+    return dict(parse_qsl(text, keep_blank_values=True, errors="surrogateescape")).get(name)
+
+
+FilePath = Annotated[str, Depends(_file_path)]
+
+
+def as_json(value: BaseModel, status: int = 200) -> Response:
+    """A model as an answer. File names may carry surrogate escapes, which only this encoder lets through."""
+    return Response(json.dumps(value.model_dump(mode="json")), status, media_type="application/json")
+
+
+def wants_sse(request: Request) -> bool:
+    """Whether the caller asked for server-sent events."""
+    return SSE in request.headers.get("accept", "")
+
+
+async def _lines(chunks: AsyncIterator[Chunk], offset: int, sse: bool) -> AsyncIterator[bytes]:
+    cutter = TextCutter(offset)
+    before, after = (b"data: ", b"\n\n") if sse else (b"", b"\n")
+    try:
+        async for chunk in chunks:
+            if chunk.stream == "end":
+                pieces = cutter.flush()
+            else:
+                pieces = cutter.feed(chunk)
+            for piece in pieces:
+                event: dict[str, object] = {"stream": piece.stream, "offset": piece.offset}
+                if piece.text is not None:
+                    event["text"] = piece.text
+                else:
+                    event["base64"] = piece.base64
+                yield before + json.dumps(event).encode() + after
+            if chunk.stream == "end":
+                end = {"stream": "end", "offset": cutter.offset, "result": json.loads(chunk.data)}
+                yield before + json.dumps(end).encode() + after
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
+
+
+async def event_stream(
+    request: Request, chunks: AsyncIterator[Chunk], *, offset: int = 0, headers: dict[str, str] | None = None
+) -> Response:
+    """Output events as NDJSON, or as server-sent events when asked for. Waits for the first, so errors get a status."""
+    sse = wants_sse(request)
+    lines = _lines(chunks, offset, sse)
+    first = await anext(lines, b"")
+
+    async def all_lines() -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for line in lines:
+                yield line
+        finally:
+            await lines.aclose()  # type: ignore[attr-defined]
+
+    kept = {"cache-control": "no-store", **(headers or {})}
+    return StreamingResponse(all_lines(), media_type=SSE if sse else NDJSON, headers=kept)

@@ -1,0 +1,156 @@
+"""Every failure as a problem answer (RFC 9457), also those that the framework finds. No text of a traceback ever leaves."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from carrel import models
+from carrel.errors import CarrelError, InvalidRequest, NotFound, PlatformError
+
+log = logging.getLogger("carrel.api")
+
+MEDIA_TYPE = "application/problem+json"
+ACTOR = "owner"
+_PLACES = {"body", "query", "path", "header"}
+
+
+class Problem(BaseModel):
+    """What went wrong (RFC 9457): `code` is stable, `field` names the offending field, `hint` the remedy."""
+
+    type: str = Field(examples=["urn:carrel:problem:invalid_request"])
+    title: str
+    status: int
+    code: str = Field(examples=["invalid_request"])
+    detail: str
+    field: str | None = None
+    hint: str | None = None
+
+
+_MEANING = {
+    400: "The request is not valid",
+    401: "No token, or a wrong one",
+    403: "Denied by policy",
+    404: "Not found",
+    409: "Not possible in this state",
+    413: "Too large",
+    422: "Not supported by the provider or this host",
+    429: "A limit is reached",
+    502: "The sandbox is gone",
+    503: "No suitable provider, or not ready",
+}
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that can fail in these ways, besides those every route has."""
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    declared: dict[int | str, dict[str, Any]] = {
+        status: {"description": _MEANING[status], "content": content} for status in sorted({400, 401, *statuses})
+    }
+    declared["default"] = {"description": "carrel or its host failed", "content": content}
+    return declared
+
+
+def encode(problem: Mapping[str, object]) -> bytes:
+    """A problem as JSON."""
+    return json.dumps(problem, default=str).encode()
+
+
+def answer(error: CarrelError, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer for an error."""
+    body = error.problem()
+    if status is not None:
+        body["status"] = status
+    return Response(encode(body), status or error.status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def _fields() -> list[str]:
+    found: set[str] = set()
+    for cls in models.Request.__subclasses__():
+        found.update(cls.model_fields)
+    return sorted(found)
+
+
+FIELDS = _fields()
+
+
+def _name(location: Sequence[object]) -> str:
+    """The field a validator means, without the names of the alternatives it tried."""
+    parts = [str(part) for part in location]
+    if parts and parts[0] in _PLACES:
+        parts = parts[1:]
+    return ".".join(part for part in parts if not part.startswith(("constrained-", "list[", "[key]")))[:200]
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """The error for what a validator found; it speaks of the first finding, the others are counted."""
+    first = errors[0]
+    kind, location = str(first.get("type", "")), tuple(first.get("loc", ()))
+    message = str(first.get("msg", "not valid"))
+    field = _name(location)
+    if kind in {"json_invalid", "model_attributes_type", "model_type", "dict_type"} and field in {"", "0"} or (
+        kind == "json_invalid"
+    ):
+        why = str((first.get("ctx") or {}).get("error", message))[:200]
+        return InvalidRequest(f"the body is not a JSON object: {why}", field="body", hint="send a JSON object")
+    if kind == "extra_forbidden":
+        name = field.rpartition(".")[2]
+        near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6)
+        hint = f"did you mean '{near[0]}'?" if near else "leave it out; /docs lists the fields"
+        return InvalidRequest(f"there is no field '{field}'", field=field, hint=hint)
+    if kind == "missing":
+        return InvalidRequest(f"'{field or 'body'}' is missing", field=field or "body", hint="add it; see /docs")
+    hint = f"{message}; see /docs"
+    return InvalidRequest(f"'{field}' is not valid: {message}", field=field, hint=hint, findings=len(errors))
+
+
+async def _carrel(request: Request, error: Exception) -> Response:
+    assert isinstance(error, CarrelError)
+    if error.status >= 500:
+        log.warning("%s %s: %s", request.method, request.url.path, error)
+    return answer(error)
+
+
+async def _validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return answer(invalid(error.errors()))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        problem = InvalidRequest(
+            f"{request.method} is not possible here", field="method", hint=f"use {allowed}" if allowed else "see /docs"
+        )
+        return answer(problem, 405, error.headers)
+    if error.status_code == 404:
+        return answer(
+            NotFound(f"no such resource: {request.method} {request.url.path[:200]}", field="path", hint="see /docs")
+        )
+    status = error.status_code if 400 <= error.status_code < 500 else 400
+    return answer(InvalidRequest(str(error.detail)[:500], hint="see /docs"), status)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return answer(UNEXPECTED)
+
+
+UNEXPECTED = PlatformError("carrel failed in a way it did not expect", hint="the server's log says more")
+
+
+def install(app: FastAPI) -> None:
+    """Make the app answer every failure with a problem."""
+    app.add_exception_handler(CarrelError, _carrel)
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)

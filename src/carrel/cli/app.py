@@ -1,0 +1,41 @@
+"""Puts the commands together. Imports only what declaring them needs, so that every start is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from carrel.cli import commands, files, host, sandboxes, server, terminals
+
+app = typer.Typer(
+    name="carrel",
+    help="A private, durable, governed workspace for every AI agent.",
+    epilog="Start with `carrel doctor`, then `carrel run -- uname -a`. Every table has --json.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _root(
+    trace: Annotated[bool, typer.Option("--trace", help="Show where carrel itself failed.")] = False,
+) -> None:
+    """A private, durable, governed workspace for every AI agent."""
+
+
+# Words after the command belong to the program that is run, options included.
+_PROGRAM = {"allow_interspersed_args": False}
+
+app.command("serve", rich_help_panel="Server")(server.serve)
+app.command("doctor", rich_help_panel="Server")(host.doctor)
+app.command("version", rich_help_panel="Server")(host.version)
+app.command("run", rich_help_panel="Commands", context_settings=_PROGRAM)(commands.run)
+app.command("exec", rich_help_panel="Commands", context_settings=_PROGRAM)(commands.execute)
+app.command("sh", rich_help_panel="Commands")(terminals.sh)
+app.command("logs", rich_help_panel="Commands")(commands.logs)
+app.command("ls", rich_help_panel="Files")(files.ls)
+app.command("cp", rich_help_panel="Files")(files.cp)
+app.command("ps", rich_help_panel="Sandboxes")(sandboxes.ps)
+app.command("rm", rich_help_panel="Sandboxes")(sandboxes.rm)

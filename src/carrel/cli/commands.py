@@ -1,0 +1,129 @@
+"""`run`, `exec` and `logs`: commands in sandboxes, with their output where it belongs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import NotFound
+
+Words = Annotated[
+    list[str], typer.Argument(metavar="COMMAND…", help="One word is shell text; several run as they are.")
+]
+Cwd = Annotated[str | None, typer.Option("--cwd", "-C", help="Directory, relative to the workspace.")]
+
+
+def run(
+    command: Words,
+    *,
+    provider: options.Provider = None,
+    trust: options.Trust = None,
+    memory: options.Memory = None,
+    cpus: options.Cpus = None,
+    processes: options.Processes = None,
+    network: options.Network = None,
+    timeout: options.Timeout = None,
+    env: options.Env = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running (needs a server).")] = False,
+) -> None:
+    """Run one command in a fresh sandbox that is gone afterwards. No server is needed beforehand.
+
+    Output is live, the exit code is the command's: 128+n for a signal, 124 at the deadline.
+
+    \b
+    carrel run -- python3 -c 'print(6 * 7)'
+    carrel run --timeout 10 --memory 256m 'make test 2>&1 | tail'
+    cat data.csv | carrel run -- wc -l
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.reach import ephemeral, to_the_end
+    from carrel.cli.streams import attended
+
+    limits: dict[str, float | None] = {
+        "memory_mb": options.memory_mb(memory),
+        "cpus": cpus,
+        "processes": processes,
+    }
+    limits = {name: value for name, value in limits.items() if value is not None}
+    asked = options.Ephemeral(provider=provider, trust=trust, network=network, limits=limits)
+    environment = options.environment(env)
+
+    async def work() -> int:
+        async with ephemeral(asked, keep=keep) as box:
+            if box.unsafe:
+                note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
+            if keep:
+                note(f"carrel: kept as {box.id}; `carrel rm {box.id}` removes it")
+            return await attended(box, options.program(command), cwd=None, env=environment, timeout=timeout)
+
+    raise typer.Exit(to_the_end(work()))
+
+
+def execute(
+    context: options.Context,
+    command: Words,
+    cwd: Cwd = None,
+    timeout: options.Timeout = None,
+    env: options.Env = None,
+) -> None:
+    """Run a command in a context's sandbox, which is made or resumed when needed and stays.
+
+    \b
+    carrel exec conversation-42 -- pytest -q
+    carrel exec conversation-42 'git log --oneline | head'
+    """
+    from carrel.cli.reach import kept, to_the_end
+    from carrel.cli.streams import attended
+
+    environment = options.environment(env)
+
+    async def work() -> int:
+        async with kept(context) as box:
+            return await attended(box, options.program(command), cwd=cwd, env=environment, timeout=timeout)
+
+    raise typer.Exit(to_the_end(work()))
+
+
+def logs(
+    context: options.Context,
+    command_id: Annotated[
+        str | None, typer.Argument(help="A command of `carrel ps CONTEXT`; else the newest.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the command ends.")] = False,
+    offset: Annotated[int, typer.Option(min=0, help="Start at this byte of the output.")] = 0,
+    json: options.Json = False,
+) -> None:
+    """Show what a command has written.
+
+    \b
+    carrel logs conversation-42
+    carrel logs conversation-42 -f
+    """
+    from carrel.cli.shown import print_line
+    from carrel.cli.streams import write_out
+    from carrel.client import Client, Output
+
+    with Client() as client:
+        box = client.attach(client.find(context))
+        if command_id is None:
+            known = box.commands.list()
+            if not known:
+                raise NotFound(f"'{context}' remembers no command", hint=f"carrel exec {context} -- COMMAND")
+            command_id = known[-1].id
+        handle = box.commands.get(command_id)
+        if json and not follow:
+            seen: Output = handle.output(offset)
+            ended = seen.info.model_dump(mode="json") if seen.info else None
+            body = {"id": handle.id, "stdout": seen.stdout, "stderr": seen.stderr, "offset": seen.offset}
+            print_line({**body, "info": ended})
+        elif json:
+            for chunk in handle.stream(offset):
+                print_line({"stream": chunk.stream, "text": chunk.text, "offset": chunk.offset})
+        elif follow:
+            for chunk in handle.stream(offset):
+                write_out(chunk.stream, chunk.data)
+        else:
+            for chunk in handle.written(offset):
+                write_out(chunk.stream, chunk.data)

@@ -1,0 +1,76 @@
+"""How the command line tells a failure: `error:` and `hint:` on stderr, an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from carrel.errors import CarrelError
+
+USAGE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+TIMED_OUT = 124
+
+
+class Terminated(BaseException):
+    """A signal asked the command line to end; raised once what it made is gone."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def note(text: str) -> None:
+    """A remark on stderr, away from the output."""
+    print(text, file=sys.stderr)
+
+
+def tell(error: str, hint: str | None = None) -> None:
+    """A failure in one or two lines. Control characters are shown, not obeyed: an agent may have put them."""
+    note(f"error: {_printable(error)}")
+    if hint:
+        note(f"hint: {_printable(hint)}")
+
+
+def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
+    """Tell what went wrong and give the exit code for it."""
+    if trace and not isinstance(error, SystemExit):
+        import traceback
+
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, Terminated):
+        return 128 + error.number
+    if isinstance(error, BaseExceptionGroup):
+        return exit_code_of(error.exceptions[0])
+    if isinstance(error, BrokenPipeError):
+        # The interpreter flushes stdout at exit; with the reader gone that would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    if isinstance(error, CarrelError):
+        tell(error.detail, error.hint)
+        return 1
+    if callable(words := getattr(error, "format_message", None)):
+        context = getattr(error, "ctx", None)
+        command = getattr(context, "command_path", "carrel")
+        tell(str(words()).rstrip("."), f"`{command} --help` shows how it is used")
+        return USAGE
+    if type(error).__name__ == "Abort":
+        return INTERRUPTED
+    if isinstance(error, OSError):
+        tell(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+        return 1
+    tell(
+        f"carrel failed: {type(error).__name__}: {error}",
+        "this is a defect of carrel; `carrel --trace …` shows where it happened",
+    )
+    return 1
+
+
+def _printable(text: str) -> str:
+    line = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -1,0 +1,180 @@
+"""`ls` and `cp`: files of a sandbox, beside or to and from local ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from carrel.client import Sandbox
+
+_CONTEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_LARGE = 8 * 1024 * 1024
+
+
+def split_target(text: str) -> tuple[str | None, str]:
+    """`CONTEXT:path` as its two parts; a local path has no context.
+
+    A context may hold colons, so the last colon with a possible context before it divides. `CONTEXT:./a:b`
+    names a path with a colon, `./a:b` a local file.
+    """
+    colon = text.rfind(":")
+    while colon > 0:
+        if _CONTEXT.fullmatch(text[:colon]):
+            return text[:colon], text[colon + 1 :] or "."
+        colon = text.rfind(":", 0, colon)
+    return None, text
+
+
+def ls(
+    context: options.Context,
+    path: Annotated[str, typer.Argument(help="Relative to the workspace.")] = ".",
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Everything beneath too.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many entries.")] = 1000,
+    json: options.Json = False,
+) -> None:
+    """List files of a workspace.
+
+    \b
+    carrel ls conversation-42
+    carrel ls conversation-42 output --recursive
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.reach import existing
+    from carrel.cli.shown import coloured, print_json, print_table, size
+    from carrel.client import Client
+    from carrel.models import FileKind
+
+    with Client() as client:
+        found = existing(client, context).files.list(path, recursive=recursive, limit=limit)
+    if json:
+        print_json([info.model_dump(mode="json") for info in found])
+    else:
+        rows = []
+        for info in found:
+            directory = info.kind is FileKind.DIRECTORY
+            name = coloured(f"{info.path}/", "bold blue") if directory else info.path
+            if info.target is not None:
+                name = f"{info.path} -> {info.target}"
+            count = "-" if directory else size(info.size)
+            rows.append([info.mode, count, f"{info.modified_at:%Y-%m-%d %H:%M}", name])
+        print_table(["MODE", "SIZE", "MODIFIED", "PATH"], rows)
+    if found.truncated:
+        note(f"carrel: there are more than {limit} entries; --limit shows more")
+
+
+def cp(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A local path, CONTEXT:path, or - for stdin.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", help="A local path, CONTEXT:path, or - for stdout.")
+    ],
+) -> None:
+    """Copy a file or a directory into a workspace or out of it.
+
+    \b
+    carrel cp data.csv conversation-42:data/in.csv
+    carrel cp conversation-42:output ./results
+    carrel cp conversation-42:output/report.txt - | less
+    """
+    from carrel.cli.reach import existing, wanted
+    from carrel.client import Client
+
+    (from_context, from_path), (to_context, to_path) = split_target(source), split_target(destination)
+    if (from_context is None) == (to_context is None):
+        raise typer.BadParameter(
+            "exactly one side must be CONTEXT:path (write ./name for a local name with a colon)",
+            param_hint="SRC DST",
+        )
+    if to_context is not None and from_path != "-" and not os.path.lexists(from_path):
+        raise InvalidRequest(f"there is no local file '{from_path}'", field="SRC")
+    with Client() as client:
+        if to_context is not None:
+            _upload(wanted(client, to_context), from_path, to_path)
+        elif from_context is not None:
+            _download(existing(client, from_context), from_path, to_path)
+
+
+def _upload(box: Sandbox, local: str, path: str) -> None:
+    if local == "-":
+        if path.endswith(("/", ".")):
+            raise InvalidRequest(
+                "standard input needs the name of a file", field="DST", hint="CONTEXT:dir/name"
+            )
+        box.files.write(path, sys.stdin.buffer)
+        return
+    source = Path(local)
+    if _is_directory(box, path):
+        path = str(PurePosixPath(path) / source.resolve().name)
+    with _progress(source.name, _local_size(source)) as advance:
+        box.files.upload(source, path, progress=advance)
+
+
+def _download(box: Sandbox, path: str, local: str) -> None:
+    if local == "-":
+        box.files.download(path, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return
+    target = Path(local)
+    name = PurePosixPath(path).name
+    # The name is one component, so it cannot lead out of the directory that was named.
+    if target.is_dir() and name not in {"", ".", ".."}:
+        target /= name
+    with _progress(path, _remote_size(box, path)) as advance:
+        box.files.download(path, target, progress=advance)
+
+
+def _is_directory(box: Sandbox, path: str) -> bool:
+    from carrel.errors import FileMissing
+    from carrel.models import FileKind
+
+    if path.endswith("/") or PurePosixPath(path).name in {"", ".", ".."}:
+        return True
+    try:
+        return box.files.stat(path).kind is FileKind.DIRECTORY
+    except FileMissing:
+        return False
+
+
+def _local_size(source: Path) -> int:
+    if source.is_dir():
+        return sum(entry.stat().st_size for entry in source.rglob("*") if entry.is_file())
+    return source.stat().st_size
+
+
+def _remote_size(box: Sandbox, path: str) -> int | None:
+    from carrel.models import FileKind
+
+    info = box.files.stat(path)
+    return info.size if info.kind is FileKind.FILE else None
+
+
+@contextmanager
+def _progress(title: str, total: int | None) -> Iterator[Callable[[int], object] | None]:
+    """A bar on stderr when somebody watches and the copy is long enough to see."""
+    if not sys.stderr.isatty() or (total is not None and total < _LARGE):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from carrel.cli.shown import plain
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(plain(title), total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,82 @@
+"""Options that several commands share, and the reading of their values."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+_SIZE = re.compile(r"^(\d+)\s*(|m|mb|mib|g|gb|gib)$", re.IGNORECASE)
+
+
+def contexts(incomplete: str) -> list[str]:
+    """Names for shell completion; silent about every failure, as completion must be."""
+    try:
+        from carrel.client import Client
+        from carrel.models import State
+
+        with Client(timeout=1) as client:
+            live = [info for info in client.sandboxes() if info.state is not State.TERMINATED]
+        return [name for info in live if (name := info.context_id or info.id).startswith(incomplete)]
+    except Exception:
+        return []
+
+
+Context = Annotated[
+    str, typer.Argument(metavar="CONTEXT", help="A context id, or a sandbox id.", autocompletion=contexts)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Provider = Annotated[str | None, typer.Option(help="Where it runs: auto, namespace, process (unsafe), …")]
+Trust = Annotated[str | None, typer.Option(help="How far the code is trusted: high, medium or low.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of all its processes: 512m, 2g.")]
+Cpus = Annotated[float | None, typer.Option(help="CPU cores.")]
+Processes = Annotated[int | None, typer.Option(help="Processes and threads.")]
+Network = Annotated[str | None, typer.Option(help="What it can reach: none, allowlist, bridge or host.")]
+Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Everything it started dies then.")]
+Env = Annotated[
+    list[str] | None,
+    typer.Option("--env", "-e", metavar="NAME=VALUE", help="Repeatable; NAME alone is passed on."),
+]
+
+
+def memory_mb(text: str | None) -> int | None:
+    """`512`, `512m`, `2g` in megabytes."""
+    if text is None:
+        return None
+    found = _SIZE.match(text.strip())
+    if not found:
+        raise typer.BadParameter(f"'{text}' is not a size such as 512m or 2g", param_hint="--memory")
+    return int(found[1]) * (1024 if found[2].lower().startswith("g") else 1)
+
+
+def environment(given: list[str] | None) -> dict[str, str]:
+    """`NAME=VALUE` words as a mapping; `NAME` alone takes the value it has here."""
+    env: dict[str, str] = {}
+    for word in given or []:
+        name, equals, value = word.partition("=")
+        if not name:
+            raise typer.BadParameter(f"'{word}' has no name before the equals sign", param_hint="--env")
+        if not equals:
+            if name not in os.environ:
+                raise typer.BadParameter(f"{name} is not set here", param_hint="--env")
+            value = os.environ[name]
+        env[name] = value
+    return env
+
+
+def program(words: list[str]) -> str | list[str]:
+    """One word is shell text, several are a program with its arguments."""
+    return words[0] if len(words) == 1 else words
+
+
+@dataclass(frozen=True)
+class Ephemeral:
+    """What an ephemeral sandbox is asked to be."""
+
+    provider: str | None = None
+    trust: str | None = None
+    network: str | None = None
+    limits: dict[str, float | None] = field(default_factory=dict)

@@ -1,0 +1,136 @@
+"""Finds sandboxes for the commands: by name on the server, or an ephemeral one that needs no server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from carrel.cli.failures import Terminated
+from carrel.errors import NotFound, ServerUnreachable
+
+if TYPE_CHECKING:
+    from carrel.cli.options import Ephemeral
+    from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
+
+T = TypeVar("T")
+
+
+def existing(client: Client, name: str) -> Sandbox:
+    """The sandbox of that name; a stopped one is resumed, a missing one is not made."""
+    from carrel.models import State
+
+    info = client.find(name)
+    if info.state is State.RUNNING or info.context_id is None:
+        return client.attach(info)
+    return client.sandbox(info.context_id)
+
+
+def wanted(client: Client, name: str) -> Sandbox:
+    """The sandbox of that name, made when there is none."""
+    try:
+        return existing(client, name)
+    except NotFound:
+        return client.sandbox(name)
+
+
+@asynccontextmanager
+async def kept(name: str) -> AsyncIterator[AsyncSandbox]:
+    """The sandbox of that name on the server, made or resumed when needed; it stays."""
+    from carrel.client import AsyncClient
+    from carrel.models import State
+
+    async with AsyncClient() as client:
+        try:
+            info = await client.find(name)
+        except NotFound:
+            yield await client.sandbox(name)
+            return
+        running = info.state is State.RUNNING or info.context_id is None
+        yield client.attach(info) if running else await client.sandbox(info.context_id)
+
+
+@asynccontextmanager
+async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[AsyncSandbox]:
+    """A sandbox that is gone afterwards: on the server that runs here, else on one inside this process."""
+    from carrel.client import AsyncClient, local_server
+
+    named = bool(os.environ.get("CARREL_URL"))
+    if named or local_server() is not None:
+        async with AsyncClient() as client:
+            box: AsyncSandbox | None = None
+            try:
+                box = await _made(client, asked)
+            except ServerUnreachable:
+                if named or keep:
+                    raise
+            if box is not None:
+                if keep:
+                    yield box
+                    return
+                async with box:
+                    yield box
+                return
+    if keep:
+        raise ServerUnreachable(
+            "a sandbox can only be kept by a server, and none runs here", hint="start one with `carrel serve`"
+        )
+    async with _own_server(asked) as client, await _made(client, asked) as made:
+        yield made
+
+
+async def _made(client: AsyncClient, asked: Ephemeral) -> AsyncSandbox:
+    return await client.sandbox(
+        provider=asked.provider, trust=asked.trust, network=asked.network, limits=asked.limits or None
+    )
+
+
+@asynccontextmanager
+async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
+    from carrel.client import AsyncClient
+    from carrel.config import load
+    from carrel.server import running
+
+    with tempfile.TemporaryDirectory(prefix="carrel-run-", ignore_cleanup_errors=True) as directory:
+        flags: dict[str, object] = {
+            "data_dir": directory,
+            "host": "127.0.0.1",
+            "port": 0,
+            "log_level": "error",
+        }
+        if asked.provider == "process":
+            # Whoever types the name on their own machine has chosen; a server asks its operator instead.
+            flags["sandbox.allow_process"] = True
+        async with running(load(flags)) as server, AsyncClient(server.url, server.token) as client:
+            yield client
+
+
+def to_the_end(work: Coroutine[object, object, T]) -> T:
+    """Run a coroutine so that SIGTERM and SIGHUP let it tidy up, as Ctrl-C does."""
+
+    async def attended() -> T:
+        task = asyncio.ensure_future(work)
+        heard: list[int] = []
+
+        def stop(number: int) -> None:
+            heard.append(number)
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if heard:
+                raise Terminated(heard[0]) from None
+            raise
+        finally:
+            if not task.done():
+                task.cancel()
+
+    return asyncio.run(attended())

@@ -1,0 +1,179 @@
+"""`ps` and `rm`: which sandboxes there are, and their end."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import CarrelError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from rich.text import Text
+
+    from carrel.client import AsyncClient
+    from carrel.models import SandboxInfo
+
+_AT_ONCE = 16
+
+
+def ps(
+    context: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONTEXT]", help="Show its commands instead.", autocompletion=options.contexts
+        ),
+    ] = None,
+    all_states: Annotated[bool, typer.Option("--all", "-a", help="Terminated ones too.")] = False,
+    json: options.Json = False,
+) -> None:
+    """List the sandboxes, or the commands of one.
+
+    \b
+    carrel ps
+    carrel ps conversation-42
+    carrel ps --json | jq -r '.[].id'
+    """
+    if context is not None:
+        _commands(context, json=json)
+        return
+    import asyncio
+
+    found = asyncio.run(_sandboxes(all_states=all_states))
+    from carrel.cli.shown import age, coloured, print_json, print_table
+
+    if json:
+        print_json([{**info.model_dump(mode="json"), "commands": count} for info, count in found])
+        return
+    colours = {"running": "green", "error": "red", "terminated": "dim", "stopped": "dim"}
+    rows: list[list[str | Text]] = []
+    for info, count in found:
+        where = coloured(f"{info.provider} UNSAFE", "bold red") if info.unsafe else info.provider
+        state = coloured(info.state.value, colours.get(info.state.value, "yellow"))
+        commands = "-" if count is None else str(count)
+        rows.append(
+            [
+                info.context_id or "-",
+                info.id,
+                state,
+                where,
+                info.network.value,
+                age(info.created_at),
+                commands,
+            ]
+        )
+    print_table(["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", "COMMANDS"], rows)
+
+
+async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]]:
+    import asyncio
+
+    from carrel.client import AsyncClient
+    from carrel.models import State
+
+    async with AsyncClient() as client:
+        found = [
+            info async for info in client.sandboxes() if all_states or info.state is not State.TERMINATED
+        ]
+        gate = asyncio.Semaphore(_AT_ONCE)
+        counts = await asyncio.gather(*(_running_commands(client, info, gate) for info in found))
+    return list(zip(found, counts, strict=True))
+
+
+async def _running_commands(client: AsyncClient, info: SandboxInfo, gate: asyncio.Semaphore) -> int | None:
+    from carrel.models import State
+
+    if info.state is not State.RUNNING:
+        return None
+    async with gate:
+        try:
+            return (await client.attach(info).health()).commands_running
+        except CarrelError:
+            # One sandbox that does not answer must not hide the others.
+            return None
+
+
+def _commands(context: str, *, json: bool) -> None:
+    from carrel.cli.shown import age, print_json, print_table, size
+    from carrel.client import Client
+
+    with Client() as client:
+        items = client.attach(client.find(context)).commands.list()
+    if json:
+        print_json([item.model_dump(mode="json") for item in items])
+        return
+    rows = []
+    for item in items:
+        words = item.command if isinstance(item.command, str) else " ".join(item.command)
+        ended = "timed out" if item.timed_out else item.signal or f"exit {item.exit_code}"
+        state = "running" if item.running else ended
+        rows.append([item.id, state, age(item.started_at), size(item.output_bytes), words])
+    print_table(["ID", "STATE", "AGE", "OUTPUT", "COMMAND"], rows)
+
+
+def rm(
+    contexts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONTEXT…", help="Context or sandbox ids.", autocompletion=options.contexts),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every sandbox.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    reason: Annotated[str, typer.Option(help="Kept in the record.")] = "carrel rm",
+    json: options.Json = False,
+) -> None:
+    """Terminate sandboxes and everything in them.
+
+    \b
+    carrel rm conversation-42
+    carrel rm --all --yes
+    """
+    if bool(contexts) == everything:
+        raise typer.BadParameter("name one or more contexts, or give --all", param_hint="CONTEXT")
+    from carrel.cli.failures import note, tell
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+    from carrel.models import State
+
+    failed = False
+    removed = []
+    with Client() as client:
+        if everything:
+            chosen = [info for info in client.sandboxes() if info.state is not State.TERMINATED]
+        else:
+            chosen = []
+            for name in dict.fromkeys(contexts or []):
+                try:
+                    chosen.append(client.find(name))
+                except CarrelError as error:
+                    tell(error.detail, error.hint)
+                    failed = True
+        if chosen and not yes:
+            _ask([info.context_id or info.id for info in chosen])
+        for info in chosen:
+            try:
+                removed.append(client.attach(info).terminate(reason=reason))
+            except CarrelError as error:
+                tell(f"{info.context_id or info.id}: {error.detail}", error.hint)
+                failed = True
+                continue
+            if not json:
+                note(f"removed {info.context_id or info.id}")
+    if json:
+        print_json([info.model_dump(mode="json") for info in removed])
+    raise typer.Exit(1 if failed else 0)
+
+
+def _ask(names: list[str]) -> None:
+    from carrel.cli.shown import plain
+
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("nobody is here to confirm it", param_hint="--yes")
+    shown = ", ".join(plain(name) for name in names[:5]) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
+    if not typer.confirm(f"Terminate {shown}?", err=True):
+        raise typer.Exit(1)

@@ -1,0 +1,99 @@
+"""The client: makes, finds and lists sandboxes on one server. Holds the connection and nothing else."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+
+from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.sandbox import AsyncSandbox
+from carrel.client.locate import locate
+from carrel.client.requests import limits_body
+from carrel.errors import NotFound
+from carrel.models import HostReport, Limits, Network, SandboxInfo, SandboxPage, State, Trust
+
+PAGE = 200
+
+
+class AsyncClient:
+    """Talks to one carrel server: the named one, that of `CARREL_URL`, or the local one."""
+
+    def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0):
+        self._connection = AsyncConnection(locate(url, token), timeout)
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._connection.address.url
+
+    async def sandbox(
+        self,
+        context_id: str | None = None,
+        *,
+        provider: str | None = None,
+        trust: Trust | str | None = None,
+        limits: Limits | Mapping[str, float | None] | None = None,
+        network: Network | str | None = None,
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSandbox:
+        """The sandbox of a context: made, or resumed with its files. Without a context an ephemeral one.
+
+        The same `idempotency_key` never makes a second sandbox; by default each call has its own.
+        """
+        body = encoded(
+            {
+                "context_id": context_id,
+                "provider": provider,
+                "trust": trust,
+                "limits": None if limits is None else limits_body(limits),
+                "network": network,
+                "env": None if env is None else {**env},
+                "labels": None if labels is None else {**labels},
+            }
+        )
+        headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
+        info = await self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers)
+        return self.attach(info)
+
+    def attach(self, info: SandboxInfo) -> AsyncSandbox:
+        """A sandbox object for what `sandboxes()` or `find()` gave. Asks nothing of the server."""
+        return AsyncSandbox(self._connection, info)
+
+    async def sandboxes(self) -> AsyncIterator[SandboxInfo]:
+        """Every sandbox the server knows, page by page."""
+        cursor: str | None = None
+        while True:
+            page = await self._connection.get(SandboxPage, "/v1/sandboxes", {"cursor": cursor, "limit": PAGE})
+            for info in page.items:
+                yield info
+            cursor = page.next
+            if cursor is None:
+                return
+
+    async def find(self, name: str) -> SandboxInfo:
+        """The live sandbox of a context id or sandbox id; nothing is made. Raises `NotFound`."""
+        async for info in self.sandboxes():
+            if name in {info.id, info.context_id} and info.state is not State.TERMINATED:
+                return info
+        raise NotFound(
+            f"no sandbox named '{name}'", field="context_id", hint="`carrel ps` shows what there is"
+        )
+
+    async def host(self) -> HostReport:
+        """What the server's host can do."""
+        return await self._connection.get(HostReport, "/v1/host")
+
+    async def close(self) -> None:
+        """Close the connections. Sandboxes are not touched."""
+        await self._connection.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

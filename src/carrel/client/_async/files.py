@@ -1,0 +1,224 @@
+"""Files of one sandbox: whole, in part, or as streams of any size. Knows their routes and local files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import httpx
+
+from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._io_async import Progress, Source, blocking
+from carrel.client.listing import Listing, local_target
+from carrel.errors import FileMissing, InvalidPath, InvalidRequest
+from carrel.models import EditResult, FileInfo, FileKind, FileList
+
+DIRECTORY_LIMIT = 10_000
+READ_SIZE = 256 * 1024
+
+
+class AsyncFiles:
+    """`box.files`. Paths are relative to the workspace and cannot leave it."""
+
+    def __init__(self, connection: AsyncConnection, sandbox_path: str):
+        self._connection = connection
+        self._path = f"{sandbox_path}/files"
+        self._content = f"{self._path}/content"
+
+    async def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes of a file, or `length` of them from `offset` on."""
+        return b"".join([piece async for piece in self.stream(path, offset=offset, length=length)])
+
+    async def read_text(self, path: str, *, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """The text of a file."""
+        data = await self.read(path)
+        try:
+            return data.decode(encoding, errors)
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(
+                f"'{path}' is not {encoding} text: {error.reason} at byte {error.start}",
+                field="path",
+                hint="read bytes with files.read, or pass errors='replace'",
+            ) from None
+
+    async def stream(self, path: str, *, offset: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+        """The bytes of a file in pieces, for files of any size."""
+        query = {"path": path, "offset": offset or None, "length": length}
+        response = await self._connection.stream("GET", self._content, query=query)
+        try:
+            async for piece in response.aiter_raw(READ_SIZE):
+                yield piece
+        except httpx.HTTPError as error:
+            raise self._connection.unreachable(error) from None
+        finally:
+            await response.aclose()
+
+    async def write(
+        self,
+        path: str,
+        data: Source,
+        *,
+        mode: int | None = None,
+        parents: bool = True,
+        exclusive: bool = False,
+        progress: Progress | None = None,
+    ) -> FileInfo:
+        """Make or replace a file, atomically. `data` is bytes, text, a binary file, or an iterator of bytes.
+
+        With `exclusive` an existing file is left as it is and `AlreadyExists` is raised.
+        """
+        query = {
+            "path": path,
+            "mode": None if mode is None else f"{mode:o}",
+            "parents": int(parents),
+            "exclusive": int(exclusive),
+        }
+        whole = data.encode() if isinstance(data, str) else data
+        return await self._connection.upload(
+            FileInfo, "PUT", self._content, query=query, source=whole, progress=progress
+        )
+
+    async def edit(self, path: str, old: str, new: str, *, replace_all: bool = False) -> EditResult:
+        """Replace `old` by `new`. Raises `EditMismatch` unless `old` is there once (or `replace_all`)."""
+        body = encoded({"path": path, "old": old, "new": new, "replace_all": replace_all})
+        return await self._connection.post(EditResult, f"{self._path}/edit", body)
+
+    async def list(self, path: str = ".", *, recursive: bool = False, limit: int = 1000) -> Listing:
+        """The entries of a directory; `.truncated` tells whether there are more than `limit`."""
+        query: dict[str, str | int | None] = {"path": path, "recursive": int(recursive), "limit": limit}
+        found = await self._connection.get(FileList, self._path, query)
+        return Listing(found.items, truncated=found.truncated)
+
+    async def stat(self, path: str) -> FileInfo:
+        """One file or directory; a symlink is described, not followed."""
+        return await self._connection.get(FileInfo, f"{self._path}/stat", {"path": path})
+
+    async def exists(self, path: str) -> bool:
+        """Whether something is at that path."""
+        try:
+            await self.stat(path)
+        except FileMissing:
+            return False
+        return True
+
+    async def move(self, source: str, destination: str, *, overwrite: bool = False) -> FileInfo:
+        """Move or rename inside the workspace."""
+        body = encoded({"source": source, "destination": destination, "overwrite": overwrite})
+        return await self._connection.post(FileInfo, f"{self._path}/move", body)
+
+    async def mkdir(self, path: str) -> FileInfo:
+        """Make a directory and its parents; an existing one is fine."""
+        return await self._connection.post(FileInfo, f"{self._path}/mkdir", encoded({"path": path}))
+
+    async def delete(self, path: str, *, recursive: bool = False) -> None:
+        """Remove a file or an empty directory, or with `recursive` all that is in it."""
+        await self._connection.call("DELETE", self._path, query={"path": path, "recursive": int(recursive)})
+
+    async def upload(
+        self, local: str | os.PathLike[str] | IO[bytes], path: str, *, progress: Progress | None = None
+    ) -> FileInfo:
+        """Copy a local file, a whole local directory, or an open binary file to `path`."""
+        if not isinstance(local, str | os.PathLike):
+            return await self.write(path, local, progress=progress)
+        source = Path(local)
+        if not await blocking(source.is_dir):
+            return await self._upload_file(source, path, progress)
+        made = await self.mkdir(path)
+        for entry in await blocking(_entries, source):
+            inside = str(PurePosixPath(path) / entry.relative_to(source).as_posix())
+            if await blocking(entry.is_dir):
+                await self.mkdir(inside)
+            else:
+                await self._upload_file(entry, inside, progress)
+        return made
+
+    async def _upload_file(self, source: Path, path: str, progress: Progress | None) -> FileInfo:
+        try:
+            file = await blocking(_opened, source)
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {source}: {error.strerror}", field="local") from None
+        with file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
+            return await self.write(path, file, mode=mode, progress=progress)
+
+    async def download(
+        self, path: str, local: str | os.PathLike[str] | IO[bytes], *, progress: Progress | None = None
+    ) -> None:
+        """Copy a file or a directory to a local path or an open binary file. Symlinks are not copied."""
+        if not isinstance(local, str | os.PathLike):
+            async for piece in self.stream(path):
+                await blocking(local.write, piece)
+                if progress is not None:
+                    progress(len(piece))
+            return
+        target = Path(local)
+        info = await self.stat(path)
+        if info.kind is not FileKind.DIRECTORY:
+            await self._download_file(path, info, target, progress)
+            return
+        found = await self.list(path, recursive=True, limit=DIRECTORY_LIMIT)
+        if found.truncated:
+            raise InvalidPath(
+                f"'{path}' holds more than {DIRECTORY_LIMIT} entries",
+                field="path",
+                hint="copy an archive of it instead",
+            )
+        await blocking(_make_directory, target)
+        # Names come from inside the sandbox, so each is checked before it names anything here.
+        for entry in found:
+            place = local_target(target, info.path, entry.path)
+            if entry.kind is FileKind.DIRECTORY:
+                await blocking(_make_directory, place)
+            elif entry.kind is FileKind.FILE:
+                await blocking(_make_directory, place.parent)
+                await self._download_file(entry.path, entry, place, progress)
+
+    async def _download_file(
+        self, path: str, info: FileInfo, target: Path, progress: Progress | None
+    ) -> None:
+        try:
+            descriptor, partial = await blocking(_partial, target)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="local") from None
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                async for piece in self.stream(path):
+                    await blocking(file.write, piece)
+                    if progress is not None:
+                        progress(len(piece))
+            executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
+            await blocking(_place, partial, target, 0o777 if executable else 0o666)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+
+
+def _opened(source: Path) -> IO[bytes]:
+    return source.open("rb")
+
+
+def _entries(directory: Path) -> Sequence[Path]:
+    return sorted(entry for entry in directory.rglob("*") if entry.is_dir() or entry.is_file())
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"cannot make {path}: {error.strerror}", field="local") from None
+
+
+def _partial(target: Path) -> tuple[int, str]:
+    return tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
+
+
+def _place(partial: str, target: Path, mode: int) -> None:
+    # The only way to read the umask is to set it; mkstemp's 0600 would surprise whoever shares the directory.
+    umask = os.umask(0o077)
+    os.umask(umask)
+    Path(partial).chmod(mode & ~umask)
+    Path(partial).replace(target)

@@ -1,0 +1,101 @@
+"""One sandbox as a caller holds it: its commands, files and terminals. Keeps no state but its identity."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from urllib.parse import quote
+
+from carrel.client._async.commands import AsyncCommands
+from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.files import AsyncFiles
+from carrel.client._async.terminal import AsyncTerminal
+from carrel.errors import CarrelError, NotFound, NotRunning
+from carrel.models import ExecuteResult, SandboxInfo, SupervisorHealth, ToolResult
+
+
+class AsyncSandbox:
+    """A sandbox. A `with` block terminates it at its end if it is ephemeral, and leaves a kept one alone."""
+
+    def __init__(self, connection: AsyncConnection, info: SandboxInfo):
+        self.id = info.id
+        self.context_id = info.context_id
+        self.ephemeral = info.ephemeral
+        self.provider = info.provider
+        self.unsafe = info.unsafe
+        self._connection = connection
+        self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
+        self.commands = AsyncCommands(connection, self._path)
+        self.files = AsyncFiles(connection, self._path)
+
+    def __repr__(self) -> str:
+        label = f" {self.context_id}" if self.context_id else ""
+        return (
+            f"<{type(self).__name__} {self.id}{label} on {self.provider}{' UNSAFE' if self.unsafe else ''}>"
+        )
+
+    async def info(self) -> SandboxInfo:
+        """The sandbox as it is now."""
+        return await self._connection.get(SandboxInfo, self._path)
+
+    async def health(self) -> SupervisorHealth:
+        """What the sandbox's supervisor says of itself."""
+        return await self._connection.get(SupervisorHealth, f"{self._path}/health")
+
+    async def execute(
+        self,
+        code: str,
+        *,
+        language: str = "shell",
+        timeout: float | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> ExecuteResult:
+        """Run code with files put in place before it; names the files it made."""
+        given = (
+            None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
+        )
+        body = encoded({"code": code, "language": language, "timeout": timeout, "files": given})
+        connection = self._connection
+        return await connection.post(
+            ExecuteResult, f"{self._path}/execute", body, timeout=connection.patience(timeout)
+        )
+
+    async def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
+        """Call a named tool with its parameters."""
+        body = encoded({"tool_name": tool_name, "params": {**(params or {})}})
+        connection = self._connection
+        return await connection.post(
+            ToolResult, f"{self._path}/tools", body, timeout=connection.patience(None)
+        )
+
+    async def terminal(
+        self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None
+    ) -> AsyncTerminal:
+        """Open a terminal: a shell, or `command`."""
+        words = command if command is None or isinstance(command, str) else shlex.join(command)
+        return await AsyncTerminal.open(self._connection, self._path, rows, cols, words)
+
+    async def terminate(self, *, reason: str = "") -> SandboxInfo:
+        """End the sandbox and everything in it."""
+        return await self._connection.post(
+            SandboxInfo, f"{self._path}/terminate", encoded({"reason": reason})
+        )
+
+    async def __aenter__(self) -> AsyncSandbox:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.ephemeral:
+            return
+        try:
+            await self.terminate(reason="end of the with block")
+        except (NotFound, NotRunning):
+            pass
+        except CarrelError:
+            # The error that is already on its way tells more than the failure to tidy up after it.
+            if error is None:
+                raise

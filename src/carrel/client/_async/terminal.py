@@ -1,0 +1,112 @@
+"""A terminal of a sandbox over a WebSocket: bytes both ways, resizing, and how it ended. Draws nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from types import TracebackType
+from urllib.parse import urlencode
+
+from pydantic import ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+
+from carrel.client._async.connection import AsyncConnection, problem_of
+from carrel.errors import NotRunning, PlatformError, from_problem
+from carrel.models import CommandInfo
+
+
+class AsyncTerminal:
+    """An open terminal. Iterate for the bytes it shows; `exit` tells how its program ended."""
+
+    def __init__(self, socket: ClientConnection):
+        self.exit: CommandInfo | None = None
+        self._socket = socket
+
+    @classmethod
+    async def open(
+        cls, connection: AsyncConnection, sandbox_path: str, rows: int, cols: int, command: str | None
+    ) -> AsyncTerminal:
+        """Connect to a new terminal."""
+        query: dict[str, str | int] = {"rows": rows, "cols": cols}
+        if command is not None:
+            query["command"] = command
+        url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
+        token = connection.address.token
+        opening = connect(
+            url,
+            additional_headers={"authorization": f"Bearer {token}"} if token else None,
+            compression=None,
+            max_size=16 * 1024 * 1024,
+            proxy=None if connection.address.loopback else True,
+        )
+        try:
+            return cls(await opening.__aenter__())
+        except InvalidStatus as error:
+            raise problem_of(error.response.status_code, error.response.body) from None
+        except (OSError, WebSocketException, TimeoutError) as error:
+            raise connection.unreachable(error) from None
+
+    async def send(self, data: bytes | str) -> None:
+        """Type into the terminal."""
+        try:
+            await self._socket.send(data.encode() if isinstance(data, str) else data)
+        except ConnectionClosed:
+            raise NotRunning("the terminal has ended") from None
+
+    async def resize(self, rows: int, cols: int) -> None:
+        """Give the terminal another size."""
+        try:
+            await self._socket.send(json.dumps({"resize": {"rows": rows, "cols": cols}}))
+        except ConnectionClosed:
+            raise NotRunning("the terminal has ended") from None
+
+    async def recv(self) -> bytes:
+        """The next bytes the terminal shows; empty once its program has ended."""
+        while True:
+            try:
+                message = await self._socket.recv()
+            except ConnectionClosed as closed:
+                if self.exit is None and closed.rcvd is not None and closed.rcvd.code != 1000:
+                    raise PlatformError(
+                        closed.rcvd.reason or "the server closed the terminal",
+                        hint="is the sandbox still running?",
+                    ) from None
+                return b""
+            if isinstance(message, bytes):
+                if message:
+                    return message
+                continue
+            self._told(message)
+
+    def _told(self, message: str) -> None:
+        try:
+            told = json.loads(message)
+            if isinstance(told, dict) and "exit" in told:
+                self.exit = CommandInfo.model_validate(told["exit"])
+                return
+        except (ValueError, ValidationError):
+            raise PlatformError("the server sent a terminal message that cannot be read") from None
+        if isinstance(told, dict) and "code" in told:
+            raise from_problem(told)
+
+    async def close(self) -> None:
+        """Hang up: the terminal's program is ended."""
+        await self._socket.close()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        data = await self.recv()
+        if not data:
+            raise StopAsyncIteration
+        return data
+
+    async def __aenter__(self) -> AsyncTerminal:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

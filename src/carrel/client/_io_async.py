@@ -1,0 +1,57 @@
+"""Where the two clients differ by more than `await`: local files and sources of bytes, asynchronously."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from typing import IO, TypeVar
+
+from carrel.errors import InvalidRequest
+
+T = TypeVar("T")
+Source = bytes | bytearray | memoryview | str | IO[bytes] | Iterable[bytes] | AsyncIterable[bytes]
+Progress = Callable[[int], object]
+
+CHUNK = 256 * 1024
+
+
+async def blocking(function: Callable[..., T], *arguments: object) -> T:
+    """Run something that blocks, away from the event loop."""
+    return await asyncio.to_thread(function, *arguments)
+
+
+async def pieces(source: Source, progress: Progress | None = None) -> AsyncIterator[bytes]:
+    """The bytes of a source in pieces of a fair size; `progress` hears of each."""
+    async for piece in _pieces(source):
+        if not isinstance(piece, bytes | bytearray | memoryview):
+            raise InvalidRequest(
+                f"the source gave {type(piece).__name__}, not bytes",
+                field="data",
+                hint="open files in binary mode",
+            )
+        yield bytes(piece)
+        if progress is not None:
+            progress(len(piece))
+
+
+async def _pieces(source: Source) -> AsyncIterator[bytes]:
+    if isinstance(source, str):
+        source = source.encode()
+    if isinstance(source, bytes | bytearray | memoryview):
+        view = memoryview(source).cast("B")
+        for start in range(0, len(view), CHUNK):
+            yield bytes(view[start : start + CHUNK])
+    elif isinstance(source, AsyncIterable):
+        async for piece in source:
+            yield piece
+    elif callable(read := getattr(source, "read", None)):
+        while True:
+            data = read(CHUNK) if inspect.iscoroutinefunction(read) else asyncio.to_thread(read, CHUNK)
+            piece = await data
+            if not piece:
+                return
+            yield piece
+    else:
+        for piece in source:
+            yield piece

@@ -1,0 +1,47 @@
+"""Where the two clients differ by more than `await`: local files and sources of bytes, blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, TypeVar
+
+from carrel.errors import InvalidRequest
+
+T = TypeVar("T")
+Source = bytes | bytearray | memoryview | str | IO[bytes] | Iterable[bytes]
+Progress = Callable[[int], object]
+
+CHUNK = 256 * 1024
+
+
+def blocking(function: Callable[..., T], *arguments: object) -> T:
+    """Run something that blocks; this client blocks anyway."""
+    return function(*arguments)
+
+
+def pieces(source: Source, progress: Progress | None = None) -> Iterator[bytes]:
+    """The bytes of a source in pieces of a fair size; `progress` hears of each."""
+    for piece in _pieces(source):
+        if not isinstance(piece, bytes | bytearray | memoryview):
+            raise InvalidRequest(
+                f"the source gave {type(piece).__name__}, not bytes",
+                field="data",
+                hint="open files in binary mode",
+            )
+        yield bytes(piece)
+        if progress is not None:
+            progress(len(piece))
+
+
+def _pieces(source: Source) -> Iterator[bytes]:
+    if isinstance(source, str):
+        source = source.encode()
+    if isinstance(source, bytes | bytearray | memoryview):
+        view = memoryview(source).cast("B")
+        for start in range(0, len(view), CHUNK):
+            yield bytes(view[start : start + CHUNK])
+    elif callable(read := getattr(source, "read", None)):
+        while piece := read(CHUNK):
+            yield piece
+    else:
+        yield from source

@@ -1,0 +1,89 @@
+"""Finds the server to talk to: arguments, `CARREL_URL` and `CARREL_TOKEN`, then the local server's files.
+
+Reads only; opens no connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from carrel.errors import InvalidRequest, ServerUnreachable
+
+START_HINT = "start one with `carrel serve`, or set CARREL_URL and CARREL_TOKEN"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is, and the token it wants. The token is kept out of the printed form."""
+
+    url: str
+    token: str | None = field(repr=False)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the server is on this machine, so that no proxy of the environment may stand between."""
+        host = urlsplit(self.url).hostname or ""
+        return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def data_dir() -> Path:
+    """The data directory of the local server."""
+    if named := os.environ.get("CARREL_DATA_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "carrel"
+
+
+def local_server(directory: Path | None = None) -> Address | None:
+    """The server that left its address in the data directory; None when there is none."""
+    directory = directory or data_dir()
+    try:
+        found = json.loads((directory / "server.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    url = found.get("url") if isinstance(found, dict) else None
+    if not isinstance(url, str):
+        return None
+    return Address(_checked(url), _local_token(directory))
+
+
+def locate(url: str | None = None, token: str | None = None) -> Address:
+    """The server to use. Raises `ServerUnreachable` when none is named and none has run here."""
+    url = url or os.environ.get("CARREL_URL") or None
+    token = token or os.environ.get("CARREL_TOKEN") or None
+    local = local_server()
+    if url is None:
+        if local is None:
+            raise ServerUnreachable(f"no carrel server has left its address in {data_dir()}", hint=START_HINT)
+        return Address(local.url, token or local.token)
+    url = _checked(url)
+    # The local token is for the local server alone: sent elsewhere it would be given away.
+    if token is None and local is not None and local.url == url:
+        token = local.token
+    return Address(url, token)
+
+
+def _local_token(directory: Path) -> str | None:
+    try:
+        return (directory / "token").read_text().strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InvalidRequest(
+            f"'{url}' is not the address of a server",
+            field="url",
+            hint="use for example http://127.0.0.1:7070",
+        )
+    return url.rstrip("/")

@@ -1,0 +1,207 @@
+"""Every setting of carrel, declared once: defaults, then `carrel.toml`, then `CARREL_*`, then flags, the later one wins.
+
+Reads files and the environment when asked to; knows nothing of what the settings are used for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from carrel.errors import InvalidRequest, UnknownSetting
+from carrel.models import MAX_TIMEOUT_S, Network
+
+PREFIX = "CARREL_"
+CONFIG_ENV = "CARREL_CONFIG"
+CLIENT_ENV = frozenset({"CARREL_URL", "CARREL_TOKEN", CONFIG_ENV})
+"""Names that mean something to the client or to this module, besides the settings."""
+
+
+def default_data_dir() -> str:
+    """`$XDG_DATA_HOME/carrel`, or `~/.local/share/carrel`."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return str(Path(base).expanduser().absolute() / "carrel")
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+
+
+class SandboxSettings(_Group):
+    """Defaults and switches of sandboxes."""
+
+    provider: str = Field(
+        default="auto", min_length=1, max_length=64, description="where sandboxes run; `auto` takes the strongest"
+    )
+    network: Network = Field(default=Network.NONE, description="what a sandbox reaches unless asked otherwise")
+    cpu_limit: float = Field(default=2.0, gt=0, le=1024, description="CPU cores of a sandbox")
+    memory_mb: int = Field(default=2048, ge=32, le=1_048_576, description="memory of a sandbox")
+    timeout: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, description="deadline of a command, in seconds")
+    disk_mb: int = Field(default=1024, ge=1, le=1_048_576, description="size of a workspace")
+    processes: int = Field(default=512, ge=8, le=32_768, description="processes and threads of a sandbox")
+    allow_process: bool = Field(
+        default=False, description="let callers choose the `process` provider, which does not isolate"
+    )
+
+
+class Settings(_Group):
+    """The settings of a server."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=255, description="address to listen on")
+    port: int = Field(default=7070, ge=0, le=65_535, description="port to listen on; 0 picks a free one")
+    data_dir: str = Field(
+        default_factory=default_data_dir, min_length=1, description="where workspaces, records and the token are kept"
+    )
+    token: str | None = Field(
+        default=None,
+        min_length=8,
+        max_length=512,
+        pattern=r"^[\x21-\x7e]+$",
+        description="the token callers must show; one is made and kept in the data directory when there is none",
+    )
+    auth: bool = Field(default=True, description="ask for the token; only a loopback address may go without")
+    max_body_mb: int = Field(default=32, ge=1, le=4096, description="largest request body, file uploads excepted")
+    max_sandboxes: int = Field(default=1000, ge=1, le=1_000_000, description="sandboxes that may run at once")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="how much the server tells"
+    )
+    sandbox: SandboxSettings = Field(default_factory=SandboxSettings, description="defaults of sandboxes")
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if "\0" in value:
+            raise ValueError("a path cannot hold a NUL")
+        return str(Path(value).expanduser().absolute())
+
+    @property
+    def max_body(self) -> int:
+        """The largest request body in bytes."""
+        return self.max_body_mb * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One setting as documentation shows it."""
+
+    name: str
+    env: str
+    default: str
+    description: str
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _declare(group: type[BaseModel], prefix: str = "") -> Iterator[Declaration]:
+    for key, info in group.model_fields.items():
+        name = prefix + key
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _declare(info.annotation, name + ".")
+            continue
+        if key == "data_dir":
+            default = "$XDG_DATA_HOME/carrel or ~/.local/share/carrel"
+        else:
+            default = _show(info.default)
+        yield Declaration(name, PREFIX + name.upper().replace(".", "_"), default, info.description or "")
+
+
+def declarations() -> list[Declaration]:
+    """Every setting: name in `carrel.toml`, environment variable, default, meaning."""
+    return list(_declare(Settings))
+
+
+def _unknown(name: str, known: list[str], where: str) -> UnknownSetting:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean '{near[0]}'?" if near else f"the settings are: {', '.join(sorted(known))}"
+    return UnknownSetting(f"{where} has no setting '{name[:100]}'", field=name[:100], hint=hint)
+
+
+def _flatten(table: Mapping[str, object], names: list[str], where: str, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        group = any(known.startswith(name + ".") for known in names)
+        if group and isinstance(value, Mapping):
+            yield from _flatten(value, names, where, name + ".")
+        elif name in names:
+            yield name, value
+        elif group:
+            raise InvalidRequest(f"'{name}' in {where} must be a table", field=name, hint=f"write [{name}]")
+        else:
+            raise _unknown(name, names, where)
+
+
+def _from_file(path: Path, names: list[str]) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot read the settings file {path}: {error.strerror}", field="config", hint="check the path and its mode"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} is not TOML: {error}", field="config", hint="mend the file") from None
+    return dict(_flatten(table, names, str(path)))
+
+
+def load(
+    flags: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config: str | os.PathLike[str] | None = None,
+) -> Settings:
+    """The settings from all sources. `flags` maps dotted names to values; None means the flag was not given.
+
+    Raises `UnknownSetting` for a name that does not exist, `InvalidRequest` with the field for a bad value.
+    """
+    environ = os.environ if environ is None else environ
+    declared = declarations()
+    names = [each.name for each in declared]
+    values: dict[str, object] = {}
+    chosen = config or environ.get(CONFIG_ENV)
+    if chosen:
+        values.update(_from_file(Path(chosen), names))
+    elif Path("carrel.toml").is_file():
+        values.update(_from_file(Path("carrel.toml"), names))
+    by_env = {each.env: each.name for each in declared}
+    for key, text in environ.items():
+        if key in by_env:
+            values[by_env[key]] = text
+        elif key.startswith(PREFIX) and key not in CLIENT_ENV:
+            raise _unknown(key, [*by_env, *CLIENT_ENV], "the environment")
+    for key, value in (flags or {}).items():
+        if key not in names:
+            raise _unknown(key, names, "the command line")
+        if value is not None:
+            values[key] = value
+    return _build(values)
+
+
+def _build(values: Mapping[str, object]) -> Settings:
+    tree: dict[str, object] = {}
+    for name, value in values.items():
+        group, _, key = name.rpartition(".")
+        target = tree
+        if group:
+            nested = tree.setdefault(group, {})
+            assert isinstance(nested, dict)
+            target = nested
+        target[key] = value
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        declared = {each.name: each for each in declarations()}.get(field)
+        hint = f"it is: {declared.description}; set it in carrel.toml or as {declared.env}" if declared else None
+        raise InvalidRequest(f"setting '{field}': {first['msg']}", field=field, hint=hint) from None

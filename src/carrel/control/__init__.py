@@ -1,0 +1,1 @@
+"""The control plane: sessions, the one door for operations, recovery and upkeep."""

@@ -1,0 +1,420 @@
+"""HTTP to one supervisor over its Unix socket: pooled, streaming, with back-pressure both ways.
+
+What comes back is written by hostile code: sizes, times and forms are bounded, and nonsense is `SandboxLost`. Knows
+nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httptools
+
+from carrel.errors import CarrelError, LimitExceeded, SandboxLost, from_problem
+
+Json = dict[str, Any]
+
+MAX_HEAD = 16 * 1024
+MAX_JSON = 64 * 1024 * 1024
+MAX_PROBLEM = 16 * 1024
+MAX_OPEN = 512
+MAX_IDLE = 16
+HIGH_WATER = 256 * 1024
+CONNECT_TIMEOUT = 5.0
+_HEADS = {method: f"{method} ".encode() for method in ("GET", "POST", "PUT", "DELETE")}
+_HOST = b" HTTP/1.1\r\nhost: supervisor\r\n"
+
+
+def _lost(why: str) -> SandboxLost:
+    return SandboxLost(f"the sandbox {why}", hint="deploy_or_resume starts it anew on the same workspace")
+
+
+def problem_from(status: int, body: bytes) -> CarrelError:
+    """The error a supervisor's problem answer stands for; everything it may add is bounded."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return _lost(f"answered {status} without a reason")
+    if status < 400 or not isinstance(value, dict) or not isinstance(value.get("code"), str):
+        return _lost(f"answered {status} without a reason")
+    bounded: Json = {}
+    for key, each in list(value.items())[:32]:
+        if isinstance(each, str):
+            bounded[key[:64]] = each[:4096]
+        elif each is None or isinstance(each, bool | int | float):
+            bounded[key[:64]] = each
+        elif isinstance(each, list) and len(each) <= 64:
+            bounded[key[:64]] = [str(item)[:256] for item in each]
+    error = from_problem(bounded, status)
+    # A sandbox speaks for its own commands and files; what only the control plane can say, it may not.
+    return _lost("claimed a failure it cannot know of") if error.status in {401, 403, 503} else error
+
+
+class _Wire(asyncio.Protocol):
+    """One connection, one exchange at a time."""
+
+    def __init__(self, owner: SupervisorConnection):
+        self._owner = owner
+        self._loop = owner.loop
+        self.transport: asyncio.Transport | None = None
+        self.closed = False
+        self._parser: Any = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._can_write = True
+        self._paused = False
+        self._busy = False
+        self.reset(0)
+
+    def reset(self, limit: int) -> None:
+        """Make ready for the next exchange; `limit` bounds what is buffered of the answer, 0 means a stream."""
+        self.limit = limit
+        self.status = 0
+        self.length: int | None = None
+        self.headers_done = False
+        self.complete = False
+        self.failure: CarrelError | None = None
+        self.chunks: deque[bytes] = deque()
+        self.buffered = 0
+        self._raw = 0
+        self._body = 0
+
+    def begin(self, limit: int) -> None:
+        """Start an exchange."""
+        self.reset(limit)
+        self._parser = httptools.HttpResponseParser(self)
+        self._busy = True
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        transport.set_write_buffer_limits(high=HIGH_WATER)  # type: ignore[attr-defined]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._owner.forget(self)
+        if not self.complete:
+            self.fail(_lost("went away in the middle of an answer" if self.headers_done else "went away"))
+        self._can_write = True
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._can_write = False
+
+    def resume_writing(self) -> None:
+        self._can_write = True
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._busy or self.complete:
+            self.fail(_lost("spoke without being asked"))
+            return
+        self._raw += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.fail(self.failure or _lost("answered something that is not HTTP"))
+            return
+        if self.failure is None and self._raw - self._body > MAX_HEAD + 8 * self._body:
+            self.fail(_lost("sent too many headers"))
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.fail(_lost("answered twice"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.headers_done and name.lower() == b"content-length" and value.isdigit() and len(value) < 19:
+            self.length = int(value)
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self.headers_done = True
+        if self.status < 200:
+            self.fail(_lost("answered something that is not HTTP"))
+        elif self.limit and self.length is not None and self.length > self.limit:
+            self.fail(_lost(f"answered more than {self.limit} bytes"))
+        elif not self.limit:
+            self._wake()
+
+    def on_body(self, body: bytes) -> None:
+        if self.failure is not None:
+            return
+        self._body += len(body)
+        self.buffered += len(body)
+        self.chunks.append(body)
+        if self.limit:
+            if self.buffered > self.limit:
+                self.fail(_lost(f"answered more than {self.limit} bytes"))
+            return
+        if self.buffered > HIGH_WATER and not self._paused and self.transport is not None:
+            self._paused = True
+            self.transport.pause_reading()
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+        if not self._parser.should_keep_alive() and self.transport is not None:
+            self.transport.close()
+        self._wake()
+
+    # the caller's side
+
+    def fail(self, error: CarrelError) -> None:
+        """End the exchange and the connection with an error."""
+        if self.failure is None:
+            self.failure = error
+        if self.transport is not None and not self.closed:
+            self.transport.abort()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if self._drained is not None and not self._drained.done() and (self.closed or self.complete):
+            self._drained.set_result(None)
+
+    def _late(self) -> None:
+        self.fail(_lost("did not answer in time"))
+
+    async def _wait(self, seconds: float | None) -> None:
+        self._waiter = self._loop.create_future()
+        timer = None if seconds is None else self._loop.call_later(seconds, self._late)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    async def finish(self, deadline: float) -> bytes:
+        """The whole answer."""
+        while not self.complete and self.failure is None:
+            await self._wait(deadline)
+        if self.failure is not None:
+            raise self.failure
+        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+
+    async def head(self, deadline: float) -> None:
+        """Wait for the status."""
+        while not self.headers_done and self.failure is None:
+            await self._wait(deadline)
+        if self.failure is not None:
+            raise self.failure
+
+    async def body(self, idle: float | None) -> AsyncIterator[bytes]:
+        """The body as it comes; reading pauses while the caller is behind."""
+        while True:
+            while self.chunks:
+                chunk = self.chunks.popleft()
+                self.buffered -= len(chunk)
+                yield chunk
+            if self._paused and not self.closed and self.transport is not None:
+                self._paused = False
+                self.transport.resume_reading()
+            if self.complete and not self.chunks:
+                return
+            if self.failure is not None:
+                raise self.failure
+            if not self.chunks:
+                await self._wait(idle)
+
+    async def drain(self, deadline: float) -> None:
+        """Wait until the supervisor has taken enough of what was written."""
+        while not self._can_write and not self.closed and not self.complete:
+            self._drained = self._loop.create_future()
+            timer = self._loop.call_later(deadline, self._late)
+            try:
+                await self._drained
+            finally:
+                timer.cancel()
+                self._drained = None
+
+    def release(self) -> None:
+        """Give the connection back when the exchange ended well, else end it."""
+        self._busy = False
+        self._parser = None
+        if self.complete and self.failure is None and not self.closed and not self._paused and self._can_write:
+            self._owner.keep(self)
+        elif self.transport is not None:
+            self.transport.abort()
+            self._owner.forget(self)
+
+
+class Download:
+    """An answer that is being read: `length` when the supervisor gave it, then the bytes."""
+
+    def __init__(self, wire: _Wire, idle: float | None):
+        self._wire = wire
+        self._idle = idle
+        self.status = wire.status
+        self.length = wire.length
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        body = self._wire.body(self._idle)
+        try:
+            async for chunk in body:
+                yield chunk
+        finally:
+            await body.aclose()  # type: ignore[attr-defined]
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading. May be called twice."""
+        wire, self._wire = self._wire, _CLOSED
+        if wire is not _CLOSED:
+            wire.release()
+
+
+class SupervisorConnection:
+    """A pool of connections to one supervisor."""
+
+    def __init__(self, socket_path: str):
+        self.loop = asyncio.get_running_loop()
+        self._path = socket_path
+        self._idle: list[_Wire] = []
+        self._open: set[_Wire] = set()
+        self._closed = False
+
+    async def request_json(
+        self, method: str, path: str, body: Json | None = None, *, deadline: float = 30.0, max_bytes: int = MAX_JSON
+    ) -> Json:
+        """Ask for a JSON object. An answer without a body is an empty one."""
+        data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        answer = await self.request(method, path, data, deadline=deadline, max_bytes=max_bytes)
+        return self._object(answer)
+
+    async def request(
+        self, method: str, path: str, body: bytes | None = None, *, deadline: float = 30.0, max_bytes: int = MAX_JSON
+    ) -> bytes:
+        """Send a body, get the body of a successful answer; a problem answer becomes its error."""
+        wire = self._idle.pop() if self._idle else await self._connect()
+        wire.begin(max_bytes)
+        try:
+            transport = wire.transport
+            assert transport is not None
+            if body is None:
+                transport.write(_HEADS[method] + path.encode("ascii") + _HOST + b"\r\n")
+            else:
+                head = _HEADS[method] + path.encode("ascii") + _HOST
+                transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            answer = await wire.finish(deadline)
+            if not 200 <= wire.status < 300:
+                raise problem_from(wire.status, answer[:MAX_PROBLEM])
+            return answer
+        finally:
+            wire.release()
+
+    async def upload(
+        self, method: str, path: str, chunks: AsyncIterator[bytes], *, stall: float = 60.0, max_bytes: int = MAX_JSON
+    ) -> Json:
+        """Send a body of any length as it comes; `stall` bounds how long the supervisor may take nothing."""
+        wire = self._idle.pop() if self._idle else await self._connect()
+        wire.begin(max_bytes)
+        try:
+            transport = wire.transport
+            assert transport is not None
+            transport.write(_HEADS[method] + path.encode("ascii") + _HOST + b"transfer-encoding: chunked\r\n\r\n")
+            async for chunk in chunks:
+                if wire.complete or wire.failure is not None:
+                    break
+                if chunk:
+                    transport.writelines((b"%x\r\n" % len(chunk), chunk, b"\r\n"))
+                    await wire.drain(stall)
+            else:
+                transport.write(b"0\r\n\r\n")
+            early = wire.complete
+            answer = await wire.finish(stall)
+            if early:
+                wire.closed = True  # the rest of the body was not sent: this connection cannot be used again
+                transport.abort()
+            if not 200 <= wire.status < 300:
+                raise problem_from(wire.status, answer[:MAX_PROBLEM])
+            return self._object(answer)
+        finally:
+            wire.release()
+
+    async def download(self, path: str, *, deadline: float = 30.0, idle: float | None = 60.0) -> Download:
+        """Open a stream. The caller reads it to the end or closes it; `idle` bounds the silence between chunks."""
+        wire = self._idle.pop() if self._idle else await self._connect()
+        wire.begin(0)
+        try:
+            assert wire.transport is not None
+            wire.transport.write(_HEADS["GET"] + path.encode("ascii") + _HOST + b"\r\n")
+            await wire.head(deadline)
+            if not 200 <= wire.status < 300:
+                problem = bytearray()
+                async for chunk in wire.body(deadline):
+                    problem += chunk
+                    if len(problem) > MAX_PROBLEM:
+                        break
+                raise problem_from(wire.status, bytes(problem[:MAX_PROBLEM]))
+        except BaseException:
+            wire.release()
+            raise
+        return Download(wire, idle)
+
+    @staticmethod
+    def _object(answer: bytes) -> Json:
+        return self._object(answer)
+
+    async def _connect(self) -> _Wire:
+        if self._closed:
+            raise _lost("has ended")
+        if len(self._open) >= MAX_OPEN:
+            raise LimitExceeded(
+                f"more than {MAX_OPEN} requests to this sandbox at once", hint="wait for some of them to finish"
+            )
+        wire = _Wire(self)
+        self._open.add(wire)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await self.loop.create_unix_connection(lambda: wire, _short(self._path))
+        except (OSError, TimeoutError):
+            self._open.discard(wire)
+            raise _lost("does not answer") from None
+        except BaseException:
+            self._open.discard(wire)
+            raise
+        return wire
+
+    def keep(self, wire: _Wire) -> None:
+        """Take back a connection after a clean exchange."""
+        if self._closed or len(self._idle) >= MAX_IDLE:
+            self._open.discard(wire)
+            if wire.transport is not None:
+                wire.transport.close()
+        else:
+            self._idle.append(wire)
+
+    def forget(self, wire: _Wire) -> None:
+        """A connection is gone."""
+        self._open.discard(wire)
+        if wire in self._idle:
+            self._idle.remove(wire)
+
+    def close(self) -> None:
+        """End every connection; whoever waits on one gets `SandboxLost`."""
+        self._closed = True
+        self._idle.clear()
+        for wire in list(self._open):
+            wire.fail(_lost("has ended"))
+        self._open.clear()
+
+
+def _short(path: str) -> str:
+    """A Unix socket address holds 107 bytes: a longer path inside the working directory is given relative to it."""
+    if len(os.fsencode(path)) <= 107:
+        return path
+    return min(path, os.path.relpath(path), key=len)
+
+
+_CLOSED: Any = object()

@@ -1,0 +1,125 @@
+"""Output frames of a supervisor, read piece by piece, and their form as output events. Pure: no I/O.
+
+The bytes come from inside a sandbox: whatever they are, the reader keeps no more than one end frame of them.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+
+from carrel.errors import SandboxLost
+
+MAX_END = 1024 * 1024
+_HEADER = 5
+_STREAMS = {0: "end", 1: "stdout", 2: "stderr"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one stream; for `end` the whole payload of the end frame."""
+
+    stream: str
+    data: bytes
+
+
+class FrameReader:
+    """Cuts bytes into chunks. Payloads are handed on as they come, only an end frame is gathered."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._kind = 0
+        self._left = 0
+        self.ended = False
+
+    def feed(self, data: bytes) -> list[Chunk]:
+        """The chunks that `data` completes; `SandboxLost` when it is not frames."""
+        chunks: list[Chunk] = []
+        view = memoryview(data)
+        while len(view) or (self._kind == -1 and self._left == 0):
+            if self.ended:
+                raise SandboxLost("the sandbox sent output after its end")
+            if self._kind == -1:
+                taken = view[: self._left]
+                self._buffer += taken
+                self._left -= len(taken)
+                view = view[len(taken) :]
+                if self._left:
+                    break
+                self.ended = True
+                self._kind = 0
+                chunks.append(Chunk("end", bytes(self._buffer)))
+                self._buffer.clear()
+            elif self._left:
+                taken = view[: self._left]
+                self._left -= len(taken)
+                view = view[len(taken) :]
+                chunks.append(Chunk(_STREAMS[self._kind], bytes(taken)))
+            else:
+                taken = view[: _HEADER - len(self._buffer)]
+                self._buffer += taken
+                view = view[len(taken) :]
+                if len(self._buffer) == _HEADER:
+                    self._begin()
+        return chunks
+
+    def _begin(self) -> None:
+        kind, self._left = self._buffer[0], int.from_bytes(self._buffer[1:], "big")
+        self._buffer.clear()
+        if kind not in _STREAMS:
+            raise SandboxLost("the sandbox sent output that is not frames")
+        if kind == 0 and self._left > MAX_END:
+            raise SandboxLost("the sandbox sent an end frame that is too long")
+        self._kind = kind or -1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of output for a caller: text where the bytes are UTF-8, else base64; `offset` is the place after it."""
+
+    stream: str
+    offset: int
+    text: str | None = None
+    base64: str | None = None
+
+
+class TextCutter:
+    """Turns chunks into pieces, cutting text only between characters.
+
+    The rest of a character waits for the next chunk of its stream. When the other stream comes first it is given as
+    bytes, so that every offset handed out is a place from which nothing is lost.
+    """
+
+    def __init__(self, offset: int = 0):
+        self.offset = offset
+        self._stream = "stdout"
+        self._rest = b""
+
+    def feed(self, chunk: Chunk) -> list[Piece]:
+        """The pieces a chunk of output gives."""
+        pieces = [] if chunk.stream == self._stream else self.flush()
+        self._stream = chunk.stream
+        data = self._rest + chunk.data if self._rest else chunk.data
+        self._rest = b""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data" or len(data) - error.start > 3:
+                self.offset += len(data)
+                pieces.append(Piece(chunk.stream, self.offset, base64=base64.b64encode(data).decode()))
+                return pieces
+            self._rest = data[error.start :]
+            text = data[: error.start].decode()
+            self.offset -= len(self._rest)
+        self.offset += len(data)
+        if text:
+            pieces.append(Piece(chunk.stream, self.offset, text=text))
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """What still waits, as bytes."""
+        if not self._rest:
+            return []
+        data, self._rest = self._rest, b""
+        self.offset += len(data)
+        return [Piece(self._stream, self.offset, base64=base64.b64encode(data).decode())]

@@ -1,0 +1,509 @@
+"""The one door: every operation is decided, dispatched to the supervisor, and recorded here, whichever way it came.
+
+There is no second path to a supervisor. Answers come from inside a sandbox and are checked before they are believed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, ValidationError
+
+from carrel.control.connection import Download, Json
+from carrel.control.frames import Chunk, FrameReader
+from carrel.control.sessions import LiveSandbox, Sessions
+from carrel.errors import CarrelError, Denied, InvalidPath, InvalidRequest, LimitExceeded, SandboxLost, Unsupported
+from carrel.models import (
+    MAX_OUTPUT_BYTES,
+    CommandInfo,
+    CommandList,
+    CommandRequest,
+    CommandResult,
+    EditRequest,
+    EditResult,
+    ExecuteRequest,
+    ExecuteResult,
+    FileInfo,
+    FileList,
+    MkdirRequest,
+    MoveRequest,
+    SignalRequest,
+    SupervisorHealth,
+    TerminalSize,
+    ToolRequest,
+    ToolResult,
+)
+
+log = logging.getLogger("carrel.operations")
+
+Kind = Literal["shell", "file", "mcp", "network", "session"]
+SELF = "carrel"
+"""The actor of carrel's own upkeep."""
+SHORT = 30.0
+GRACE = 15.0
+"""How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the output."""
+_SMALL = 1024 * 1024
+_LIST = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One thing an agent asks for, as policy and audit see it."""
+
+    kind: Kind
+    name: str
+    arguments: Mapping[str, object]
+    actor: str
+    sandbox_id: str
+    context_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What policy says of an operation."""
+
+    verdict: Literal["allow", "deny", "ask"] = "allow"
+    rule: str | None = None
+    source: str | None = None
+    reason: str = ""
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an operation went: the error's code, or None."""
+
+    error: str | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
+
+
+ALLOW = Decision()
+_DONE = Outcome()
+Decide = Callable[[Operation], Decision]
+Record = Callable[[Operation, Decision, Outcome], None]
+
+
+def allow_all(operation: Operation) -> Decision:
+    """The policy of a server without one."""
+    return ALLOW
+
+
+def log_operation(operation: Operation, decision: Decision, outcome: Outcome) -> None:
+    """The record of a server without an audit log."""
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug(
+            "%s %s in %s by %s: %s %s",
+            operation.kind,
+            operation.name,
+            operation.sandbox_id,
+            operation.actor,
+            decision.verdict,
+            outcome.error or "done",
+        )
+
+
+def refusal(operation: Operation, decision: Decision) -> Denied:
+    """The refusal object that every protocol shows."""
+    asks = decision.verdict == "ask"
+    reason = decision.reason or (
+        "this needs a person's approval, and nobody can give it here" if asks else "policy denies this operation"
+    )
+    return Denied(
+        reason,
+        hint=decision.hint,
+        operation=operation.kind,
+        rule=decision.rule,
+        source=decision.source,
+        reason=reason,
+        retry=False,
+        approval=None,
+    )
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _check(model: type[M], answer: object) -> M:
+    try:
+        return model.model_validate(answer)
+    except (ValidationError, ValueError, OverflowError, RecursionError):
+        raise SandboxLost(f"the sandbox's answer is not a {model.__name__}") from None
+
+
+def _segment(value: str) -> str:
+    if not value or len(value) > 128 or not value.isascii() or not value.replace("-", "").replace("_", "").isalnum():
+        raise InvalidRequest("a command id has letters, digits, '-' and '_'", field="command_id")
+    return value
+
+
+def _query(**values: str | int | bool | None) -> str:
+    pairs = []
+    for key, value in values.items():
+        if value is not None:
+            text = str(int(value)) if isinstance(value, bool | int) else value
+            pairs.append(f"{key}={quote(text.encode('utf-8', 'surrogateescape'), safe='')}")
+    return "?" + "&".join(pairs) if pairs else ""
+
+
+def _path(path: str, name: str = "path") -> str:
+    if not path or "\0" in path or len(path) > 4096:
+        raise InvalidPath(
+            "a path has 1 to 4096 characters and no NUL", field=name, hint="give a path relative to the workspace"
+        )
+    try:
+        path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidPath("the path cannot be a file name", field=name, hint="use UTF-8 names") from None
+    return path
+
+
+class Operations:
+    """Every operation on running sandboxes."""
+
+    def __init__(self, sessions: Sessions, decide: Decide = allow_all, record: Record = log_operation):
+        self._sessions = sessions
+        self._decide = decide
+        self._record = record
+
+    @asynccontextmanager
+    async def _door(
+        self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
+    ) -> AsyncIterator[LiveSandbox]:
+        box = await self._sessions.find(name)
+        operation = Operation(kind, operation_name, arguments, actor, box.record.id, box.record.context_id)
+        decision = self._decide(operation)
+        if decision.verdict != "allow":
+            error = refusal(operation, decision)
+            self._record(operation, decision, Outcome(error.code))
+            raise error
+        box.in_flight += 1
+        if actor != SELF:  # upkeep is no activity of the agent
+            box.used = True
+            box.last_activity = time.time()
+        outcome = _DONE
+        try:
+            yield box
+        except SandboxLost as error:
+            outcome = Outcome(error.code)
+            await self._sessions.lost(box)
+            raise
+        except CarrelError as error:
+            outcome = Outcome(error.code)
+            raise
+        except BaseException as error:
+            outcome = Outcome(type(error).__name__)
+            raise
+        finally:
+            box.in_flight -= 1
+            if actor != SELF:
+                box.used = True
+                box.last_activity = time.time()
+            self._record(operation, decision, outcome)
+
+    # commands
+
+    async def run_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandResult:
+        """Run a command to its end."""
+        if request.interactive:
+            raise InvalidRequest(
+                "an interactive command runs in the background", field="interactive", hint="start it, then send input"
+            )
+        async with self._door(name, "shell", "run_command", {"command": request.command}, actor) as box:
+            body, timeout = _command(request, box)
+            answer = await box.connection.request(
+                "POST",
+                "/commands?wait=1",
+                body,
+                deadline=timeout + GRACE,
+                max_bytes=_result_size(request.output_limit),
+            )
+            return await self._result(box, answer)
+
+    async def start_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandInfo:
+        """Start a command in the background."""
+        async with self._door(name, "shell", "start_command", {"command": request.command}, actor) as box:
+            body, _ = _command(request, box)
+            answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=_SMALL)
+            return _check(CommandInfo, _object(answer))
+
+    async def list_commands(self, name: str, actor: str = "") -> CommandList:
+        """The commands the sandbox remembers."""
+        async with self._door(name, "shell", "list_commands", {}, actor) as box:
+            return _check(CommandList, await self._ask(box, "GET", "/commands", limit=_LIST))
+
+    async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
+        """One command."""
+        path = f"/commands/{_segment(command_id)}"
+        async with self._door(name, "shell", "get_command", {"id": command_id}, actor) as box:
+            return _check(CommandInfo, await self._ask(box, "GET", path))
+
+    async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
+        """Wait for the end of a command."""
+        path = f"/commands/{_segment(command_id)}/result"
+        async with self._door(name, "shell", "command_result", {"id": command_id}, actor) as box:
+            answer = await box.connection.request(
+                "GET", path, deadline=86_400 + GRACE, max_bytes=_result_size(MAX_OUTPUT_BYTES)
+            )
+            return await self._result(box, answer)
+
+    async def command_output(
+        self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
+    ) -> AsyncIterator[Chunk]:
+        """Output from `offset` on; the last chunk is `end` with the checked `CommandInfo` as JSON."""
+        path = f"/commands/{_segment(command_id)}/output{_query(offset=offset, follow=follow)}"
+        async with self._door(name, "shell", "command_output", {"id": command_id, "offset": offset}, actor) as box:
+            stream = await box.connection.download(path, idle=None if follow else SHORT)
+            reader = FrameReader()
+            try:
+                async for data in stream:
+                    box.last_activity = time.time()
+                    for chunk in reader.feed(data):
+                        if chunk.stream == "end":
+                            info = _check(CommandInfo, _object(chunk.data))
+                            chunk = Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
+                        yield chunk
+            finally:
+                stream.close()
+            if not reader.ended:
+                raise SandboxLost("the sandbox ended the output in the middle")
+
+    async def send_input(
+        self, name: str, command_id: str, data: bytes, *, close: bool = False, actor: str = ""
+    ) -> None:
+        """Bytes for the standard input of a command."""
+        path = f"/commands/{_segment(command_id)}/stdin{_query(close=close)}"
+        async with self._door(name, "shell", "send_input", {"id": command_id, "bytes": len(data)}, actor) as box:
+            await box.connection.request("POST", path, data, deadline=86_400, max_bytes=_SMALL)
+
+    async def signal_command(self, name: str, command_id: str, request: SignalRequest, actor: str = "") -> None:
+        """A signal for a command."""
+        path = f"/commands/{_segment(command_id)}/signal"
+        arguments = {"id": command_id, "signal": request.signal}
+        async with self._door(name, "shell", "signal_command", arguments, actor) as box:
+            await self._ask(box, "POST", path, request.model_dump())
+
+    async def resize_terminal(self, name: str, command_id: str, size: TerminalSize, actor: str = "") -> None:
+        """A new size for the terminal of a command."""
+        path = f"/commands/{_segment(command_id)}/resize"
+        async with self._door(name, "shell", "resize_terminal", {"id": command_id}, actor) as box:
+            await self._ask(box, "POST", path, size.model_dump())
+
+    async def delete_command(self, name: str, command_id: str, actor: str = "") -> None:
+        """Kill a command with its whole tree and forget it."""
+        path = f"/commands/{_segment(command_id)}"
+        async with self._door(name, "shell", "delete_command", {"id": command_id}, actor) as box:
+            await self._ask(box, "DELETE", path)
+
+    async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
+        """Code in a language, with files in and the names of files produced out."""
+        if request.language != "shell":
+            raise Unsupported(
+                f"language '{request.language}' is not there yet", field="language", hint="use language 'shell'"
+            )
+        arguments = {"command": request.code, "files": sorted(request.files)}
+        async with self._door(name, "shell", "execute", arguments, actor) as box:
+            if request.files:
+                _room(box)
+            body = request.model_dump()
+            body["timeout"] = timeout = request.timeout or box.record.limits.timeout_s or 300.0
+            answer = await self._ask(
+                box, "POST", "/execute", body, deadline=timeout + GRACE, limit=_result_size(MAX_OUTPUT_BYTES)
+            )
+            return _check(ExecuteResult, answer)
+
+    # files
+
+    async def read_file(
+        self, name: str, path: str, *, offset: int = 0, length: int | None = None, actor: str = ""
+    ) -> AsyncIterator[int | bytes | None]:
+        """First the number of bytes to come (None when unknown), then the bytes of a file."""
+        query = _query(path=_path(path), offset=offset or None, length=length)
+        async with self._door(name, "file", "read", {"path": path}, actor) as box:
+            stream: Download = await box.connection.download(f"/files/content{query}")
+            try:
+                yield stream.length
+                async for data in stream:
+                    yield data
+            finally:
+                stream.close()
+
+    async def write_file(
+        self,
+        name: str,
+        path: str,
+        content: AsyncIterator[bytes] | bytes,
+        *,
+        mode: str | None = None,
+        parents: bool = True,
+        exclusive: bool = False,
+        actor: str = "",
+    ) -> FileInfo:
+        """A file from bytes or from a stream of any length, atomically."""
+        if mode is not None and not (0 < len(mode) <= 4 and set(mode) <= set("01234567")):
+            raise InvalidRequest("the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7")
+        target = f"/files/content{_query(path=_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
+        async with self._door(name, "file", "write", {"path": path}, actor) as box:
+            _room(box)
+            if isinstance(content, bytes):
+                answer = await box.connection.request("PUT", target, content, deadline=60.0, max_bytes=_SMALL)
+                return _check(FileInfo, _object(answer))
+            return _check(FileInfo, await box.connection.upload("PUT", target, _metered(box, content)))
+
+    async def stat_file(self, name: str, path: str, actor: str = "") -> FileInfo:
+        """What is at a path; a symlink itself, not where it points."""
+        query = _query(path=_path(path))
+        async with self._door(name, "file", "stat", {"path": path}, actor) as box:
+            return _check(FileInfo, await self._ask(box, "GET", f"/files/stat{query}"))
+
+    async def list_files(
+        self, name: str, path: str = ".", *, recursive: bool = False, limit: int = 1000, actor: str = ""
+    ) -> FileList:
+        """The entries of a directory."""
+        query = _query(path=_path(path), recursive=recursive, limit=limit)
+        async with self._door(name, "file", "list", {"path": path}, actor) as box:
+            listing = _check(FileList, await self._ask(box, "GET", f"/files/list{query}", limit=_LIST))
+            if len(listing.items) > limit:
+                raise SandboxLost("the sandbox listed more files than were asked for")
+            return listing
+
+    async def edit_file(self, name: str, request: EditRequest, actor: str = "") -> EditResult:
+        """Replace text in a file."""
+        _path(request.path)
+        async with self._door(name, "file", "edit", {"path": request.path}, actor) as box:
+            _room(box)
+            return _check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump()))
+
+    async def move_file(self, name: str, request: MoveRequest, actor: str = "") -> FileInfo:
+        """Move or rename."""
+        _path(request.source, "source")
+        _path(request.destination, "destination")
+        arguments = {"path": request.source, "destination": request.destination}
+        async with self._door(name, "file", "move", arguments, actor) as box:
+            return _check(FileInfo, await self._ask(box, "POST", "/files/move", request.model_dump()))
+
+    async def make_directory(self, name: str, request: MkdirRequest, actor: str = "") -> FileInfo:
+        """Make a directory and its parents."""
+        _path(request.path)
+        async with self._door(name, "file", "mkdir", {"path": request.path}, actor) as box:
+            _room(box)
+            return _check(FileInfo, await self._ask(box, "POST", "/files/mkdir", request.model_dump()))
+
+    async def delete_file(self, name: str, path: str, *, recursive: bool = False, actor: str = "") -> None:
+        """Delete a file, or with `recursive` a tree."""
+        query = _query(path=_path(path), recursive=recursive)
+        async with self._door(name, "file", "delete", {"path": path}, actor) as box:
+            await self._ask(box, "DELETE", f"/files{query}", deadline=600.0)
+
+    # tools and health
+
+    async def tool_request(self, name: str, request: ToolRequest, actor: str = "") -> ToolResult:
+        """A named tool. There is one so far: `create_file`."""
+        if request.tool_name != "create_file":
+            raise InvalidRequest(
+                f"there is no tool '{request.tool_name}'", field="tool_name", hint="the tools are: create_file"
+            )
+        path, content, mode = _create_file(request.params)
+        info = await self.write_file(name, path, content, mode=mode, actor=actor)
+        return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
+
+    async def health(self, name: str, actor: str = "") -> SupervisorHealth:
+        """What the supervisor says of itself."""
+        async with self._door(name, "session", "health", {}, actor) as box:
+            return _check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
+
+    # inner
+
+    async def _ask(
+        self,
+        box: LiveSandbox,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        deadline: float = SHORT,
+        limit: int = _SMALL,
+    ) -> Json:
+        return await box.connection.request_json(method, path, body, deadline=deadline, max_bytes=limit)
+
+    async def _result(self, box: LiveSandbox, answer: bytes) -> CommandResult:
+        try:
+            result = CommandResult.model_validate_json(answer)
+        except ValidationError:
+            raise SandboxLost("the sandbox's answer is not a CommandResult") from None
+        # What only the control plane can know is never taken from inside.
+        result.oom_killed = False
+        killed = result.signal in {"SIGKILL", "KILL"} or result.exit_code == 137  # the shell's name for it
+        if killed and not result.timed_out:
+            count = await box.provider.out_of_memory_kills(box.handle)
+            result.oom_killed = count > box.oom_kills
+            box.oom_kills = max(count, box.oom_kills)
+        return result
+
+
+def _object(answer: bytes) -> object:
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        raise SandboxLost("the sandbox answered something that is not JSON") from None
+
+
+def _result_size(output_limit: int) -> int:
+    # A control character costs six bytes as JSON, and bytes that are not UTF-8 come as base64 besides.
+    return 8 * output_limit + _SMALL
+
+
+def _command(request: CommandRequest, box: LiveSandbox) -> tuple[bytes, float]:
+    timeout = request.timeout or box.record.limits.timeout_s or 300.0
+    body = request.model_dump()
+    body["timeout"] = timeout
+    return json.dumps(body, separators=(",", ":")).encode(), timeout
+
+
+def _room(box: LiveSandbox) -> None:
+    if box.over_quota is not None:
+        raise LimitExceeded(box.over_quota, field="disk_mb", hint="delete files first, then write again")
+
+
+async def _metered(box: LiveSandbox, content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async for chunk in content:
+        _room(box)
+        yield chunk
+
+
+def _create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
+    unknown = sorted(set(params) - {"path", "content", "content_base64", "mode"})
+    if unknown:
+        raise InvalidRequest(
+            f"create_file has no parameter '{unknown[0][:100]}'",
+            field=f"params.{unknown[0][:100]}",
+            hint="it takes path, content or content_base64, and mode",
+        )
+    path, text, encoded, mode = (params.get(key) for key in ("path", "content", "content_base64", "mode"))
+    if not isinstance(path, str):
+        raise InvalidRequest("create_file needs a path", field="params.path", hint="give a path in the workspace")
+    if mode is not None and not isinstance(mode, str):
+        raise InvalidRequest("the mode is text such as '644'", field="params.mode", hint="quote it")
+    if (text is None) == (encoded is None):
+        raise InvalidRequest(
+            "create_file needs exactly one of content and content_base64",
+            field="params.content",
+            hint="content for text, content_base64 for bytes",
+        )
+    try:
+        if isinstance(text, str):
+            return path, text.encode(), mode
+        if isinstance(encoded, str):
+            return path, base64.b64decode(encoded, validate=True), mode
+    except (UnicodeEncodeError, binascii.Error, ValueError):
+        pass
+    field = "params.content" if text is not None else "params.content_base64"
+    raise InvalidRequest("the content is not text or not base64", field=field, hint="send a string")

@@ -1,0 +1,256 @@
+"""Memory and CPU limits by cgroup: version 2, version 1 where that is what the host has, or none.
+
+A `Cgroups` owns one directory per hierarchy, named after the process that made it, with one group per sandbox below.
+It keeps directory descriptors, so that it works after its owner has left the host's file system. It creates and
+removes groups of its own only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from carrel.errors import PlatformError
+
+_OWN = re.compile(r"^carrel-(\d+)-(\d+)$")
+PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """One mounted cgroup hierarchy: where it is, its version, and which of our controllers it has."""
+
+    path: str
+    version: int
+    controllers: tuple[str, ...]
+
+
+def settings(version: int, controller: str, memory_mb: int | None, cpus: float | None) -> dict[str, str]:
+    """The files to write, in order, for the limits asked of one controller."""
+    if controller == "memory" and memory_mb is not None:
+        limit = str(memory_mb * 1024 * 1024)
+        if version == 2:
+            return {"memory.max": limit, "memory.swap.max": "0", "memory.oom.group": "0"}
+        return {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit}
+    if controller == "cpu" and cpus is not None and cpus < (os.cpu_count() or 1):
+        quota = max(1000, int(cpus * PERIOD_US))
+        if version == 2:
+            return {"cpu.max": f"{quota} {PERIOD_US}"}
+        return {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": str(quota)}
+    return {}
+
+
+_OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.oom.group"})
+
+
+def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
+    """The hierarchies that have a controller we need, from `/proc/self/mountinfo` and `/proc/self/cgroup`."""
+    own_v2 = next((line[3:] for line in own.splitlines() if line.startswith("0::")), "/")
+    found = []
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(" "), right.split(" ")
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        point = fields[4].encode().decode("unicode_escape")
+        if kind[0] == "cgroup2":
+            found.append(Hierarchy(_nearest_writable(point, own_v2), 2, ("memory", "cpu")))
+        elif kind[0] == "cgroup":
+            controllers = tuple(name for name in ("memory", "cpu") if name in kind[2].split(","))
+            if controllers:
+                found.append(Hierarchy(point, 1, controllers))
+    return found
+
+
+def _nearest_writable(point: str, own: str) -> str:
+    """The top of a version 2 tree for root; for others the highest ancestor of their group they may write to."""
+    if os.geteuid() == 0:
+        return point
+    best = path = (point + own).rstrip("/") or point
+    while len(path) >= len(point) and os.access(path, os.W_OK) and os.access(f"{path}/cgroup.procs", os.W_OK):
+        best, path = path, os.path.dirname(path)
+    return best
+
+
+class Cgroups:
+    """The groups of one zygote."""
+
+    def __init__(self) -> None:
+        self._directories: dict[str, tuple[int, int]] = {}
+        self._parents: list[tuple[int, str]] = []
+        self.reason: str | None = None
+
+    @property
+    def controllers(self) -> frozenset[str]:
+        """`memory` and `cpu`, as far as they can be used."""
+        return frozenset(self._directories)
+
+    @property
+    def version(self) -> str:
+        """`v2`, `v1` or `none`, for people."""
+        versions = {version for version, _ in self._directories.values()}
+        return f"v{max(versions)}" if versions else "none"
+
+    @classmethod
+    def open(cls) -> Cgroups:
+        """Find what the host offers and make our own directories; never raises for what the host lacks."""
+        groups = cls()
+        with open("/proc/self/mountinfo", encoding="utf-8") as file:
+            mounts = file.read()
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            own = file.read()
+        name = f"carrel-{os.getpid()}-{start_time(os.getpid())}"
+        reasons = []
+        for hierarchy in sorted(hierarchies(mounts, own), key=lambda found: found.version):
+            try:
+                groups._adopt(hierarchy, name)
+            except OSError as error:
+                reasons.append(f"{hierarchy.path}: {error.strerror}")
+        groups.reason = "; ".join(reasons) or None
+        return groups
+
+    def _adopt(self, hierarchy: Hierarchy, name: str) -> None:
+        _sweep(hierarchy.path)
+        if hierarchy.version == 2:
+            with open(f"{hierarchy.path}/cgroup.controllers", encoding="utf-8") as file:
+                present = set(file.read().split())
+            wanted = [controller for controller in hierarchy.controllers if controller in present]
+            if not wanted:
+                return
+            _write(f"{hierarchy.path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
+        else:
+            wanted = [c for c in hierarchy.controllers if c not in self._directories]
+        path = f"{hierarchy.path}/{name}"
+        if wanted:
+            os.mkdir(path, 0o755)
+            if hierarchy.version == 2:
+                _write(f"{path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
+            self._parents.append((os.open(hierarchy.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name))
+            directory = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            for controller in wanted:
+                self._directories[controller] = (hierarchy.version, directory)
+
+    def make(self, group: str, memory_mb: int | None, cpus: float | None) -> tuple[str, ...]:
+        """Make the groups a sandbox needs; the controllers that got one. Raises `PlatformError`, leaving none."""
+        made: list[str] = []
+        try:
+            for controller, (version, directory) in self._directories.items():
+                files = settings(version, controller, memory_mb, cpus)
+                if not files:
+                    continue
+                try:
+                    os.mkdir(group, 0o755, dir_fd=directory)
+                except FileExistsError:
+                    if version != 2:  # one version 2 group serves both controllers
+                        raise
+                made.append(controller)
+                for name, value in files.items():
+                    try:
+                        _write(f"{group}/{name}", value, directory)
+                    except OSError:
+                        if name not in _OPTIONAL:
+                            raise
+        except OSError as error:
+            self.remove(group)
+            raise PlatformError(f"the limits could not be set in cgroup {group}: {error}") from error
+        return tuple(made)
+
+    def attach(self, group: str, controllers: tuple[str, ...], pid: int) -> None:
+        """Move a process into its groups."""
+        done: set[int] = set()
+        for controller in controllers:
+            _, directory = self._directories[controller]
+            if directory not in done:
+                done.add(directory)
+                _write(f"{group}/cgroup.procs", str(pid), directory)
+
+    def remove(self, group: str) -> bool:
+        """Remove a sandbox's groups; False while a dying process still holds one."""
+        gone = True
+        for _, directory in self._directories.values():
+            try:
+                os.rmdir(group, dir_fd=directory)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                gone = False
+        return gone
+
+    def usage(self, group: str) -> dict[str, int]:
+        """`memory_bytes` and `oom_kills` of a sandbox, as far as they can be known."""
+        if "memory" not in self._directories:
+            return {}
+        version, directory = self._directories["memory"]
+        current, events = (
+            ("memory.current", "memory.events") if version == 2 else ("memory.usage_in_bytes", "memory.oom_control")
+        )
+        answer: dict[str, int] = {}
+        try:
+            answer["memory_bytes"] = int(_read(f"{group}/{current}", directory))
+            for line in _read(f"{group}/{events}", directory).splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    answer["oom_kills"] = int(value)
+        except (OSError, ValueError):
+            pass
+        return answer
+
+    def close(self) -> None:
+        """Remove our own directories; those with living groups stay for the next sweep."""
+        for directory in {directory for _, directory in self._directories.values()}:
+            os.close(directory)
+        self._directories.clear()
+        for parent, name in self._parents:
+            try:
+                os.rmdir(name, dir_fd=parent)
+            except OSError:
+                pass
+            os.close(parent)
+        self._parents.clear()
+
+
+def start_time(pid: int, proc: str = "/proc") -> int:
+    """When a process started, in clock ticks since boot: with the pid it names a process for good. 0 when gone."""
+    try:
+        with open(f"{proc}/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return 0 if fields[0] == b"Z" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _sweep(path: str) -> None:
+    """Remove the empty groups of zygotes that are gone."""
+    for entry in os.scandir(path):
+        match = _OWN.match(entry.name)
+        if match is None or start_time(int(match[1])) == int(match[2]):
+            continue
+        for child in os.scandir(entry.path):
+            if child.is_dir(follow_symlinks=False):
+                try:
+                    os.rmdir(child.path)
+                except OSError:
+                    pass
+        try:
+            os.rmdir(entry.path)
+        except OSError:
+            pass
+
+
+def _write(path: str, value: str, directory: int | None = None) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        os.write(descriptor, value.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: str, directory: int) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        return os.read(descriptor, 65536).decode()
+    finally:
+        os.close(descriptor)
+
+

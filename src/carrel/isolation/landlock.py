@@ -1,0 +1,125 @@
+"""Landlock: a second, path-based wall inside a sandbox, put up by the process itself and inherited for good.
+
+Takes paths or descriptors and knows nothing of mount plans, workspaces or policy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Sequence
+
+from carrel.errors import PlatformError
+
+# The numbers are the same on every architecture.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CREATE_RULESET_VERSION = 1
+_RULE_PATH_BENEATH = 1
+_PR_SET_NO_NEW_PRIVS = 38
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+_FIRST_RIGHTS = (1 << 13) - 1
+_READ = _EXECUTE | _READ_FILE | _READ_DIR | _IOCTL_DEV  # a terminal that may be read must also be askable
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+_SCOPE_ABSTRACT_UNIX_SOCKET, _SCOPE_SIGNAL = 1 << 0, 1 << 1
+_SCOPED_SINCE = 6
+
+
+# An older kernel accepts the longer structure as long as what it does not know is zero.
+_RULESET = struct.Struct("=QQQ")  # handled file system rights, handled network rights, scopes
+_PATH_BENEATH = struct.Struct("=Qi")  # allowed rights, descriptor
+# One buffer for every request: a freshly forked child pays for each page it dirties.
+_buffer = ctypes.create_string_buffer(_RULESET.size)
+_BUFFER_AT = ctypes.addressof(_buffer)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_prctl = _libc.prctl
+_prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+_syscall = _libc.syscall
+_syscall.argtypes = (ctypes.c_long, *(ctypes.c_size_t,) * 4)
+_syscall.restype = ctypes.c_long
+
+
+def abi() -> int:
+    """The version of Landlock this kernel enforces; 0 when it has none or has it switched off.
+
+    Under version 1 a file cannot be moved to another directory at all, whatever the rules say.
+    """
+    version: int = _syscall(_CREATE_RULESET, 0, 0, _CREATE_RULESET_VERSION, 0)
+    return max(0, version)
+
+
+def rights(version: int) -> int:
+    """Every file system right that a version handles, of those known here."""
+    known = _FIRST_RIGHTS
+    for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
+        if version >= since:
+            known |= right
+    return known
+
+
+def restrict(
+    read: Sequence[str | int], write: Sequence[str | int], *, scope: bool = True, missing_ok: bool = False
+) -> None:
+    """Confine the calling thread and all it will start: it may read and execute beneath `read`, do anything
+    beneath `write`, and nothing elsewhere.
+
+    A path that does not exist raises, or is passed over with `missing_ok`. A descriptor stays the caller's.
+    `scope` also hides abstract sockets and processes from outside, from version 6 on; below that the
+    namespaces alone do. Sets no_new_privs. Raises PlatformError, also without Landlock: ask `abi` first.
+    """
+    version = abi()
+    if version == 0:
+        raise PlatformError(
+            "this kernel does not enforce Landlock", hint="boot with landlock in the lsm= list"
+        )
+    handled = rights(version)
+    scoped = _SCOPE_ABSTRACT_UNIX_SOCKET | _SCOPE_SIGNAL if scope and version >= _SCOPED_SINCE else 0
+    _RULESET.pack_into(_buffer, 0, handled, 0, scoped)
+    ruleset = _syscall(_CREATE_RULESET, _BUFFER_AT, _RULESET.size, 0, 0)
+    if ruleset < 0:
+        raise _refused("a Landlock ruleset")
+    try:
+        for places, allowed in ((read, _READ & handled), (write, handled)):
+            for place in places:
+                _allow(ruleset, place, allowed, missing_ok)
+        if _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+            raise _refused("no_new_privs")
+        if _syscall(_RESTRICT_SELF, ruleset, 0, 0, 0):
+            raise _refused("the Landlock restriction")
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, place: str | int, allowed: int, missing_ok: bool) -> None:
+    try:
+        parent = place if isinstance(place, int) else os.open(place, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        if missing_ok:
+            return
+        raise PlatformError(f"no Landlock rule for {place}: it does not exist", field="path") from error
+    except (OSError, ValueError) as error:
+        raise PlatformError(f"no Landlock rule for {place!r}: {error}", field="path") from error
+    try:
+        if not _add(ruleset, parent, allowed) and not _add(ruleset, parent, allowed & _FILE_RIGHTS):
+            raise _refused(f"the Landlock rule for {place}")
+    finally:
+        if parent is not place:
+            os.close(parent)
+
+
+def _add(ruleset: int, parent: int, allowed: int) -> bool:
+    # False for a file given what only a directory can have; asking the kernel is cheaper than fstat first.
+    _PATH_BENEATH.pack_into(_buffer, 0, allowed, parent)
+    if not _syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, _BUFFER_AT, 0):
+        return True
+    if ctypes.get_errno() == errno.EINVAL:
+        return False
+    raise _refused("a Landlock rule")
+
+
+def _refused(what: str) -> PlatformError:
+    return PlatformError(f"the kernel refused {what}: {os.strerror(ctypes.get_errno())}")

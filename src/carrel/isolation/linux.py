@@ -1,0 +1,195 @@
+"""The kernel calls Python does not have, each a function that raises `OSError` with the call's name.
+
+Nothing here decides anything. Calls keep the interpreter lock (`PyDLL`): they are short, and the callers are
+single-threaded processes between a fork and a pivot_root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Callable
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+_python = ctypes.pythonapi
+
+ARCH = platform.machine()
+_NR_CLONE = {"x86_64": 56, "aarch64": 220}
+_NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_NR_CAPSET = {"x86_64": 126, "aarch64": 91}
+# The mount calls of 2019 and later have one number on every architecture.
+_NR_OPEN_TREE, _NR_MOVE_MOUNT, _NR_MOUNT_SETATTR = 428, 429, 442
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+ALL_NAMESPACES = (
+    CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
+)
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+
+AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
+OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
+MOVE_MOUNT_F_EMPTY_PATH = 4
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_IDMAP = 1, 2, 4, 0x00100000
+
+PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP = 4, 15, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+
+
+def _check(result: int, call: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{call}: {os.strerror(code)}")
+    return result
+
+
+def fork_into(namespaces: int) -> int:
+    """`os.fork`, with the child in new namespaces from its first instruction on. 0 in the child.
+
+    libc's fork cannot take flags, so the interpreter's own fork hooks are called around the bare system call.
+    """
+    _python.PyOS_BeforeFork()
+    pid = int(_syscall(_NR_CLONE[ARCH], ctypes.c_ulong(namespaces | signal.SIGCHLD), None, None, None, None))
+    code = ctypes.get_errno()
+    if pid == 0:
+        _python.PyOS_AfterFork_Child()
+        return 0
+    _python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(code, f"clone: {os.strerror(code)}")
+    return pid
+
+
+def unshare(flags: int) -> None:
+    """Give this process new namespaces."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """mount(2)."""
+    data = None if options is None else options.encode()
+    fstype = None if kind is None else kind.encode()
+    result = _libc.mount(os.fsencode(source), os.fsencode(target), fstype, ctypes.c_ulong(flags), data)
+    _check(result, f"mount {kind or source} on {target}")
+
+
+def unmount(target: str, flags: int = 0) -> None:
+    """umount2(2)."""
+    _check(_libc.umount2(os.fsencode(target), flags), f"unmount {target}")
+
+
+def pivot_into(root: str) -> None:
+    """Make `root` (a mount point) this mount namespace's root and let go of the old one."""
+    os.chdir(root)
+    _check(_syscall(_NR_PIVOT_ROOT[ARCH], b".", b"."), "pivot_root")
+    unmount(".", MNT_DETACH)
+    os.chdir("/")
+
+
+def open_tree(path: str, *, recursive: bool = False, dir_fd: int = AT_FDCWD) -> int:
+    """A detached copy of the mount at `path`, as a descriptor."""
+    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (AT_RECURSIVE if recursive else 0)
+    if not path:
+        flags |= AT_EMPTY_PATH
+    return _check(_syscall(_NR_OPEN_TREE, dir_fd, os.fsencode(path), flags), f"open_tree {path}")
+
+
+def move_mount(tree_fd: int, target: str) -> None:
+    """Attach a detached mount at `target`."""
+    result = _syscall(_NR_MOVE_MOUNT, tree_fd, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH)
+    _check(result, f"move_mount to {target}")
+
+
+def set_mount_attributes(
+    tree_fd: int, attributes: int, user_namespace_fd: int = 0, *, recursive: bool = False
+) -> None:
+    """Set mount attributes; with `MOUNT_ATTR_IDMAP`, owners on disk are seen through the given user namespace."""
+    packed = struct.pack("=QQQQ", attributes, 0, 0, user_namespace_fd)
+    flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
+    result = _syscall(_NR_MOUNT_SETATTR, tree_fd, b"", flags, packed, len(packed))
+    _check(result, "mount_setattr")
+
+
+def prctl(option: int, arg2: int = 0, arg3: int = 0) -> None:
+    """prctl(2)."""
+    zero = ctypes.c_ulong(0)
+    _check(_libc.prctl(option, ctypes.c_ulong(arg2), ctypes.c_ulong(arg3), zero, zero), f"prctl {option}")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, also those a later exec could bring back."""
+    for capability in range(64):
+        if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
+            break
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    header = struct.pack("=Ii", 0x20080522, 0)
+    _check(_syscall(_NR_CAPSET[ARCH], header, bytes(24)), "capset")
+
+
+def bring_up_loopback() -> None:
+    """Loopback is the only interface of a new network namespace, and it starts down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        request = struct.pack("16sh14x", b"lo", 0)
+        flags = struct.unpack_from("h", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
+        fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP))
+
+
+def write_id_maps(proc: str, lines: str) -> None:
+    """Map the user and group ids of the process at `proc` (a `/proc/PID` path): `inside outside count` a line."""
+    for name in ("uid_map", "gid_map"):
+        descriptor = os.open(f"{proc}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, lines.encode())
+        finally:
+            os.close(descriptor)
+
+
+def lower_limit(which: int, wanted: int) -> None:
+    """Set a resource limit, hard and soft, as far as the present hard limit allows."""
+    _soft, hard = resource.getrlimit(which)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(which, (wanted, wanted))
+
+
+def attempt(action: Callable[[], object], timeout_s: int = 5) -> str | None:
+    """Run `action` in a child of its own; None when it works, else the reason. Used to probe the host."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(timeout_s)
+        words = b""
+        try:
+            action()
+        except OSError as error:
+            words = (error.strerror or str(error)).encode()
+        except BaseException as error:
+            words = repr(error).encode()
+        os.write(write_end, words[:400])
+        os._exit(1 if words else 0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        words = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status == 0:
+        return None
+    return words.decode(errors="replace") or f"the probe died with status {status}"

@@ -1,0 +1,182 @@
+"""What this host offers to build sandboxes from: each primitive is tried for real, in a process of its own.
+
+Run as `python -m carrel.isolation.probe` it prints the findings as JSON; `host()` does that once and keeps the answer,
+so that no server ever forks itself to find out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+
+from carrel.isolation import landlock, linux, seccomp
+from carrel.isolation.cgroups import Cgroups
+
+OLDEST_KERNEL = (5, 12)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One primitive: `ok`, `degraded` (carrel works with less) or `missing` (the namespace provider cannot work)."""
+
+    name: str
+    status: str
+    found: str
+    why: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """All findings, the cgroup controllers that can be used, and what keeps the namespace provider from working."""
+
+    findings: tuple[Finding, ...]
+    controllers: tuple[str, ...]
+
+    @property
+    def missing(self) -> str | None:
+        """None when sandboxes of namespaces can be made here."""
+        lacking = [f"{f.name} ({f.found})" for f in self.findings if f.status == "missing"]
+        return f"this host lacks {', '.join(lacking)}; run `carrel doctor`" if lacking else None
+
+
+@cache
+def host() -> Host:
+    """Probe this host, once."""
+    run = subprocess.run(
+        [sys.executable, "-m", "carrel.isolation.probe"], capture_output=True, timeout=60, check=False
+    )
+    try:
+        answer = json.loads(run.stdout)
+        return Host(tuple(Finding(**finding) for finding in answer["findings"]), tuple(answer["controllers"]))
+    except (ValueError, KeyError, TypeError):
+        words = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
+        return Host((Finding("probe", "missing", words[0], "the host could not be examined"),), ())
+
+
+def examine() -> Host:
+    """Try everything. Forks, so it belongs in a process of its own."""
+    root = os.geteuid() == 0
+    groups = Cgroups.open()
+    controllers, version, reason = tuple(sorted(groups.controllers)), groups.version, groups.reason
+    groups.close()
+    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    findings = [
+        Finding(
+            "kernel",
+            "ok" if release >= OLDEST_KERNEL else "missing",
+            platform.release(),
+            "mounts that are set up detached, openat2, pidfd",
+            None if release >= OLDEST_KERNEL else f"run Linux {OLDEST_KERNEL[0]}.{OLDEST_KERNEL[1]} or newer",
+        ),
+        Finding(
+            "architecture",
+            "ok" if linux.ARCH in {"x86_64", "aarch64"} else "missing",
+            linux.ARCH,
+            "the seccomp filter is written for x86_64 and aarch64",
+            None if linux.ARCH in {"x86_64", "aarch64"} else "use one of these",
+        ),
+        _tried(
+            "user namespaces",
+            linux.attempt(lambda: linux.unshare(linux.CLONE_NEWUSER)),
+            "a sandbox is root over nothing but itself; an ordinary user can make one",
+            "sysctl user.max_user_namespaces above 0 and, on Debian or Ubuntu, kernel.unprivileged_userns_clone=1 and "
+            "kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+        _tried(
+            "other namespaces",
+            linux.attempt(lambda: linux.unshare(linux.ALL_NAMESPACES & ~linux.CLONE_NEWPID)),
+            "own mounts, network, IPC, host name and cgroup view",
+            "a kernel with CONFIG_NET_NS, IPC_NS, UTS_NS, CGROUPS; in a container: allow unshare in its seccomp profile",
+        ),
+        _tried(
+            "private /proc",
+            linux.attempt(_mount_proc),
+            "a sandbox sees its own processes only",
+            "in a container /proc must not be masked: run it with --security-opt systempaths=unconfined",
+        ),
+        _tried(
+            "seccomp",
+            linux.attempt(lambda: seccomp.install(seccomp.build())),
+            "keeps the kernel calls that break sandboxes out of reach",
+            "a kernel with CONFIG_SECCOMP_FILTER",
+        ),
+        _optional(
+            "Landlock",
+            landlock.abi() > 0,
+            f"ABI {landlock.abi()}" if landlock.abi() > 0 else "not in this kernel",
+            "a second wall behind the mounts: what is not writable stays so even if a mount were wrong",
+            "a kernel with CONFIG_SECURITY_LANDLOCK and landlock among lsm=",
+        ),
+        _optional(
+            "cgroup memory",
+            "memory" in controllers,
+            version if "memory" in controllers else reason or "no writable hierarchy",
+            "without it a memory limit cannot be enforced, and asking for one is refused",
+            "run carrel as root, or in a delegated cgroup: systemd-run --user --scope -p Delegate=yes carrel serve",
+        ),
+        _optional(
+            "cgroup cpu",
+            "cpu" in controllers,
+            version if "cpu" in controllers else reason or "no writable hierarchy",
+            "without it a CPU limit cannot be enforced, and asking for one is refused",
+            "as for memory",
+        ),
+        _optional(
+            "own user ids",
+            root,
+            "each sandbox has a range of host user ids to itself" if root else "all sandboxes run as this user",
+            "a process that escaped would still be a stranger to the other sandboxes",
+            "run carrel as root",
+        ),
+        _optional(
+            "disk quota",
+            False,
+            "file size limit in the kernel, workspace size by watching",
+            "a workspace over its cap is stopped within seconds, not at the very byte",
+            None,
+        ),
+        Finding(
+            "KVM",
+            "ok" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "degraded",
+            "/dev/kvm can be used" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "no usable /dev/kvm",
+            "only microVM providers need it; none is required",
+        ),
+    ]
+    return Host(tuple(findings), controllers)
+
+
+def _tried(name: str, reason: str | None, why: str, remedy: str) -> Finding:
+    return Finding(name, "missing", reason, why, remedy) if reason else Finding(name, "ok", "works", why)
+
+
+def _optional(name: str, there: bool, found: str, why: str, remedy: str | None) -> Finding:
+    return Finding(name, "ok" if there else "degraded", found, why, None if there else remedy)
+
+
+def _mount_proc() -> None:
+    pid = linux.fork_into(linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID)
+    if pid == 0:
+        code = 0
+        try:
+            linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+            linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+        except OSError as error:
+            code = error.errno or 1
+        os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    if status:
+        code = os.waitstatus_to_exitcode(status)
+        raise OSError(code, os.strerror(code))
+
+
+if __name__ == "__main__":
+    found = examine()
+    json.dump(
+        {"findings": [asdict(finding) for finding in found.findings], "controllers": found.controllers}, sys.stdout
+    )

@@ -1,0 +1,282 @@
+"""What a sandbox sees as its file system: a plan that is a plain value, and the one function that carries a plan out.
+
+There are two plans. The base root is built once by the zygote: read-only, the same for every sandbox. The private
+part is mounted over its empty mount points for each sandbox. The functions that build plans touch nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from carrel.isolation import linux
+
+SANDBOX_UID = 1000
+WORKSPACE = "/workspace"
+HOME = "/home/agent"
+BASE_SIZE = "64m"
+LARGEST_COPY = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Directory:
+    """An empty directory."""
+
+    target: str
+    mode: int = 0o755
+
+
+@dataclass(frozen=True)
+class Symlink:
+    """A symbolic link."""
+
+    target: str
+    points_to: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A small file made of text."""
+
+    target: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What every user of the host may read of a file or directory, copied; skipped when absent."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A read-only view of a host directory."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device node of the host."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Tmpfs:
+    """A private memory file system with caps on bytes and inodes."""
+
+    target: str
+    size: str
+    inodes: int
+    mode: int
+    executable: bool = True
+
+
+@dataclass(frozen=True)
+class Proc:
+    """The process list of the sandbox's own PID namespace."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class Terminals:
+    """A private set of pseudo-terminals."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The workspace, given as a detached mount."""
+
+    target: str
+
+
+Step = Directory | Symlink | Text | Copy | Bind | Device | Tmpfs | Proc | Terminals | Workspace
+Plan = tuple[Step, ...]
+
+_MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC = (
+    "alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "inputrc",
+    "java-17-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "magic", "mime.types", "os-release",
+    "perl", "pki", "profile", "protocols", "python3", "python3.11", "python3.12", "python3.13", "redhat-release",
+    "rpc", "services", "shells", "ssl", "terminfo", "timezone", "vim", "xdg",
+)  # fmt: skip
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+PASSWD = f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{SANDBOX_UID}:{SANDBOX_UID}:agent:{HOME}:/bin/sh\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n"
+GROUP = f"root:x:0:\ntty:x:5:\nagent:x:{SANDBOX_UID}:\nnogroup:x:65534:\n"
+HOSTS = "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 carrel\n"
+NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
+
+
+def host_links(host: str = "/") -> dict[str, str | None]:
+    """How the host lays out `/bin` and its like: the target of a symlink, or None for a real directory."""
+    found: dict[str, str | None] = {}
+    for name in _MERGED:
+        path = os.path.join(host, name)
+        if os.path.islink(path):
+            found[name] = os.readlink(path)
+        elif os.path.isdir(path):
+            found[name] = None
+    return found
+
+
+def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
+    """The root every sandbox shares, made of the host's programs and nothing of its data."""
+    at = host.rstrip("/")
+    steps: list[Step] = [
+        *(Directory(f"/{name}") for name in ("dev", "dev/pts", "dev/shm", "etc", "home", "home/agent", "mnt", "opt")),
+        *(Directory(f"/{name}") for name in ("proc", "root", "run", "srv", "sys", "tmp", "usr", "var", "workspace")),
+        Directory("/var/lib"),
+        Directory("/var/cache"),
+        Directory("/var/log"),
+        Symlink("/var/tmp", "/tmp"),
+        Symlink("/var/run", "/run"),
+        Bind(f"{at}/usr", "/usr"),
+    ]
+    for name, points_to in links.items():
+        if points_to is not None:
+            steps.append(Symlink(f"/{name}", points_to))
+        else:
+            steps += [Directory(f"/{name}"), Bind(f"{at}/{name}", f"/{name}")]
+    steps += [Copy(f"{at}/etc/{name}", f"/etc/{name}") for name in _ETC]
+    steps += [
+        Text("/etc/passwd", PASSWD),
+        Text("/etc/group", GROUP),
+        Text("/etc/hosts", HOSTS),
+        Text("/etc/hostname", "carrel\n"),
+        Text("/etc/nsswitch.conf", NSSWITCH),
+        Text("/etc/resolv.conf", ""),
+        Symlink("/etc/mtab", "/proc/self/mounts"),
+    ]
+    steps += [Device(f"/dev/{name}", f"/dev/{name}") for name in _DEVICES]
+    steps += [
+        Symlink("/dev/fd", "/proc/self/fd"),
+        Symlink("/dev/stdin", "/proc/self/fd/0"),
+        Symlink("/dev/stdout", "/proc/self/fd/1"),
+        Symlink("/dev/stderr", "/proc/self/fd/2"),
+        Symlink("/dev/ptmx", "pts/ptmx"),
+    ]
+    return tuple(steps)
+
+
+def private_plan(memory_mb: int | None) -> Plan:
+    """What each sandbox has for itself. Memory file systems are capped well below the sandbox's memory."""
+    scratch = max(16, min(512, (memory_mb or 1024) // 4))
+    return (
+        Proc("/proc"),
+        Terminals("/dev/pts"),
+        Tmpfs("/dev/shm", f"{max(8, scratch // 4)}m", 4096, 0o1777, executable=False),
+        Tmpfs("/tmp", f"{scratch}m", 65536, 0o1777),
+        Tmpfs(HOME, f"{scratch}m", 65536, 0o755),
+        Workspace(WORKSPACE),
+    )
+
+
+WRITABLE = ("/dev", "/proc", "/tmp", HOME, WORKSPACE)
+"""Where Landlock lets a sandbox write; the mounts beneath say how much."""
+
+
+def carry_out(plan: Sequence[Step], root: str, *, workspace_fd: int = -1, owner: int | None = None) -> None:
+    """Make the plan true under `root`. Raises `OSError` at the first step that fails."""
+    for step in plan:
+        _STEPS[type(step)](step, root + step.target, workspace_fd, owner)
+
+
+def seal(root: str) -> None:
+    """Make the mount at `root` itself read-only."""
+    linux.mount("none", root, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
+
+
+def _directory(step: Directory, target: str, _fd: int, _owner: int | None) -> None:
+    os.makedirs(target, exist_ok=True)
+    os.chmod(target, step.mode)
+
+
+def _symlink(step: Symlink, target: str, _fd: int, _owner: int | None) -> None:
+    os.symlink(step.points_to, target)
+
+
+def _text(step: Text, target: str, _fd: int, _owner: int | None) -> None:
+    with open(target, "w", encoding="utf-8") as file:
+        file.write(step.content)
+    os.chmod(target, 0o644)
+
+
+def _copy(step: Copy, target: str, _fd: int, _owner: int | None) -> None:
+    _copy_public(step.source, target)
+
+
+def _copy_public(source: str, target: str) -> None:
+    try:
+        found = os.lstat(source)
+    except OSError:
+        return
+    if stat.S_ISLNK(found.st_mode):
+        os.symlink(os.readlink(source), target)
+    elif stat.S_ISDIR(found.st_mode):
+        if found.st_mode & 0o005 == 0o005:
+            os.mkdir(target, 0o755)
+            for name in os.listdir(source):
+                _copy_public(f"{source}/{name}", f"{target}/{name}")
+    elif stat.S_ISREG(found.st_mode) and found.st_mode & 0o004 and found.st_size <= LARGEST_COPY:
+        shutil.copyfile(source, target)
+        os.chmod(target, 0o755 if found.st_mode & 0o001 else 0o644)
+
+
+def _bind(step: Bind, target: str, _fd: int, _owner: int | None) -> None:
+    # Recursive, because an ordinary user may not lift what is mounted below off a directory.
+    tree = linux.open_tree(step.source, recursive=True)
+    attributes = linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
+    try:
+        linux.set_mount_attributes(tree, attributes, recursive=True)
+        linux.move_mount(tree, target)
+    finally:
+        os.close(tree)
+
+
+def _device(step: Device, target: str, _fd: int, _owner: int | None) -> None:
+    with open(target, "w", encoding="utf-8"):
+        pass
+    linux.mount(step.source, target, None, linux.MS_BIND)
+    linux.mount(
+        "none", target, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NOSUID | linux.MS_NOEXEC
+    )
+
+
+def _tmpfs(step: Tmpfs, target: str, _fd: int, owner: int | None) -> None:
+    flags = linux.MS_NOSUID | linux.MS_NODEV | (0 if step.executable else linux.MS_NOEXEC)
+    options = f"size={step.size},nr_inodes={step.inodes},mode={step.mode:o}"
+    if owner is not None:
+        options += f",uid={owner},gid={owner}"
+    linux.mount("tmpfs", target, "tmpfs", flags, options)
+
+
+def _proc(_step: Proc, target: str, _fd: int, _owner: int | None) -> None:
+    linux.mount("proc", target, "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+
+
+def _terminals(_step: Terminals, target: str, _fd: int, _owner: int | None) -> None:
+    linux.mount(
+        "devpts", target, "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620,max=64"
+    )
+
+
+def _workspace(_step: Workspace, target: str, fd: int, _owner: int | None) -> None:
+    linux.move_mount(fd, target)
+
+
+_STEPS: dict[type[Step], Callable[..., None]] = {
+    Directory: _directory, Symlink: _symlink, Text: _text, Copy: _copy, Bind: _bind, Device: _device,
+    Tmpfs: _tmpfs, Proc: _proc, Terminals: _terminals, Workspace: _workspace,
+}  # fmt: skip

@@ -1,0 +1,489 @@
+"""The zygote: a small single-threaded process that has imported the supervisor once and forks one sandbox per request.
+
+It has no secret and no network, it never runs agent code, and it lives in a mount namespace of its own that holds
+little more than the base root of the sandboxes. It speaks JSON with descriptors on a SEQPACKET socket. Run as
+`python -m carrel.isolation.zygote`; the program that becomes the supervisor is given by name, so that this module need
+not know it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import importlib
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from carrel.errors import CarrelError, PlatformError
+from carrel.isolation import cgroups, linux, rootfs, sandbox, seccomp
+
+MAX_MESSAGE = 256 * 1024
+LINGER_S = 30.0
+RETRY_S = 0.002
+SETUP_DEADLINE_S = 30.0
+
+# Host ids above those that distributions, container engines and systemd hand out.
+F_OFD_SETLK = 37  # not in the fcntl module before Python 3.13
+FIRST_ID, RANGE, SLOTS = 0x70000000, 65536, 4095
+ID_LOCKS = "/run/carrel"
+
+
+
+class SupervisorModule(Protocol):
+    """What the program that becomes the supervisor must have."""
+
+    def main(self, born: sandbox.Born) -> None:
+        """Serve a sandbox; never returns."""
+
+    def warm(self) -> None:
+        """Load everything that is otherwise loaded late."""
+
+    def end_below(self, pid: int) -> None:
+        """End every process below `pid`."""
+
+
+@dataclass
+class Child:
+    """A sandbox from its fork to the removal of its last trace."""
+
+    id: str
+    pid: int
+    groups: tuple[str, ...]
+    orders: socket.socket
+    asked_by: socket.socket
+    seq: int
+    started: int
+    deadline: float
+    ready: bool = False
+    reaped: bool = False
+    waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
+
+
+class Zygote:
+    """The loop: requests in, sandboxes out, the dead buried."""
+
+    def __init__(self, listener: socket.socket, supervisor: SupervisorModule, isolate: bool):
+        self._listener = listener
+        self._supervisor = supervisor
+        self._isolate = isolate
+        self._root = os.geteuid() == 0
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[str, Child] = {}
+        self._connections: set[socket.socket] = set()
+        self._cgroups = cgroups.Cgroups()
+        self._program = b""
+        self._id_locks = -1
+        self._workspaces = -1
+        self._idmap = False
+        self._next_slot = os.getpid() % SLOTS
+        self._stopping = False
+
+    # setting up
+
+    def prepare(self, workspaces: str) -> None:
+        """Leave the host's file system for a small one, and make there what all sandboxes share."""
+        if not self._isolate:
+            self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            return
+        self._program = seccomp.build()
+        self._cgroups = cgroups.Cgroups.open()
+        if self._root:
+            os.makedirs(ID_LOCKS, 0o700, exist_ok=True)
+            self._id_locks = os.open(ID_LOCKS, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        links = rootfs.host_links()
+        uid, gid = os.geteuid(), os.getegid()
+        linux.unshare(linux.CLONE_NEWNS | (0 if self._root else linux.CLONE_NEWUSER))
+        if not self._root:
+            with open("/proc/self/setgroups", "w", encoding="utf-8") as file:
+                file.write("deny")
+            for name, own in (("uid_map", uid), ("gid_map", gid)):
+                with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
+                    file.write(f"0 {own} 1\n")
+        linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+        stage = "/tmp"  # noqa: S108 - only a mount point in our own namespace
+        # Sources are opened by path, so what is staged must not hide them: workspaces may lie below the stage.
+        tree = linux.open_tree(workspaces)
+        linux.mount("tmpfs", stage, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
+        for name in ("base", "proc", "workspaces"):
+            os.mkdir(f"{stage}/{name}", 0o755)
+        base = stage + sandbox.BASE
+        linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
+        rootfs.carry_out(rootfs.base_plan(links), base)
+        rootfs.seal(base)
+        # A whole view of /proc must stay in sight, or the kernel lets no sandbox mount one of its own.
+        linux.mount("/proc", f"{stage}/proc", None, linux.MS_BIND | linux.MS_REC)
+        linux.move_mount(tree, f"{stage}/workspaces")
+        os.close(tree)
+        linux.pivot_into(stage)
+        self._workspaces = os.open("/workspaces", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._idmap = self._root and self._can_idmap()
+
+    def _can_idmap(self) -> bool:
+        read_end, write_end = os.pipe()
+        pid = linux.fork_into(linux.CLONE_NEWUSER)
+        if pid == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+        try:
+            linux.write_id_maps(f"/proc/{pid}", f"0 {FIRST_ID} {RANGE}\n")
+            os.close(self._workspace_mount("", pid))
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(write_end)
+            os.close(read_end)
+            os.waitpid(pid, 0)
+
+    def describe(self) -> dict[str, Any]:
+        """What this zygote can do."""
+        return {
+            "pid": os.getpid(),
+            "isolate": self._isolate,
+            "controllers": sorted(self._cgroups.controllers),
+            "cgroups": self._cgroups.version,
+            "cgroups_reason": self._cgroups.reason,
+            "idmap": self._idmap,
+            "root": self._root,
+            "sandboxes": len(self._children),
+        }
+
+    # the loop
+
+    def run(self) -> None:
+        """Serve until told to stop, or until nobody is connected and nothing runs."""
+        wake_read, wake_write = socket.socketpair()
+        wake_read.setblocking(False)
+        wake_write.setblocking(False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(wake_read, selectors.EVENT_READ, _drain)
+        gc.collect()
+        gc.freeze()
+        idle_until = time.monotonic() + LINGER_S
+        while not (self._stopping and not self._children) and time.monotonic() < idle_until:
+            for key, _events in self._selector.select(self._patience(idle_until)):
+                key.data(key.fileobj)
+            self._reap()
+            for child in [child for child in self._children.values() if child.reaped]:
+                self._bury(child)
+            self._check_deadlines()
+            if self._connections or self._children:
+                idle_until = math.inf
+            elif idle_until == math.inf:  # there was somebody, and now there is nobody and nothing left to look after
+                break
+        self._cgroups.close()
+
+    def _patience(self, idle_until: float) -> float | None:
+        """How long the loop may sleep."""
+        if any(child.reaped for child in self._children.values()):
+            return RETRY_S  # a group of a dead sandbox is still held by a process that is on its way out
+        if any(not child.ready for child in self._children.values()):
+            return 1.0
+        if self._connections or self._children:
+            return None
+        return None if idle_until == math.inf else max(0.0, idle_until - time.monotonic())
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for child in self._children.values():
+            _kill(child.pid)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for child in self._children.values():
+            if not child.ready and now > child.deadline:
+                child.deadline = now + SETUP_DEADLINE_S
+                _kill(child.pid)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        self._connections.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ, self._request)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _answer(self, connection: socket.socket, seq: int, **body: Any) -> None:
+        if connection not in self._connections:
+            return
+        try:
+            connection.send(json.dumps({"seq": seq, **body}).encode())
+        except OSError:
+            self._hang_up(connection)
+
+    def _request(self, connection: socket.socket) -> None:
+        fds: list[int] = []
+        try:
+            message, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE, 4)
+        except OSError:
+            message = b""
+        if not message:
+            self._hang_up(connection)
+            return
+        seq = 0
+        try:
+            body = json.loads(message)
+            seq, op = int(body.pop("seq")), body.pop("op")
+            if op == "start":
+                if len(fds) != 1:
+                    raise PlatformError("a start request carries one listening socket")
+                self._start(connection, seq, sandbox.Spec(**body), fds[0])
+            elif op == "remove":
+                self._remove(connection, seq, body["id"])
+            elif op == "usage":
+                known = body["id"] in self._children
+                self._answer(connection, seq, known=known, **self._cgroups.usage(body["id"]))
+            elif op == "describe":
+                self._answer(connection, seq, **self.describe())
+            elif op == "stop":
+                self._answer(connection, seq)
+                self._stop()
+            else:
+                raise PlatformError(f"the zygote does not know '{op}'")
+        except (OSError, CarrelError, ValueError, TypeError, KeyError) as error:
+            self._answer(connection, seq, error=f"{error}")
+        finally:
+            for descriptor in fds:
+                os.close(descriptor)
+
+    # sandboxes
+
+    def _start(self, connection: socket.socket, seq: int, spec: sandbox.Spec, listener: int) -> None:
+        if spec.id in self._children:
+            raise PlatformError(f"sandbox {spec.id} runs already")
+        if self._stopping:
+            raise PlatformError("the zygote is stopping")
+        if "/" in spec.workspace or spec.workspace in {"", ".", ".."}:
+            raise PlatformError(f"not a workspace name: {spec.workspace!r}")
+        slot, lock = self._take_slot() if self._isolate and self._root else (0, -1)
+        groups = self._cgroups.make(spec.id, spec.memory_mb, spec.cpus)
+        ours, theirs = socket.socketpair()
+        try:
+            pid = linux.fork_into(linux.ALL_NAMESPACES) if self._isolate else os.fork()
+        except OSError:
+            self._cgroups.remove(spec.id)
+            ours.close()
+            theirs.close()
+            if lock >= 0:
+                os.close(lock)
+            raise
+        if pid == 0:
+            ours.close()
+            self._become(spec, theirs, listener, lock)
+        theirs.close()
+        if lock >= 0:
+            os.close(lock)  # the sandbox's own copy keeps the ids taken for as long as it lives
+        started = cgroups.start_time(pid)
+        child = Child(spec.id, pid, groups, ours, connection, seq, started, time.monotonic() + SETUP_DEADLINE_S)
+        self._children[spec.id] = child
+        self._selector.register(ours, selectors.EVENT_READ, lambda _s, child=child: self._heard(child))
+        try:
+            if self._isolate:
+                self._map_ids(pid, slot)
+                mount = self._workspace_mount(spec.workspace, pid)
+                try:
+                    socket.send_fds(ours, [b"mapped"], [mount])
+                finally:
+                    os.close(mount)
+                self._cgroups.attach(spec.id, groups, pid)
+            ours.send(b"go")
+        except OSError as error:
+            child.asked_by = ours  # the answer is given here; the burial is quiet
+            _kill(pid)
+            raise PlatformError(f"sandbox {spec.id} could not be set up: {error}") from error
+
+    def _take_slot(self) -> tuple[int, int]:
+        """A range of host ids no other sandbox on this host uses, with the lock that proves it."""
+        lock = os.open("ids.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._id_locks)
+        for _ in range(SLOTS):
+            slot = self._next_slot
+            self._next_slot = (slot + 1) % SLOTS
+            try:
+                # l_type, l_whence, l_start, l_len, l_pid: of the open file, so that it passes to the child
+                fcntl.fcntl(lock, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0))
+            except BlockingIOError:
+                continue
+            return slot, lock
+        os.close(lock)
+        raise PlatformError(f"all {SLOTS} ranges of user ids are in use on this host")
+
+    def _map_ids(self, pid: int, slot: int) -> None:
+        uid, last = rootfs.SANDBOX_UID, RANGE - rootfs.SANDBOX_UID - 1
+        if not self._root:
+            lines = f"{uid} 0 1\n"
+        elif self._idmap:
+            lines = f"0 {FIRST_ID + slot * RANGE} {RANGE}\n"
+        else:  # files keep the one owner they have on disk, so the agents of this host share it
+            first = FIRST_ID + slot * RANGE
+            lines = f"0 {first} {uid}\n{uid} {uid} 1\n{uid + 1} {first + uid + 1} {last}\n"
+        linux.write_id_maps(f"/proc/{pid}", lines)
+
+    def _workspace_mount(self, name: str, pid: int) -> int:
+        mount = linux.open_tree(name, dir_fd=self._workspaces)
+        try:
+            attributes = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
+            if self._idmap or not name:
+                users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    linux.set_mount_attributes(mount, attributes | linux.MOUNT_ATTR_IDMAP, users)
+                finally:
+                    os.close(users)
+            else:
+                linux.set_mount_attributes(mount, attributes)
+        except OSError:
+            os.close(mount)
+            raise
+        return mount
+
+    def _become(self, spec: sandbox.Spec, orders: socket.socket, listener: int, lock: int) -> None:
+        """In the child: never returns."""
+        try:
+            sandbox.forget_signals()
+            keep = {0, 1, 2, orders.fileno(), listener, lock}
+            self._selector.close()
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor not in keep and not (not self._isolate and descriptor == self._workspaces):
+                    try:
+                        os.close(descriptor)
+                    except OSError:
+                        pass
+            if self._isolate:
+                sandbox.enter(spec, orders, self._program, root=self._root)
+                workspace, home = rootfs.WORKSPACE, rootfs.HOME
+            else:
+                orders.recv(16)
+                os.setsid()
+                linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+                os.fchdir(self._workspaces)
+                os.chdir(spec.workspace)
+                workspace = home = os.getcwd()
+            oom_score_fd = sandbox.give_up_reach()
+            served = socket.socket(fileno=os.dup(listener))
+            os.close(listener)
+            orders.send(b"ready")
+            orders.close()
+            self._supervisor.main(
+                sandbox.Born(
+                    spec.id, served, workspace, home, spec.env, self._isolate, spec.memory_mb, oom_score_fd
+                )
+            )
+        except BaseException as error:
+            try:
+                orders.send(f"failed: {error}".encode()[:2000])
+            except OSError:
+                traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _heard(self, child: Child) -> None:
+        try:
+            word = child.orders.recv(4096)
+        except OSError:
+            word = b""
+        self._selector.unregister(child.orders)
+        child.orders.close()
+        if word == b"ready":
+            child.ready = True
+            self._answer(child.asked_by, child.seq, pid=child.pid, start_time=child.started)
+        else:
+            words = word.decode(errors="replace") or "the new process died while it was set up"
+            self._answer(child.asked_by, child.seq, error=f"sandbox {child.id} did not start: {words}")
+            _kill(child.pid)
+
+    def _remove(self, connection: socket.socket, seq: int, name: str) -> None:
+        child = self._children.get(name)
+        if child is None:
+            self._answer(connection, seq, known=False)
+            return
+        child.waiting.append((connection, seq))
+        if not child.reaped:
+            if not self._isolate:  # no PID namespace ends them with their first process
+                self._supervisor.end_below(child.pid)
+            _kill(child.pid)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, _status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for child in list(self._children.values()):
+                if child.pid == pid:
+                    child.reaped = True
+                    self._bury(child)
+
+    def _bury(self, child: Child) -> None:
+        if child.id not in self._children or not self._cgroups.remove(child.id):
+            return
+        if child.orders.fileno() >= 0:
+            self._heard(child)
+        del self._children[child.id]
+        for connection, seq in child.waiting:
+            self._answer(connection, seq, known=True)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _drain(wake: socket.socket) -> None:
+    try:
+        while wake.recv(4096):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `python -m carrel.isolation.zygote`."""
+    parser = argparse.ArgumentParser(prog="carrel-zygote")
+    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--workspaces", required=True)
+    parser.add_argument("--supervisor", required=True, help="module that has `main` and `warm`")
+    parser.add_argument("--plain", action="store_true", help="fork without any isolation")
+    options = parser.parse_args(arguments)
+    supervisor = cast(SupervisorModule, importlib.import_module(options.supervisor))
+    listener = socket.socket(fileno=options.listen_fd)
+    zygote = Zygote(listener, supervisor, isolate=not options.plain)
+    try:
+        supervisor.warm()
+        zygote.prepare(options.workspaces)
+    except (OSError, CarrelError) as error:
+        # Whoever waits at the listener learns the reason from the first connection.
+        connection, _ = listener.accept()
+        connection.send(json.dumps({"seq": 0, "error": str(error)}).encode())
+        sys.exit(1)
+    zygote.run()
+
+
+if __name__ == "__main__":
+    main()

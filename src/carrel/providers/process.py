@@ -1,0 +1,23 @@
+"""The process provider: no isolation at all. For development on code one would run by hand; unsafe, and says so."""
+
+from __future__ import annotations
+
+from carrel.providers.base import Capability
+from carrel.providers.zygote_provider import ZygoteProvider
+
+
+class ProcessProvider(ZygoteProvider):
+    """Runs the supervisor and its commands as plain processes of the user who runs carrel."""
+
+    name = "process"
+    isolation_level = 0
+    unsafe = True
+    plain = True
+
+    def missing(self) -> str | None:
+        """See `Provider.missing`: every Linux can start processes."""
+        return None
+
+    def capabilities(self) -> frozenset[Capability]:
+        """See `Provider.capabilities`: commands and terminals work, nothing is held back."""
+        return frozenset({Capability.NETWORK_HOST, Capability.TERMINAL, Capability.SURVIVES_RESTART})

@@ -1,0 +1,111 @@
+"""What the providers that get their sandboxes from a zygote have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+
+from carrel.errors import PlatformError
+from carrel.isolation.cgroups import start_time
+from carrel.providers.base import Handle, Launch, Provider
+from carrel.providers.zygotes import ZygoteClient
+
+LONGEST_SOCKET_PATH = 107
+
+
+class ZygoteProvider(Provider):
+    """Starts sandboxes by asking a zygote to fork one."""
+
+    plain: bool
+
+    def __init__(self, run_dir: str, workspaces: str):
+        self._run_dir = run_dir
+        self._zygote = ZygoteClient(run_dir, workspaces, plain=self.plain)
+
+    async def start(self, launch: Launch) -> Handle:
+        """See `Provider.start`."""
+        path = os.path.join(self._run_dir, f"{launch.id[:40]}-{os.urandom(4).hex()}.sock")
+        if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
+            raise PlatformError(
+                f"the path of the sandbox's socket is longer than {LONGEST_SOCKET_PATH} bytes: {path}",
+                hint="use a data directory with a shorter path",
+            )
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            listener.listen(128)
+            answer = await self._zygote.request(
+                "start",
+                (listener.fileno(),),
+                id=launch.id,
+                workspace=os.path.basename(launch.workspace),
+                memory_mb=launch.memory_mb,
+                cpus=launch.cpus,
+                disk_mb=launch.disk_mb,
+                processes=launch.processes,
+                env=dict(launch.env),
+            )
+        except BaseException as error:
+            _unlink(path)
+            if isinstance(error, OSError):
+                raise PlatformError(f"the sandbox's socket could not be made: {error}") from error
+            raise
+        finally:
+            listener.close()
+        return {
+            "provider": self.name,
+            "id": launch.id,
+            "socket": path,
+            "pid": int(answer["pid"]),
+            "start_time": int(answer["start_time"]),
+        }
+
+    async def alive(self, handle: Handle) -> bool:
+        """See `Provider.alive`."""
+        return start_time(_number(handle, "pid")) == _number(handle, "start_time") != 0
+
+    async def remove(self, handle: Handle) -> None:
+        """See `Provider.remove`."""
+        answer = await self._zygote.known("remove", id=handle["id"])
+        if not answer.get("known") and await self.alive(handle):
+            await self._kill(handle)
+        _unlink(str(handle["socket"]))
+
+    async def _kill(self, handle: Handle) -> None:
+        """End a sandbox whose zygote is gone."""
+        try:
+            process = os.pidfd_open(_number(handle, "pid"))
+        except ProcessLookupError:
+            return
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(process, lambda: None if gone.done() else gone.set_result(None))
+        try:
+            if await self.alive(handle):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                async with asyncio.timeout(30):
+                    await gone
+        except TimeoutError:
+            raise PlatformError(f"sandbox {handle['id']} could not be ended") from None
+        finally:
+            loop.remove_reader(process)
+            os.close(process)
+
+    async def close(self) -> None:
+        """See `Provider.close`."""
+        await self._zygote.close()
+
+
+def _number(handle: Handle, key: str) -> int:
+    value = handle.get(key)
+    return value if isinstance(value, int) else -1
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass

@@ -1,0 +1,364 @@
+"""The supervisor's routes and its life: `main` runs as PID 1 of a sandbox and never returns.
+
+Body fields are checked by hand here: a schema library would cost every sandbox memory, and the control plane has
+checked them before. The zygote calls `warm` once, so that nothing is left to import when the file system is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import codecs
+import gc
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from carrel.errors import CarrelError, InvalidRequest, Unsupported
+from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Command, Commands, Order
+from carrel.supervisor.files import Files
+from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
+from carrel.supervisor.output import END
+from carrel.supervisor.reaper import kill_below
+
+FRAME = 256 * 1024
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
+
+
+class Born(Protocol):
+    """What the supervisor is told of its sandbox (see `carrel.isolation.sandbox.Born`)."""
+
+    @property
+    def listener(self) -> socket.socket: ...  # noqa: D102
+    @property
+    def workspace(self) -> str: ...  # noqa: D102
+    @property
+    def home(self) -> str: ...  # noqa: D102
+    @property
+    def env(self) -> dict[str, str]: ...  # noqa: D102
+    @property
+    def isolated(self) -> bool: ...  # noqa: D102
+    @property
+    def memory_mb(self) -> int | None: ...  # noqa: D102
+    @property
+    def oom_score_fd(self) -> int: ...  # noqa: D102
+
+
+class Supervisor:
+    """Routes to commands and files of one sandbox."""
+
+    def __init__(self, born: Born, loop: asyncio.AbstractEventLoop):
+        budget = min(OUTPUT_BUDGET, (born.memory_mb or 1024) * 1024 * 1024 // 4)
+        self.commands = Commands(loop, born.oom_score_fd, budget)
+        self.files = Files(born.workspace)
+        self._started = time.monotonic()
+        self._directory = self.files.open_directory(".")
+        self._env = {
+            "PATH": PATH if born.isolated else os.environ.get("PATH", PATH),
+            "HOME": born.home,
+            "USER": "agent",
+            "LOGNAME": "agent",
+            "SHELL": "/bin/sh",
+            "LANG": "C.UTF-8",
+            "WORKSPACE": born.workspace,
+            **born.env,
+        }
+        self.router = Router()
+        self.files.routes(self.router)
+        for method, pattern, handler in (
+            ("GET", "/health", self._health),
+            ("POST", "/execute", self._execute),
+            ("POST", "/commands", self._start),
+            ("GET", "/commands", self._list),
+            ("GET", "/commands/{}", self._info),
+            ("GET", "/commands/{}/result", self._result),
+            ("GET", "/commands/{}/output", self._output),
+            ("POST", "/commands/{}/stdin", self._stdin),
+            ("POST", "/commands/{}/signal", self._signal),
+            ("POST", "/commands/{}/resize", self._resize),
+            ("DELETE", "/commands/{}", self._forget),
+        ):
+            self.router.add(method, pattern, handler)
+
+    # commands
+
+    def _order(self, body: Json) -> Order:
+        command = body.get("command")
+        if not (isinstance(command, str) and command) and not (
+            isinstance(command, list) and command and all(isinstance(part, str) for part in command)
+        ):
+            raise InvalidRequest("'command' must be text or a list of texts", field="command")
+        env = body.get("env") or {}
+        if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+            raise InvalidRequest("'env' must map names to texts", field="env")
+        if any("=" in name or "\0" in name + value for name, value in env.items()):
+            raise InvalidRequest("'env' has a name with '=' or a NUL", field="env")
+        text = command if isinstance(command, str) else "".join(command)
+        if "\0" in text:
+            raise InvalidRequest("'command' has a NUL character", field="command")
+        timeout, stdin, size = body.get("timeout"), body.get("stdin"), body.get("terminal")
+        if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+            raise InvalidRequest("'timeout' must be a number above 0", field="timeout")
+        if stdin is not None and not isinstance(stdin, str):
+            raise InvalidRequest("'stdin' must be text", field="stdin")
+        limit = body.get("output_limit", _DEFAULT_LIMIT)
+        if not isinstance(limit, int) or not 0 <= limit <= _MAX_LIMIT:
+            raise InvalidRequest(f"'output_limit' must be from 0 to {_MAX_LIMIT}", field="output_limit")
+        cwd = body.get("cwd")
+        merged = {**self._env, **env}
+        if size is not None:
+            merged.setdefault("TERM", "xterm-256color")
+        return Order(
+            command=command,
+            directory=self.files.open_directory(cwd) if cwd else self._directory,
+            env=merged,
+            timeout=timeout,
+            stdin=None if stdin is None else stdin.encode(errors="surrogateescape"),
+            interactive=bool(body.get("interactive")),
+            output_limit=limit,
+            terminal=None if size is None else _size(size),
+        )
+
+    def _begin(self, body: Json) -> Command:
+        order = self._order(body)
+        try:
+            return self.commands.start(order)
+        finally:
+            if order.directory != self._directory:
+                os.close(order.directory)
+
+    async def _start(self, request: Request) -> Response:
+        command = self._begin(await request.json())
+        if not request.flag("wait"):
+            return json_response(command.info(), 201)
+        return await self._wait(command)
+
+    async def _wait(self, command: Command) -> Response:
+        await asyncio.shield(command.finished)
+        return json_response(_result(command))
+
+    async def _list(self, _request: Request) -> Response:
+        return json_response({"items": [command.info() for command in self.commands.list()]})
+
+    async def _info(self, request: Request) -> Response:
+        return json_response(self.commands.get(request.args[0]).info())
+
+    async def _result(self, request: Request) -> Response:
+        return await self._wait(self.commands.get(request.args[0]))
+
+    async def _output(self, request: Request) -> Response:
+        command = self.commands.get(request.args[0])
+        stream = _frames(command, request.number("offset", 0), follow=request.flag("follow"))
+        return Response(stream=stream, content_type=b"application/x-carrel-frames")
+
+    async def _stdin(self, request: Request) -> Response:
+        command = self.commands.get(request.args[0])
+        async for chunk in request.chunks():
+            await self.commands.send(command, chunk)
+        if request.flag("close"):
+            self.commands.close_stdin(command)
+        return Response(204)
+
+    async def _signal(self, request: Request) -> Response:
+        command = self.commands.get(request.args[0])
+        body = await request.json()
+        self.commands.signal(command, str(body.get("signal", "TERM")), tree=bool(body.get("tree")))
+        return Response(204)
+
+    async def _resize(self, request: Request) -> Response:
+        self.commands.resize(self.commands.get(request.args[0]), *_size(await request.json()))
+        return Response(204)
+
+    async def _forget(self, request: Request) -> Response:
+        self.commands.forget(self.commands.get(request.args[0]))
+        return Response(204)
+
+    # the rest
+
+    async def _health(self, _request: Request) -> Response:
+        running = self.commands.running
+        return json_response(
+            {
+                "status": "ok",
+                "state": "busy" if running else "idle",
+                "commands_running": running,
+                "capacity": CAPACITY,
+                "uptime_s": round(time.monotonic() - self._started, 3),
+            }
+        )
+
+    async def _execute(self, request: Request) -> Response:
+        body = await request.json()
+        if body.get("language", "shell") != "shell":
+            raise Unsupported("only shell code can be executed here", field="language", hint="use language 'shell'")
+        files = body.get("files") or {}
+        if not isinstance(files, dict):
+            raise InvalidRequest("'files' must map paths to base64 text", field="files")
+        decoded = {path: _decode(path, text) for path, text in files.items()}
+        for path, data in decoded.items():
+            self.files.write_bytes(path, data, None)
+        # Files it is given are not files it produced.
+        since = time.time_ns() + 1
+        command = self._begin(
+            {"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")}
+        )
+        await asyncio.shield(command.finished)
+        result = _result(command)
+        produced = self.files.produced_since(since, ".", 1000)
+        return json_response(
+            {
+                "output": result["stdout"],
+                "stderr": result["stderr"],
+                "exit_code": result["exit_code"],
+                "signal": result["signal"],
+                "timed_out": result["timed_out"],
+                "truncated": result["truncated"],
+                "execution_time_ms": result["duration_ms"],
+                "files_produced": produced,
+            }
+        )
+
+
+def _size(value: object) -> tuple[int, int]:
+    if isinstance(value, dict):
+        rows, cols = value.get("rows", 24), value.get("cols", 80)
+        if isinstance(rows, int) and isinstance(cols, int) and 0 < rows <= 1000 and 0 < cols <= 1000:
+            return rows, cols
+    raise InvalidRequest("a terminal needs 'rows' and 'cols' from 1 to 1000", field="terminal")
+
+
+def _decode(path: str, text: object) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else b"" if text is None else _bad(path)
+    except binascii.Error:
+        return _bad(path)
+
+
+def _bad(path: str) -> bytes:
+    raise InvalidRequest(f"the content of {path[:200]!r} is not base64", field="files")
+
+
+def _result(command: Command) -> Json:
+    code, name = command.exit()
+    result: Json = {
+        "id": command.id,
+        "exit_code": code,
+        "signal": name,
+        "timed_out": command.timed_out,
+        "duration_ms": command.duration_ms(),
+        "truncated": command.output.dropped > 0,
+        "dropped_bytes": command.output.dropped,
+    }
+    for key, data in zip(("stdout", "stderr"), command.output.whole(), strict=True):
+        try:
+            result[key] = data.decode()
+        except UnicodeDecodeError:
+            result[key] = data.decode(errors="replace")
+            result[f"{key}_base64"] = base64.b64encode(data).decode()
+    return result
+
+
+async def _frames(command: Command, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
+    output = command.output
+    while True:
+        stream, data = output.read(offset, FRAME)
+        if stream != END:
+            offset += len(data)
+            yield stream.to_bytes(1, "big") + len(data).to_bytes(4, "big") + data
+        elif not follow or output.ended:
+            break
+        else:
+            await output.changed()
+    info = json.dumps(command.info()).encode()
+    yield END.to_bytes(1, "big") + len(info).to_bytes(4, "big") + info
+
+
+def end_below(pid: int) -> None:
+    """End every process below a supervisor that has no PID namespace of its own."""
+    until = time.monotonic() + 5
+    while kill_below(pid) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def main(born: Born) -> None:
+    """Serve the sandbox until it is killed."""
+    gc.freeze()
+    loop = asyncio.SelectorEventLoop()
+    asyncio.set_event_loop(loop)
+    supervisor = Supervisor(born, loop)
+    connections: set[asyncio.Task[None]] = set()
+    born.listener.setblocking(False)
+    loop.run_until_complete(
+        loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=born.listener)
+    )
+    loop.run_forever()
+
+
+class _Rehearsal:
+    """A stand-in sandbox for `warm`."""
+
+    isolated, memory_mb = False, 64
+
+    def __init__(self, folder: str):
+        self.workspace = self.home = folder
+        self.env: dict[str, str] = {}
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.oom_score_fd = os.open("/dev/null", os.O_WRONLY)
+
+
+def warm() -> None:
+    """Run one of everything, so that what Python loads late is loaded before the first fork."""
+    for encoding in ("utf-8", "latin-1", "ascii", "idna", "unicode_escape"):
+        codecs.lookup(encoding)
+    with tempfile.TemporaryDirectory(prefix="carrel-warm-") as folder:
+        born = _Rehearsal(folder)
+        loop = asyncio.SelectorEventLoop()
+        try:
+            loop.run_until_complete(_rehearse(Supervisor(born, loop), f"{folder}/socket", born))
+        finally:
+            loop.close()
+            born.listener.close()
+            os.close(born.oom_score_fd)
+            os.chdir("/")
+
+
+async def _rehearse(supervisor: Supervisor, path: str, born: _Rehearsal) -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: Connection(supervisor.router, tasks), path=path
+    )
+    reader, writer = await asyncio.open_unix_connection(path)
+    bodies: tuple[tuple[str, Any], ...] = (
+        ("POST /commands?wait=1", {"command": "echo warm; echo \xff >&2", "timeout": 10}),
+        ("POST /execute", {"code": "true", "files": {"a/b": "YQ=="}, "timeout": 10}),
+        ("POST /files/edit", {"path": "a/b", "old": "a", "new": "b"}),
+        ("GET /files/list?path=.&recursive=1", {}),
+        ("GET /files/stat?path=no%20such", {}),
+        ("DELETE /files?path=a&recursive=1", {}),
+        ("GET /commands/c1/output?follow=1", {}),
+        ("GET /commands", {}),
+        ("GET /health", {}),
+        ("NONSENSE", {}),
+    )
+    for line, body in bodies:
+        payload = json.dumps(body).encode()
+        head = f"{line} HTTP/1.1\r\nhost: warm\r\ncontent-length: {len(payload)}\r\n\r\n"
+        writer.write(head.encode() + payload)
+        status = await reader.readuntil(b"\r\n\r\n")
+        if b"chunked" in status:
+            await reader.readuntil(b"0\r\n\r\n")
+        else:
+            size = int(status.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+            await reader.readexactly(size)
+    writer.close()
+    server.close()
+    try:
+        await asyncio.gather(*tasks, return_exceptions=True)
+    except CarrelError:
+        pass

@@ -1,0 +1,524 @@
+"""Commands and terminals of one sandbox: start, stream, feed, signal, end at a deadline, remember.
+
+A command's process tree is whatever lives below its reaper (see `reaper`). Runs on one event loop, without threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import signal
+import struct
+import termios
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from carrel.errors import InvalidRequest, LimitExceeded, NotFound, NotRunning
+from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
+from carrel.supervisor.reaper import (
+    OOM_SCORE_OF_COMMANDS,
+    Program,
+    Runner,
+    descendants,
+    kill_below,
+    processes,
+    spawn,
+)
+
+CAPACITY = 64
+REMEMBERED = 128
+READ_SIZE = 256 * 1024
+LAST_DRAIN = 1024 * 1024
+IDLE_RUNNERS = 8
+RUNNER_REST_S = 10.0
+OUTPUT_BUDGET = 128 * 1024 * 1024
+_SIGNALS = {number.name: number.value for number in signal.Signals}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run, with everything already resolved."""
+
+    command: str | list[str]
+    directory: int
+    env: dict[str, str]
+    timeout: float | None = None
+    stdin: bytes | None = None
+    interactive: bool = False
+    output_limit: int = 10 * 1024 * 1024
+    terminal: tuple[int, int] | None = None
+
+
+@dataclass(eq=False)
+class Command:
+    """One command, from its start until it is forgotten."""
+
+    id: str
+    order: Order
+    output: Output
+    started_at: datetime
+    started: float
+    finished: asyncio.Future[None]
+    pid: int | None = None
+    runner: Runner | None = None
+    status: int | None = None
+    ended: float | None = None
+    timed_out: bool = False
+    killing: bool = False
+    readers: dict[int, int] = field(default_factory=dict)
+    stdin_fd: int = -1
+    terminal_fd: int = -1
+    slave_fd: int = -1
+    deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the command itself (not what it left behind) still runs."""
+        return self.ended is None
+
+    def exit(self) -> tuple[int | None, str | None]:
+        """Exit code or the name of the signal; both None while running."""
+        if self.status is None:
+            return None, None
+        code = os.waitstatus_to_exitcode(self.status)
+        return (code, None) if code >= 0 else (None, signal_name(-code))
+
+    def duration_ms(self) -> float:
+        """Milliseconds from start to end, or until now."""
+        return round(((self.ended or time.monotonic()) - self.started) * 1000, 3)
+
+    def info(self) -> dict[str, Any]:
+        """The info object of the protocol."""
+        code, name = self.exit()
+        return {
+            "id": self.id,
+            "command": self.order.command,
+            "running": self.running,
+            "pid": self.pid,
+            "terminal": self.order.terminal is not None,
+            "started_at": self.started_at.isoformat(),
+            "duration_ms": self.duration_ms(),
+            "exit_code": code,
+            "signal": name,
+            "timed_out": self.timed_out,
+            "output_bytes": len(self.output),
+            "dropped_bytes": self.output.dropped,
+        }
+
+
+class Commands:
+    """All commands of a sandbox."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, oom_score_fd: int, budget: int = OUTPUT_BUDGET):
+        self._loop = loop
+        self._oom_score_fd = oom_score_fd
+        self._budget = Budget(budget)
+        self._commands: dict[str, Command] = {}
+        self._count = 0
+        self._pid = os.getpid()
+        self._direct: Command | None = None  # runs with the supervisor itself as reaper of its processes
+        self._last_direct: Command | None = None  # whose leftovers the supervisor may still have
+        self._by_pid: dict[int, Command] = {}
+        self._runners: dict[int, Runner] = {}
+        self._idle: list[Runner] = []
+        self._hosting: dict[Runner, Command] = {}
+        self._rest: asyncio.TimerHandle | None = None
+        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._children_file = f"/proc/{self._pid}/task/{self._pid}/children"
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+
+    @property
+    def running(self) -> int:
+        """How many commands run."""
+        return sum(command.running for command in self._commands.values())
+
+    def list(self) -> list[Command]:
+        """The remembered commands, oldest first."""
+        return list(self._commands.values())
+
+    def get(self, name: str) -> Command:
+        """A command by id."""
+        try:
+            return self._commands[name]
+        except KeyError:
+            raise NotFound(
+                f"no command {name[:40]!r} in this sandbox",
+                hint=f"the last {REMEMBERED} commands are remembered; list them to see their ids",
+            ) from None
+
+    # starting
+
+    def start(self, order: Order) -> Command:
+        """Start a command. Failing to find or execute the program is a result (127, 126), as in a shell."""
+        if self.running >= CAPACITY:
+            raise LimitExceeded(
+                f"{CAPACITY} commands run in this sandbox already", hint="wait for one to end, or end one"
+            )
+        self._count += 1
+        command = Command(
+            id=f"c{self._count}",
+            order=order,
+            output=Output(order.output_limit, self._budget),
+            started_at=datetime.now(UTC),
+            started=time.monotonic(),
+            finished=self._loop.create_future(),
+        )
+        argv = ["/bin/sh", "-c", order.command] if isinstance(order.command, str) else list(order.command)
+        program = _find(argv[0], order.env.get("PATH", ""), order.directory)
+        self._commands[command.id] = command
+        self._forget_old()
+        if program is None:
+            self._never_started(command, errno.ENOENT, argv[0])
+            return command
+        theirs: list[int] = []
+        try:
+            stdio = self._plumb(command, theirs)
+            terminal = os.ttyname(command.slave_fd) if order.terminal else None
+            self._launch(command, Program((program, *argv[1:]), order.env, stdio, terminal))
+        except OSError as error:
+            self._never_started(command, error.errno or 0, argv[0])
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        if order.timeout is not None and command.running:
+            command.deadline = self._loop.call_later(order.timeout, self._expire, command)
+        return command
+
+    def _plumb(self, command: Command, theirs: list[int]) -> tuple[int, int, int] | None:
+        order = command.order
+        if order.terminal is not None:
+            command.terminal_fd, command.slave_fd = os.openpty()
+            os.set_blocking(command.terminal_fd, False)
+            self.resize(command, *order.terminal)
+            self._read_from(command, command.terminal_fd, STDOUT)
+            return None
+        if order.stdin is not None:
+            given = os.memfd_create("stdin", os.MFD_CLOEXEC)
+            theirs.append(given)
+            with open(given, "wb", closefd=False) as file:
+                file.write(order.stdin)
+            os.lseek(given, 0, os.SEEK_SET)
+        elif order.interactive:
+            given, command.stdin_fd = os.pipe2(os.O_CLOEXEC)
+            theirs.append(given)
+            os.set_blocking(command.stdin_fd, False)
+        else:
+            given = self._null
+        ends = []
+        for stream in (STDOUT, STDERR):
+            read_end, write_end = os.pipe2(os.O_CLOEXEC)
+            theirs.append(write_end)
+            os.set_blocking(read_end, False)
+            self._read_from(command, read_end, stream)
+            ends.append(write_end)
+        return given, ends[0], ends[1]
+
+    def _launch(self, command: Command, program: Program) -> None:
+        if self._direct is None and not self._leftovers():
+            os.pwrite(self._oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
+            try:
+                command.pid = spawn(program, command.order.directory)
+            finally:
+                os.pwrite(self._oom_score_fd, b"0", 0)
+            self._by_pid[command.pid] = command
+            self._direct = self._last_direct = command
+            self._close_slave(command)
+            return
+        runner = self._idle.pop() if self._idle else self._new_runner()
+        command.runner = runner
+        self._hosting[runner] = command
+        runner.start(program, command.order.directory)
+
+    def _new_runner(self) -> Runner:
+        runner = Runner(self._on_runner, self._oom_score_fd)
+        self._runners[runner.pid] = runner
+        self._loop.add_reader(runner.socket, runner.on_readable)
+        return runner
+
+    def _leftovers(self) -> bool:
+        """Whether the supervisor itself still has processes of an earlier command below it."""
+        try:
+            descriptor = os.open(self._children_file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True  # not knowable: a runner is always right
+        try:
+            children = os.read(descriptor, 65536).split()
+        finally:
+            os.close(descriptor)
+        return any(int(pid) not in self._runners for pid in children)
+
+    def _never_started(self, command: Command, code: int, name: str) -> None:
+        words = f"carrel: {name}: {'command not found' if code == errno.ENOENT else os.strerror(code)}\n"
+        command.output.add(STDERR, words.encode(errors="surrogateescape"))
+        self._close_slave(command)
+        self._finish(command, (127 if code == errno.ENOENT else 126) << 8)
+
+    # output
+
+    def _read_from(self, command: Command, descriptor: int, stream: int) -> None:
+        command.readers[descriptor] = stream
+        self._loop.add_reader(descriptor, self._read, command, descriptor)
+
+    def _read(self, command: Command, descriptor: int) -> int:
+        try:
+            data = os.read(descriptor, READ_SIZE)
+        except BlockingIOError:
+            return 0
+        except OSError:  # a terminal nobody holds any more
+            data = b""
+        if data:
+            command.output.add(command.readers[descriptor], data)
+        else:
+            self._stop_reading(command, descriptor)
+        return len(data)
+
+    def _stop_reading(self, command: Command, descriptor: int) -> None:
+        if command.readers.pop(descriptor, None) is not None:
+            self._loop.remove_reader(descriptor)
+            if descriptor != command.terminal_fd:
+                os.close(descriptor)
+
+    # ending
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            command = self._by_pid.pop(pid, None)
+            if command is not None:
+                self._finish(command, status)
+            elif pid in self._runners:
+                self._lost(self._runners[pid])
+
+    def _finish(self, command: Command, status: int) -> None:
+        if not command.running:
+            return
+        # What it wrote before it ended is in the pipes; what its leftovers write later must not hold this up.
+        for descriptor in list(command.readers):
+            left = LAST_DRAIN
+            while descriptor in command.readers and left > 0 and (got := self._read(command, descriptor)) > 0:
+                left -= got
+        if command.deadline is not None:
+            command.deadline.cancel()
+        command.status = status
+        command.ended = time.monotonic()
+        if self._direct is command:
+            self._direct = None
+        self.close_stdin(command)
+        if command.terminal_fd >= 0:
+            self._stop_reading(command, command.terminal_fd)
+            os.close(command.terminal_fd)
+            command.terminal_fd = -1
+        command.output.end()
+        if not command.finished.done():
+            command.finished.set_result(None)
+
+    def _expire(self, command: Command) -> None:
+        if command.running:
+            command.timed_out = True
+            self.kill(command)
+
+    def kill(self, command: Command) -> None:
+        """End the whole tree of a command, also what it left behind when it ended."""
+        if not command.killing:
+            command.killing = True
+            task = self._loop.create_task(self._kill(command))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _kill(self, command: Command) -> None:
+        pause = 0.0005
+        try:
+            while True:
+                runner = command.runner
+                if runner is not None and self._hosting.get(runner) is not command:
+                    return  # clean already, and perhaps with another command by now
+                if runner is None and self._last_direct is not command:
+                    return
+                if kill_below(runner.pid if runner else self._pid, () if runner else tuple(self._runners)) == 0:
+                    if not command.running or runner is None:
+                        return
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 0.05)
+        finally:
+            command.killing = False
+
+    def signal(self, command: Command, name: str, *, tree: bool) -> None:
+        """Send a signal to the command's process group, or with `tree` to every process of it."""
+        text = name.upper()
+        number = _SIGNALS.get(text if text.startswith("SIG") else f"SIG{text}")
+        if number is None and text.isdigit() and 0 < int(text) < 65:
+            number = int(text)
+        if number is None:
+            raise InvalidRequest(
+                f"unknown signal {name[:20]!r}", field="signal", hint="use a name such as TERM, INT, KILL, HUP"
+            )
+        if tree and number == signal.SIGKILL:
+            self.kill(command)
+            return
+        if not command.running or command.pid is None:
+            raise NotRunning(f"command {command.id} has ended")
+        try:
+            os.killpg(command.pid, number)
+        except ProcessLookupError:
+            raise NotRunning(f"command {command.id} has ended") from None
+        if tree:
+            from_reaper = command.runner.pid if command.runner else self._pid
+            for pid in descendants(from_reaper, processes(), () if command.runner else tuple(self._runners)):
+                try:
+                    os.kill(pid, number)
+                except (ProcessLookupError, PermissionError):
+                    pass
+
+    # input
+
+    async def send(self, command: Command, data: bytes) -> None:
+        """Write to standard input or to the terminal; waits while the program does not read."""
+        descriptor = command.terminal_fd if command.order.terminal else command.stdin_fd
+        if not command.running:
+            raise NotRunning(f"command {command.id} has ended")
+        if descriptor < 0:
+            raise NotRunning(
+                f"standard input of command {command.id} is closed", hint="start it with interactive=true to feed it"
+            )
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(descriptor, view) :]
+            except BlockingIOError:
+                await self._writable(command, descriptor)
+                if descriptor not in {command.terminal_fd, command.stdin_fd} or not command.running:
+                    raise NotRunning(f"command {command.id} ended while it was fed") from None
+            except OSError:
+                raise NotRunning(f"command {command.id} no longer reads its input") from None
+
+    async def _writable(self, command: Command, descriptor: int) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_writer(descriptor, lambda: None if ready.done() else ready.set_result(None))
+        try:
+            await asyncio.wait({ready, command.finished}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._loop.remove_writer(descriptor)
+
+    def close_stdin(self, command: Command) -> None:
+        """Close standard input, so that the program sees its end."""
+        if command.stdin_fd >= 0:
+            os.close(command.stdin_fd)
+            command.stdin_fd = -1
+
+    def resize(self, command: Command, rows: int, cols: int) -> None:
+        """Tell a terminal its size; the programs in it get SIGWINCH."""
+        if command.order.terminal is None:
+            raise InvalidRequest(f"command {command.id} has no terminal", field="terminal")
+        if command.terminal_fd < 0:
+            raise NotRunning(f"terminal {command.id} has ended")
+        fcntl.ioctl(command.terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
+
+    def _close_slave(self, command: Command) -> None:
+        if command.slave_fd >= 0:
+            os.close(command.slave_fd)
+            command.slave_fd = -1
+
+    # forgetting
+
+    def forget(self, command: Command) -> None:
+        """Drop a command and its output; what still runs of it is ended first."""
+        self._commands.pop(command.id, None)
+        self.kill(command)
+        for descriptor in list(command.readers):
+            if not command.running:
+                self._stop_reading(command, descriptor)
+        command.output.release()
+
+    def _forget_old(self) -> None:
+        ended = [command for command in self._commands.values() if not command.running]
+        spare = len(ended) - REMEMBERED
+        for command in ended:
+            if spare <= 0 and self._budget.left > OUTPUT_BUDGET // 4:
+                return
+            spare -= 1
+            del self._commands[command.id]
+            for descriptor in list(command.readers):
+                command.readers[descriptor] = STDOUT  # still drained, so that what it left behind can write
+            command.output.release()
+
+    # runners
+
+    def _on_runner(self, runner: Runner, event: str, value: int) -> None:
+        command = self._hosting.get(runner)
+        if event == "dead":
+            self._lost(runner)
+        elif event == "clean":
+            self._hosting.pop(runner, None)
+            self._idle.append(runner)
+            self._rest_later()
+        elif command is not None:
+            if event == "started":
+                command.pid = value
+                self._close_slave(command)
+            elif event == "ended":
+                self._finish(command, value)
+            elif event == "failed":
+                argv = command.order.command
+                self._never_started(command, value, argv if isinstance(argv, str) else argv[0])
+
+    def _rest_later(self) -> None:
+        while len(self._idle) > IDLE_RUNNERS:
+            self._dismiss(self._idle.pop(0))
+        if self._rest is not None:
+            self._rest.cancel()
+        self._rest = self._loop.call_later(RUNNER_REST_S, self._dismiss_idle)
+
+    def _dismiss_idle(self) -> None:
+        while self._idle:
+            self._dismiss(self._idle.pop())
+
+    def _dismiss(self, runner: Runner) -> None:
+        self._loop.remove_reader(runner.socket)
+        runner.close()
+
+    def _lost(self, runner: Runner) -> None:
+        """A runner is gone: dismissed, or killed by an agent's process together with what it looked after."""
+        self._runners.pop(runner.pid, None)
+        if runner in self._idle:
+            self._idle.remove(runner)
+        if runner.socket.fileno() >= 0:
+            self._dismiss(runner)
+        command = self._hosting.pop(runner, None)
+        if command is not None:
+            command.runner = None
+            if command.running:
+                self._finish(command, signal.SIGKILL)
+            # Its processes are now below the supervisor and cannot be told from others there: end them all.
+            kill_below(self._pid, tuple(self._runners))
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; `SIG34` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def _find(name: str, path: str, directory: int) -> str | None:
+    """The program a name stands for, as `execvp` would find it."""
+    if "/" in name:
+        return name
+    for folder in path.split(":"):
+        candidate = f"{folder or '.'}/{name}"
+        try:
+            if os.access(candidate, os.X_OK, dir_fd=directory):
+                return candidate
+        except (OSError, ValueError):
+            continue
+    return None

@@ -1,0 +1,206 @@
+"""Who a process belongs to, and how a whole tree of them is ended.
+
+Orphans go to the nearest ancestor that is a reaper. The supervisor is one (PID 1, or a child subreaper); a runner is
+another, forked when a second command runs beside the first. A reaper has the processes of one command at a time, so
+whatever a command's processes do (double forks, `setsid`, ignored signals), a walk down from its reaper finds them all.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# Python ignores these; a program started by it expects the defaults.
+RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
+OOM_SCORE_OF_COMMANDS = b"500"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to start: descriptors for standard input, output and error, or the name of a terminal for all three."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    stdio: tuple[int, int, int] | None
+    terminal: str | None = None
+
+
+def spawn(program: Program, directory: int) -> int:
+    """Start a program in a session of its own; raises `OSError` when it cannot be executed.
+
+    `posix_spawn` shares memory with the caller until the exec: a fork of a Python process costs several times more.
+    It has no way to choose a working directory, so the caller goes there first: it is single-threaded.
+    """
+    if program.stdio is not None:
+        actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+            (os.POSIX_SPAWN_DUP2, source, target) for target, source in enumerate(program.stdio)
+        ]
+    else:  # opened by the leader of a new session, so that it becomes the controlling terminal
+        actions = [(os.POSIX_SPAWN_OPEN, 0, program.terminal or "", os.O_RDWR, 0)]
+        actions += [(os.POSIX_SPAWN_DUP2, 0, 1), (os.POSIX_SPAWN_DUP2, 0, 2)]
+    os.fchdir(directory)
+    return os.posix_spawn(
+        program.argv[0],
+        program.argv,
+        program.env,
+        file_actions=actions,
+        setsid=True,
+        setsigdef=RESET_SIGNALS,
+        setsigmask=(),
+    )
+
+
+def processes() -> dict[int, int]:
+    """Every visible process with its parent; zombies are left out."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                descriptor = os.open(f"/proc/{name}/stat", os.O_RDONLY)
+            except OSError:
+                continue
+            try:
+                fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
+            except OSError:
+                continue
+            finally:
+                os.close(descriptor)
+            if len(fields) > 1 and fields[0] not in {b"Z", b"X"}:
+                found[int(name)] = int(fields[1])
+    return found
+
+
+def descendants(root: int, parents: dict[int, int], stop: Sequence[int] = ()) -> list[int]:
+    """The processes below `root`, not entering (nor counting) those in `stop`."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        for pid in children.get(pending.pop(), ()):
+            if pid not in stop:
+                found.append(pid)
+                pending.append(pid)
+    return found
+
+
+def kill_below(root: int, stop: Sequence[int] = ()) -> int:
+    """Kill what is below `root` now; how many. A killed process cannot fork, so repeating this converges to none."""
+    targets = descendants(root, processes(), stop)
+    for pid in targets:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+    return len(targets)
+
+
+class Runner:
+    """The supervisor's end of a runner process: gives it one command at a time and hears how it went."""
+
+    def __init__(self, on_event: Callable[[Runner, str, int], None], oom_score_fd: int):
+        self.on_event = on_event
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        gc.freeze()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _run(theirs, ours, oom_score_fd)
+            finally:
+                os._exit(1)
+        theirs.close()
+        ours.setblocking(False)
+        self.socket = ours
+
+    def start(self, program: Program, directory: int) -> None:
+        """Hand over a program; `on_event` is called with `started`, then `ended`, then `clean`."""
+        fds = [directory, *(program.stdio or ())]
+        fields = [program.terminal or "", str(len(program.argv)), *program.argv]
+        fields += [f"{key}={value}" for key, value in program.env.items()]
+        payload = b"\0".join(field.encode(errors="surrogateescape") for field in fields)
+        # Larger than a packet may be: goes through an anonymous file instead.
+        memory = os.memfd_create("program", os.MFD_CLOEXEC)
+        try:
+            os.write(memory, payload)
+            socket.send_fds(self.socket, [b"start"], [memory, *fds])
+        finally:
+            os.close(memory)
+
+    def on_readable(self) -> None:
+        """Called when the runner has sent something."""
+        while True:
+            try:
+                message = self.socket.recv(64)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if not message:
+                self.on_event(self, "dead", 0)
+                return
+            kind, value = struct.unpack("=8sq", message)
+            self.on_event(self, kind.rstrip(b"\0").decode(), value)
+
+    def close(self) -> None:
+        """End the runner process."""
+        self.socket.close()
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _run(orders: socket.socket, other_end: socket.socket, oom_score_fd: int) -> None:
+    """The runner process: a child subreaper that starts a program, waits for it and for all it left behind."""
+    import ctypes  # already loaded before the fork
+
+    other_end.close()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.PyDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    keep = {0, 1, 2, orders.fileno()}
+    os.pwrite(oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in keep:
+            try:
+                os.close(descriptor)
+            except OSError:
+                pass
+
+    def tell(kind: bytes, value: int) -> None:
+        orders.send(struct.pack("=8sq", kind, value))
+
+    while True:
+        word, fds, _flags, _address = socket.recv_fds(orders, 64, 8)
+        if word != b"start":
+            return
+        fields = os.pread(fds[0], os.fstat(fds[0]).st_size, 0).decode(errors="surrogateescape").split("\0")
+        count = int(fields[1])
+        env = dict(field.partition("=")[::2] for field in fields[2 + count :])
+        stdio = (fds[2], fds[3], fds[4]) if len(fds) == 5 else None
+        try:
+            main = spawn(Program(tuple(fields[2 : 2 + count]), env, stdio, fields[0] or None), fds[1])
+        except OSError as error:
+            tell(b"failed", error.errno or 0)
+            main = 0
+        else:
+            tell(b"started", main)
+        for descriptor in fds:
+            os.close(descriptor)
+        os.chdir("/")
+        while True:
+            try:
+                pid, status = os.waitpid(-1, 0)
+            except ChildProcessError:
+                break
+            if pid == main:
+                tell(b"ended", status)
+        tell(b"clean", 0)
+
+

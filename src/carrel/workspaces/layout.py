@@ -1,0 +1,248 @@
+"""Where workspaces lie on disk, how one is made and how it is removed without trusting anything inside it.
+
+Blocking: callers run these functions in a thread. Knows nothing of sandboxes; nothing in a workspace is ever followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from carrel.errors import InvalidRequest, PlatformError
+
+CANONICAL_UID = 1000
+"""Who owns the files on disk when carrel runs as root; an idmapped mount gives each sandbox its own view."""
+
+SUBDIRECTORIES = ("scripts", "data", "repos", "output")
+CONTEXT_FILE = ".context.json"
+_TRASH = ".trash"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def encode(name: str, *, ephemeral: bool) -> str:
+    """The directory name of a context, or of an ephemeral sandbox: one to one, and the two never meet."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name[:140]!r} cannot name a workspace",
+            field="context_id",
+            hint="use letters, digits, '.', '_', ':' and '-', at most 128, starting with a letter or digit",
+        )
+    return ("eph-" if ephemeral else "ctx-") + name.replace(":", "+")
+
+
+class Layout:
+    """The data directory of one server."""
+
+    def __init__(self, data_dir: str):
+        self.data_dir = data_dir
+        self.workspaces = os.path.join(data_dir, "workspaces")
+        self.run = os.path.join(data_dir, "run")
+        self.trash = os.path.join(self.workspaces, _TRASH)
+        self._root = os.geteuid() == 0
+
+    def prepare(self) -> None:
+        """Make the directories of the server itself, each for its owner only."""
+        try:
+            for path in (self.data_dir, self.workspaces, self.run, self.trash):
+                Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+                os.chmod(path, 0o700)
+        except OSError as error:
+            raise PlatformError(
+                f"cannot use the data directory {self.data_dir}: {error.strerror}",
+                field="data_dir",
+                hint="choose another one with --data-dir or CARREL_DATA_DIR",
+            ) from None
+
+    def path(self, name: str, *, ephemeral: bool) -> str:
+        """Where the workspace of a context or of an ephemeral sandbox lies."""
+        return os.path.join(self.workspaces, encode(name, ephemeral=ephemeral))
+
+    def make(self, name: str, *, ephemeral: bool) -> tuple[str, bool]:
+        """Make the workspace, or complete one that is there. Returns its path and whether it is new."""
+        path = self.path(name, ephemeral=ephemeral)
+        try:
+            os.mkdir(path, 0o700)
+            new = True
+        except FileExistsError:
+            new = False
+        except OSError as error:
+            raise PlatformError(f"cannot make the workspace: {error.strerror}") from None
+        try:
+            fd = os.open(path, _DIRECTORY)
+        except OSError as error:
+            raise PlatformError(f"the workspace cannot be opened: {error.strerror}") from None
+        try:
+            if new:
+                for sub in SUBDIRECTORIES:
+                    os.mkdir(sub, 0o700, dir_fd=fd)
+                    self._own(sub, fd)
+                if self._root:
+                    os.fchown(fd, CANONICAL_UID, CANONICAL_UID)
+            self._describe(fd, name, ephemeral, new)
+        except OSError as error:
+            if new:
+                self.remove(name, ephemeral=ephemeral)
+            raise PlatformError(f"cannot make the workspace: {error.strerror}") from None
+        finally:
+            os.close(fd)
+        return path, new
+
+    def _own(self, name: str, fd: int) -> None:
+        if self._root:
+            os.chown(name, CANONICAL_UID, CANONICAL_UID, dir_fd=fd, follow_symlinks=False)
+
+    def _describe(self, fd: int, name: str, ephemeral: bool, new: bool) -> None:
+        """Write `.context.json`. The sandbox can write it too, so carrel itself never believes what it says."""
+        now = datetime.now(UTC).isoformat()
+        created = now if new else datetime.fromtimestamp(os.fstat(fd).st_ctime, UTC).isoformat()
+        if not new:
+            created = self._created(fd) or created
+        value = {
+            "context_id": None if ephemeral else name,
+            "agent": None,
+            "namespace": None,
+            "created_at": created,
+            "last_accessed_at": now,
+            "ttl_days": 0 if ephemeral else 7,
+            "disk_usage_bytes": 0,
+        }
+        temporary = f".context-{secrets.token_hex(8)}"
+        out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
+        try:
+            with os.fdopen(out, "wb") as file:
+                file.write(json.dumps(value, indent=1).encode() + b"\n")
+            self._own(temporary, fd)
+            os.rename(temporary, CONTEXT_FILE, src_dir_fd=fd, dst_dir_fd=fd)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=fd)
+            if error.errno not in {errno.EISDIR, errno.ENOTEMPTY}:  # the sandbox put a directory in its place
+                raise
+
+    @staticmethod
+    def _created(fd: int) -> str | None:
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with os.fdopen(os.open(CONTEXT_FILE, flags, dir_fd=fd), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return None
+                value = json.loads(file.read(4096))
+            return datetime.fromisoformat(value["created_at"]).isoformat()
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+    def remove(self, name: str, *, ephemeral: bool) -> None:
+        """Remove a workspace: out of sight at once, then file by file. Nothing happens when there is none."""
+        grave = secrets.token_hex(8)
+        try:
+            os.mkdir(os.path.join(self.trash, grave), 0o700)
+            os.rename(self.path(name, ephemeral=ephemeral), os.path.join(self.trash, grave, "workspace"))
+        except FileNotFoundError:
+            with suppress(OSError):
+                os.rmdir(os.path.join(self.trash, grave))
+            return
+        except OSError as error:
+            raise PlatformError(f"cannot remove the workspace: {error.strerror}") from None
+        self._bury(grave)
+
+    def _bury(self, grave: str) -> None:
+        top = os.open(os.path.join(self.trash, grave), _DIRECTORY)
+        try:
+            empty_directory(top)
+        finally:
+            os.close(top)
+        os.rmdir(os.path.join(self.trash, grave))
+
+    def empty_trash(self) -> None:
+        """Remove what a server that was killed had thrown away. Only before anything else runs."""
+        for grave in os.listdir(self.trash):
+            self._bury(grave)
+
+    def ephemeral_leftovers(self, keep: set[str]) -> list[str]:
+        """Names of ephemeral workspaces on disk that belong to no sandbox in `keep`."""
+        found = [entry[4:] for entry in os.listdir(self.workspaces) if entry.startswith("eph-")]
+        return [name for name in found if name not in keep and _NAME.fullmatch(name)]
+
+
+def empty_directory(top: int) -> None:
+    """Remove everything beneath an open directory, which must not be in use by others.
+
+    A directory that is not empty is first moved up beneath `top`: so depth costs no descriptors, no recursion and no long
+    path. Links are removed, never followed; another file system mounted inside is left and reported.
+    """
+    device = os.fstat(top).st_dev
+    stuck: set[str] = set()
+    while True:
+        names = [name for name in os.listdir(top) if name not in stuck]
+        if not names:
+            break
+        for name in names:
+            if not _take_apart(top, name, device):
+                stuck.add(name)
+    if stuck:
+        raise PlatformError(
+            f"{len(stuck)} entries of a removed workspace could not be deleted",
+            hint="see the .trash directory beneath the workspaces; it is tried again at the next start",
+        )
+
+
+def _take_apart(top: int, name: str, device: int) -> bool:
+    try:
+        os.unlink(name, dir_fd=top)
+        return True
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in {errno.EISDIR, errno.EPERM}:
+            return False
+    try:
+        fd = _open_directory(name, top)
+    except OSError:
+        return False
+    try:
+        if os.fstat(fd).st_dev != device:
+            return False
+        for entry in os.listdir(fd):
+            _take_entry(top, fd, entry)
+        os.rmdir(name, dir_fd=top)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _take_entry(top: int, fd: int, entry: str) -> None:
+    try:
+        os.unlink(entry, dir_fd=fd)
+        return
+    except OSError as error:
+        if error.errno not in {errno.EISDIR, errno.EPERM}:
+            raise
+    try:
+        os.rmdir(entry, dir_fd=fd)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        # Moving a directory rewrites its `..`, for which an ordinary user must be able to write it.
+        os.close(_open_directory(entry, fd))
+        os.rename(entry, secrets.token_hex(12), src_dir_fd=fd, dst_dir_fd=top)
+
+
+def _open_directory(name: str, parent: int) -> int:
+    """Open a directory that may forbid it to its owner; never through a link."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        if os.geteuid() != 0 and os.fstat(handle).st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)
+    finally:
+        os.close(handle)
+    return os.open(name, _DIRECTORY, dir_fd=parent)
