@@ -19,8 +19,8 @@ def errors_page() -> str:
         rows.append(f"| `{cls.code}` | {status} | `{cls.__name__}` | {meaning} |")
     return (
         f"{HEAD}# Errors\n\n"
-        "Every failure is a problem object (RFC 9457, `application/problem+json`) with a stable `code`. `detail` says what\n"
-        "happened, `field` where, `hint` what to do. The SDK raises the class of the same row.\n\n"
+        "Every failure is a problem object (RFC 9457, `application/problem+json`) with a stable `code`.\n"
+        "`detail` says what happened, `field` where, `hint` what to do. The SDK raises that class.\n\n"
         + "\n".join(rows)
         + "\n"
     )
@@ -36,8 +36,9 @@ def settings_page() -> str:
         rows.append(f"| `{each.name}` | `{each.env}` | {default} | {_cell(each.description)} |")
     return (
         f"{HEAD}# Settings\n\n"
-        "Defaults, then `carrel.toml` (or the file of `--config` or `CARREL_CONFIG`), then the environment, then flags: the\n"
-        "later one wins. A name with a dot is a key of a table. An unknown name is an error that names the nearest known one.\n"
+        "Defaults, then `carrel.toml` (or the file of `--config` or `CARREL_CONFIG`), then the environment,\n"
+        "then flags: the later one wins. A name with a dot is a key of a table. An unknown name is an error\n"
+        "that names the nearest known one.\n"
         "Clients read `CARREL_URL` and `CARREL_TOKEN`.\n\n" + "\n".join(rows) + "\n"
     )
 
@@ -51,8 +52,9 @@ def cli_page() -> str:
     parts = [
         HEAD,
         "# Command line\n\n",
-        "Every command exits with 0 on success, 1 on failure, 2 on wrong usage, 130 on Ctrl-C; `run`, `exec` and `sh` exit\n"
-        "with the code of what they ran, 128+n for a signal, 124 at a deadline. Failures are one or two lines on stderr.\n\n",
+        "Every command exits with 0 on success, 1 on failure, 2 on wrong usage, 130 on Ctrl-C. `run`,\n"
+        "`exec` and `sh` exit with the code of what they ran, 128+n for a signal, 124 at a deadline.\n"
+        "Failures are one or two lines on stderr.\n\n",
         "`carrel --install-completion` completes commands, options and contexts in the shell.\n",
     ]
     group = typer.main.get_command(app)

@@ -1,4 +1,5 @@
-"""Every setting of carrel, declared once: defaults, then `carrel.toml`, then `CARREL_*`, then flags, the later one wins.
+"""Every setting of carrel, declared once: defaults, then `carrel.toml`, then `CARREL_*`, then flags, the
+later one wins.
 
 Reads files and the environment when asked to; knows nothing of what the settings are used for.
 """
@@ -38,12 +39,19 @@ class SandboxSettings(_Group):
     """Defaults and switches of sandboxes."""
 
     provider: str = Field(
-        default="auto", min_length=1, max_length=64, description="where sandboxes run; `auto` takes the strongest"
+        default="auto",
+        min_length=1,
+        max_length=64,
+        description="where sandboxes run; `auto` takes the strongest",
     )
-    network: Network = Field(default=Network.NONE, description="what a sandbox reaches unless asked otherwise")
+    network: Network = Field(
+        default=Network.NONE, description="what a sandbox reaches unless asked otherwise"
+    )
     cpu_limit: float = Field(default=2.0, gt=0, le=1024, description="CPU cores of a sandbox")
     memory_mb: int = Field(default=2048, ge=32, le=1_048_576, description="memory of a sandbox")
-    timeout: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, description="deadline of a command, in seconds")
+    timeout: float = Field(
+        default=300.0, gt=0, le=MAX_TIMEOUT_S, description="deadline of a command, in seconds"
+    )
     disk_mb: int = Field(default=1024, ge=1, le=1_048_576, description="size of a workspace")
     processes: int = Field(default=512, ge=8, le=32_768, description="processes and threads of a sandbox")
     allow_process: bool = Field(
@@ -57,17 +65,21 @@ class Settings(_Group):
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255, description="address to listen on")
     port: int = Field(default=7070, ge=0, le=65_535, description="port to listen on; 0 picks a free one")
     data_dir: str = Field(
-        default_factory=default_data_dir, min_length=1, description="where workspaces, records and the token are kept"
+        default_factory=default_data_dir,
+        min_length=1,
+        description="where workspaces, records and the token are kept",
     )
     token: str | None = Field(
         default=None,
         min_length=8,
         max_length=512,
         pattern=r"^[\x21-\x7e]+$",
-        description="the token callers must show; one is made and kept in the data directory when there is none",
+        description="the token callers must show; without one, a token is made and kept in `data_dir`",
     )
     auth: bool = Field(default=True, description="ask for the token; only a loopback address may go without")
-    max_body_mb: int = Field(default=32, ge=1, le=4096, description="largest request body, file uploads excepted")
+    max_body_mb: int = Field(
+        default=32, ge=1, le=4096, description="largest request body, file uploads excepted"
+    )
     max_sandboxes: int = Field(default=1000, ge=1, le=1_000_000, description="sandboxes that may run at once")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="how much the server tells"
@@ -127,7 +139,9 @@ def _unknown(name: str, known: list[str], where: str) -> UnknownSetting:
     return UnknownSetting(f"{where} has no setting '{name[:100]}'", field=name[:100], hint=hint)
 
 
-def _flatten(table: Mapping[str, object], names: list[str], where: str, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flatten(
+    table: Mapping[str, object], names: list[str], where: str, prefix: str = ""
+) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         name = f"{prefix}{key}"
         group = any(known.startswith(name + ".") for known in names)
@@ -147,7 +161,9 @@ def _from_file(path: Path, names: list[str]) -> dict[str, object]:
             table = tomllib.load(file)
     except OSError as error:
         raise InvalidRequest(
-            f"cannot read the settings file {path}: {error.strerror}", field="config", hint="check the path and its mode"
+            f"cannot read the settings file {path}: {error.strerror}",
+            field="config",
+            hint="check the path and its mode",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} is not TOML: {error}", field="config", hint="mend the file") from None
@@ -203,5 +219,7 @@ def _build(values: Mapping[str, object]) -> Settings:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         declared = {each.name: each for each in declarations()}.get(field)
-        hint = f"it is: {declared.description}; set it in carrel.toml or as {declared.env}" if declared else None
+        hint = (
+            f"it is: {declared.description}; set it in carrel.toml or as {declared.env}" if declared else None
+        )
         raise InvalidRequest(f"setting '{field}': {first['msg']}", field=field, hint=hint) from None

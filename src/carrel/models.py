@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -157,6 +158,16 @@ class CommandResult(Answer):
     def ok(self) -> bool:
         """Whether the command ended with exit code 0."""
         return self.exit_code == 0
+
+    @property
+    def stdout_bytes(self) -> bytes:
+        """Exactly what the command wrote to standard output."""
+        return self.stdout.encode() if self.stdout_base64 is None else b64decode(self.stdout_base64)
+
+    @property
+    def stderr_bytes(self) -> bytes:
+        """Exactly what the command wrote to standard error."""
+        return self.stderr.encode() if self.stderr_base64 is None else b64decode(self.stderr_base64)
 
 
 class CommandInfo(Answer):

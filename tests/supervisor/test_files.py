@@ -169,18 +169,20 @@ async def test_absolute_paths_of_the_workspace_are_its_own(box: Box) -> None:
         "sub/../../canary",
         "out/canary",
         "canary-link",
-        "abs/etc/hostname",
+        "abs/canary",
         "a//b",
         "a\0b",
         "",
-        "/canary",
+        "{top}/canary",
     ],
 )
 async def test_no_call_leaves_the_workspace(box: Box, path: str) -> None:
     (box.workspace / "sub").mkdir()
     (box.workspace / "f").write_text("f")
     (box.workspace / "out").symlink_to("..")
-    (box.workspace / "abs").symlink_to("/")
+    # Only ever this test's own folder: were the confinement broken, nothing of the host may suffer.
+    (box.workspace / "abs").symlink_to(box.top)
+    path = path.replace("{top}", str(box.top))
     (box.workspace / "canary-link").symlink_to("../canary")
     linked = path == "canary-link"
     answers = [

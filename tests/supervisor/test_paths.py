@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
     (workspace / "a" / "b").mkdir(parents=True)
     (workspace / "a" / "file").write_text("inside")
     (workspace / "out").symlink_to("..")
-    (workspace / "abs").symlink_to("/")
+    (workspace / "abs").symlink_to(tmp_path)  # were the confinement broken, nothing else may suffer
     (workspace / "to-b").symlink_to("a/b")
     made = Root(str(workspace))
     yield made
@@ -90,7 +90,7 @@ def test_place_needs_a_name(root: Root, path: bytes) -> None:
         root.place(path)
 
 
-@pytest.mark.parametrize("path", [b"out/canary", b"abs/etc/passwd", b"../canary", b"a/../../canary"])
+@pytest.mark.parametrize("path", [b"out/canary", b"abs/canary", b"../canary", b"a/../../canary"])
 def test_place_and_target_stay_inside(root: Root, path: bytes) -> None:
     for find in (root.place, root.target):
         for parents in (False, True):

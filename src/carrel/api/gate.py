@@ -1,6 +1,8 @@
-"""What every request passes first: the Host check, the token, the size of the body, and the last catch for failures.
+"""What every request passes first: the Host check, the token, the size of the body, and the last catch for
+failures.
 
-Plain ASGI, because it is on the way of every command. Knows no route but those that are open or stream their body.
+Plain ASGI, because it is on the way of every command. Knows no route but those that are open or stream their
+body.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def _host_of(value: bytes) -> str:
 
 
 class Gate:
-    """Wraps the application. `token` None means no token is asked for; `hosts` None means any Host will do."""
+    """Wraps the application. `token` None means no token is asked for; `hosts` None takes any Host."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, max_body: int, hosts: frozenset[str] | None):
         self._app = app
@@ -77,11 +79,15 @@ class Gate:
             # A page of another site whose name was made to point here still names that site.
             if _host_of(headers.get(b"host", b"")) not in self._hosts:
                 raise InvalidRequest(
-                    "the Host header names another host", field="Host", hint="use the address the server printed"
+                    "the Host header names another host",
+                    field="Host",
+                    hint="use the address the server printed",
                 )
             origin = headers.get(b"origin")
             if origin is not None and _host_of(urlsplit(origin).netloc) not in self._hosts:
-                raise InvalidRequest("requests from other sites are refused", field="Origin", hint="use the API directly")
+                raise InvalidRequest(
+                    "requests from other sites are refused", field="Origin", hint="use the API directly"
+                )
         if self._token is None or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")

@@ -1,4 +1,6 @@
-"""What the resource modules share: the control plane of a request, strict query strings, answers and event streams."""
+"""What the resource modules share: the control plane of a request, strict query strings, answers and event
+streams.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import HTTPConnection
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from carrel.control.frames import Chunk, TextCutter
 from carrel.control.plane import ControlPlane
@@ -43,7 +46,9 @@ def known_query(request: Request) -> None:
     for name in request.query_params:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(sorted(known)) or 'none'}"
+            hint = (
+                f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(sorted(known)) or 'none'}"
+            )
             raise InvalidRequest(f"there is no query parameter '{name[:100]}'", field=name[:100], hint=hint)
 
 
@@ -94,10 +99,7 @@ async def _lines(chunks: AsyncIterator[Chunk], offset: int, sse: bool) -> AsyncI
     before, after = (b"data: ", b"\n\n") if sse else (b"", b"\n")
     try:
         async for chunk in chunks:
-            if chunk.stream == "end":
-                pieces = cutter.flush()
-            else:
-                pieces = cutter.feed(chunk)
+            pieces = cutter.flush() if chunk.stream == "end" else cutter.feed(chunk)
             for piece in pieces:
                 event: dict[str, object] = {"stream": piece.stream, "offset": piece.offset}
                 if piece.text is not None:
@@ -112,21 +114,24 @@ async def _lines(chunks: AsyncIterator[Chunk], offset: int, sse: bool) -> AsyncI
         await chunks.aclose()  # type: ignore[attr-defined]
 
 
+class Stream(StreamingResponse):
+    """A stream that is closed with the answer, also when the caller goes away, so that nothing lingers."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
 async def event_stream(
     request: Request, chunks: AsyncIterator[Chunk], *, offset: int = 0, headers: dict[str, str] | None = None
 ) -> Response:
-    """Output events as NDJSON, or as server-sent events when asked for. Waits for the first, so errors get a status."""
+    """Output events as NDJSON, or as server-sent events when asked for. Opens the stream, so errors get a
+    status.
+    """
     sse = wants_sse(request)
-    lines = _lines(chunks, offset, sse)
-    first = await anext(lines, b"")
-
-    async def all_lines() -> AsyncIterator[bytes]:
-        try:
-            yield first
-            async for line in lines:
-                yield line
-        finally:
-            await lines.aclose()  # type: ignore[attr-defined]
-
+    await anext(chunks)
     kept = {"cache-control": "no-store", **(headers or {})}
-    return StreamingResponse(all_lines(), media_type=SSE if sse else NDJSON, headers=kept)
+    return Stream(_lines(chunks, offset, sse), media_type=SSE if sse else NDJSON, headers=kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,7 +28,10 @@ class Address:
     def loopback(self) -> bool:
         """Whether the server is on this machine, so that no proxy of the environment may stand between."""
         host = urlsplit(self.url).hostname or ""
-        return host in {"localhost", "::1"} or host.startswith("127.")
+        try:
+            return host == "localhost" or ip_address(host).is_loopback
+        except ValueError:
+            return False
 
 
 def data_dir() -> Path:

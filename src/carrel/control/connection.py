@@ -1,7 +1,7 @@
 """HTTP to one supervisor over its Unix socket: pooled, streaming, with back-pressure both ways.
 
-What comes back is written by hostile code: sizes, times and forms are bounded, and nonsense is `SandboxLost`. Knows
-nothing of what is asked.
+What comes back is written by hostile code: sizes, times and forms are bounded, and nonsense is `SandboxLost`.
+Knows nothing of what is asked.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Wire(asyncio.Protocol):
         self.reset(0)
 
     def reset(self, limit: int) -> None:
-        """Make ready for the next exchange; `limit` bounds what is buffered of the answer, 0 means a stream."""
+        """Make ready for the next exchange; `limit` bounds the answer that is buffered, 0 means a stream."""
         self.limit = limit
         self.status = 0
         self.length: int | None = None
@@ -132,7 +132,12 @@ class _Wire(asyncio.Protocol):
             self.fail(_lost("answered twice"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.headers_done and name.lower() == b"content-length" and value.isdigit() and len(value) < 19:
+        if (
+            not self.headers_done
+            and name.lower() == b"content-length"
+            and value.isdigit()
+            and len(value) < 19
+        ):
             self.length = int(value)
 
     def on_headers_complete(self) -> None:
@@ -242,7 +247,13 @@ class _Wire(asyncio.Protocol):
         """Give the connection back when the exchange ended well, else end it."""
         self._busy = False
         self._parser = None
-        if self.complete and self.failure is None and not self.closed and not self._paused and self._can_write:
+        if (
+            self.complete
+            and self.failure is None
+            and not self.closed
+            and not self._paused
+            and self._can_write
+        ):
             self._owner.keep(self)
         elif self.transport is not None:
             self.transport.abort()
@@ -285,7 +296,13 @@ class SupervisorConnection:
         self._closed = False
 
     async def request_json(
-        self, method: str, path: str, body: Json | None = None, *, deadline: float = 30.0, max_bytes: int = MAX_JSON
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        deadline: float = 30.0,
+        max_bytes: int = MAX_JSON,
     ) -> Json:
         """Ask for a JSON object. An answer without a body is an empty one."""
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
@@ -293,7 +310,13 @@ class SupervisorConnection:
         return self._object(answer)
 
     async def request(
-        self, method: str, path: str, body: bytes | None = None, *, deadline: float = 30.0, max_bytes: int = MAX_JSON
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        deadline: float = 30.0,
+        max_bytes: int = MAX_JSON,
     ) -> bytes:
         """Send a body, get the body of a successful answer; a problem answer becomes its error."""
         wire = self._idle.pop() if self._idle else await self._connect()
@@ -314,7 +337,13 @@ class SupervisorConnection:
             wire.release()
 
     async def upload(
-        self, method: str, path: str, chunks: AsyncIterator[bytes], *, stall: float = 60.0, max_bytes: int = MAX_JSON
+        self,
+        method: str,
+        path: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        stall: float = 60.0,
+        max_bytes: int = MAX_JSON,
     ) -> Json:
         """Send a body of any length as it comes; `stall` bounds how long the supervisor may take nothing."""
         wire = self._idle.pop() if self._idle else await self._connect()
@@ -322,7 +351,9 @@ class SupervisorConnection:
         try:
             transport = wire.transport
             assert transport is not None
-            transport.write(_HEADS[method] + path.encode("ascii") + _HOST + b"transfer-encoding: chunked\r\n\r\n")
+            transport.write(
+                _HEADS[method] + path.encode("ascii") + _HOST + b"transfer-encoding: chunked\r\n\r\n"
+            )
             async for chunk in chunks:
                 if wire.complete or wire.failure is not None:
                     break
@@ -343,7 +374,9 @@ class SupervisorConnection:
             wire.release()
 
     async def download(self, path: str, *, deadline: float = 30.0, idle: float | None = 60.0) -> Download:
-        """Open a stream. The caller reads it to the end or closes it; `idle` bounds the silence between chunks."""
+        """Open a stream. The caller reads it to the end or closes it; `idle` bounds the silence between
+        chunks.
+        """
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(0)
         try:
@@ -364,14 +397,23 @@ class SupervisorConnection:
 
     @staticmethod
     def _object(answer: bytes) -> Json:
-        return self._object(answer)
+        if not answer:
+            return {}
+        try:
+            value = json.loads(answer)
+        except (ValueError, RecursionError):
+            raise _lost("answered something that is not JSON") from None
+        if not isinstance(value, dict):
+            raise _lost("answered something that is not an object")
+        return value
 
     async def _connect(self) -> _Wire:
         if self._closed:
             raise _lost("has ended")
         if len(self._open) >= MAX_OPEN:
             raise LimitExceeded(
-                f"more than {MAX_OPEN} requests to this sandbox at once", hint="wait for some of them to finish"
+                f"more than {MAX_OPEN} requests to this sandbox at once",
+                hint="wait for some of them to finish",
             )
         wire = _Wire(self)
         self._open.add(wire)
@@ -411,7 +453,9 @@ class SupervisorConnection:
 
 
 def _short(path: str) -> str:
-    """A Unix socket address holds 107 bytes: a longer path inside the working directory is given relative to it."""
+    """A Unix socket address holds 107 bytes: a longer path inside the working directory is given relative to
+    it.
+    """
     if len(os.fsencode(path)) <= 107:
         return path
     return min(path, os.path.relpath(path), key=len)

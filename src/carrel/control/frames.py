@@ -36,7 +36,7 @@ class FrameReader:
         """The chunks that `data` completes; `SandboxLost` when it is not frames."""
         chunks: list[Chunk] = []
         view = memoryview(data)
-        while len(view) or (self._kind == -1 and self._left == 0):
+        while view or (self._kind == -1 and self._left == 0):
             if self.ended:
                 raise SandboxLost("the sandbox sent output after its end")
             if self._kind == -1:
@@ -75,7 +75,9 @@ class FrameReader:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of output for a caller: text where the bytes are UTF-8, else base64; `offset` is the place after it."""
+    """A piece of output for a caller: text where the bytes are UTF-8, else base64; `offset` is the place
+    after it.
+    """
 
     stream: str
     offset: int
@@ -86,8 +88,8 @@ class Piece:
 class TextCutter:
     """Turns chunks into pieces, cutting text only between characters.
 
-    The rest of a character waits for the next chunk of its stream. When the other stream comes first it is given as
-    bytes, so that every offset handed out is a place from which nothing is lost.
+    The rest of a character waits for the next chunk of its stream. When the other stream comes first it is
+    given as bytes, so that every offset handed out is a place from which nothing is lost.
     """
 
     def __init__(self, offset: int = 0):

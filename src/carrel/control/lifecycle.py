@@ -1,4 +1,6 @@
-"""The life of a session as a table: a state and an event give the next state, or a refusal. Pure: no I/O, no clock."""
+"""The life of a session as a table: a state and an event give the next state, or a refusal. Pure: no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 

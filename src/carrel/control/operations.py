@@ -1,6 +1,8 @@
-"""The one door: every operation is decided, dispatched to the supervisor, and recorded here, whichever way it came.
+"""The one door: every operation is decided, dispatched to the supervisor, and recorded here, whichever way it
+came.
 
-There is no second path to a supervisor. Answers come from inside a sandbox and are checked before they are believed.
+There is no second path to a supervisor. Answers come from inside a sandbox and are checked before they are
+believed.
 """
 
 from __future__ import annotations
@@ -8,20 +10,36 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
 from carrel.control.connection import Download, Json
+from carrel.control.door import (
+    DONE,
+    Decide,
+    Kind,
+    Operation,
+    Outcome,
+    Record,
+    allow_all,
+    log_operation,
+    refusal,
+)
 from carrel.control.frames import Chunk, FrameReader
 from carrel.control.sessions import LiveSandbox, Sessions
-from carrel.errors import CarrelError, Denied, InvalidPath, InvalidRequest, LimitExceeded, SandboxLost, Unsupported
+from carrel.errors import (
+    CarrelError,
+    InvalidPath,
+    InvalidRequest,
+    LimitExceeded,
+    SandboxLost,
+    Unsupported,
+)
 from carrel.models import (
     MAX_OUTPUT_BYTES,
     CommandInfo,
@@ -43,90 +61,15 @@ from carrel.models import (
     ToolResult,
 )
 
-log = logging.getLogger("carrel.operations")
-
-Kind = Literal["shell", "file", "mcp", "network", "session"]
 SELF = "carrel"
 """The actor of carrel's own upkeep."""
 SHORT = 30.0
 GRACE = 15.0
-"""How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the output."""
+"""How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
+output.
+"""
 _SMALL = 1024 * 1024
 _LIST = 32 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One thing an agent asks for, as policy and audit see it."""
-
-    kind: Kind
-    name: str
-    arguments: Mapping[str, object]
-    actor: str
-    sandbox_id: str
-    context_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What policy says of an operation."""
-
-    verdict: Literal["allow", "deny", "ask"] = "allow"
-    rule: str | None = None
-    source: str | None = None
-    reason: str = ""
-    hint: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an operation went: the error's code, or None."""
-
-    error: str | None = None
-    details: Mapping[str, object] = field(default_factory=dict)
-
-
-ALLOW = Decision()
-_DONE = Outcome()
-Decide = Callable[[Operation], Decision]
-Record = Callable[[Operation, Decision, Outcome], None]
-
-
-def allow_all(operation: Operation) -> Decision:
-    """The policy of a server without one."""
-    return ALLOW
-
-
-def log_operation(operation: Operation, decision: Decision, outcome: Outcome) -> None:
-    """The record of a server without an audit log."""
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug(
-            "%s %s in %s by %s: %s %s",
-            operation.kind,
-            operation.name,
-            operation.sandbox_id,
-            operation.actor,
-            decision.verdict,
-            outcome.error or "done",
-        )
-
-
-def refusal(operation: Operation, decision: Decision) -> Denied:
-    """The refusal object that every protocol shows."""
-    asks = decision.verdict == "ask"
-    reason = decision.reason or (
-        "this needs a person's approval, and nobody can give it here" if asks else "policy denies this operation"
-    )
-    return Denied(
-        reason,
-        hint=decision.hint,
-        operation=operation.kind,
-        rule=decision.rule,
-        source=decision.source,
-        reason=reason,
-        retry=False,
-        approval=None,
-    )
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -140,7 +83,12 @@ def _check(model: type[M], answer: object) -> M:
 
 
 def _segment(value: str) -> str:
-    if not value or len(value) > 128 or not value.isascii() or not value.replace("-", "").replace("_", "").isalnum():
+    if (
+        not value
+        or len(value) > 128
+        or not value.isascii()
+        or not value.replace("-", "").replace("_", "").isalnum()
+    ):
         raise InvalidRequest("a command id has letters, digits, '-' and '_'", field="command_id")
     return value
 
@@ -157,7 +105,9 @@ def _query(**values: str | int | bool | None) -> str:
 def _path(path: str, name: str = "path") -> str:
     if not path or "\0" in path or len(path) > 4096:
         raise InvalidPath(
-            "a path has 1 to 4096 characters and no NUL", field=name, hint="give a path relative to the workspace"
+            "a path has 1 to 4096 characters and no NUL",
+            field=name,
+            hint="give a path relative to the workspace",
         )
     try:
         path.encode("utf-8", "surrogateescape")
@@ -189,7 +139,7 @@ class Operations:
         if actor != SELF:  # upkeep is no activity of the agent
             box.used = True
             box.last_activity = time.time()
-        outcome = _DONE
+        outcome = DONE
         try:
             yield box
         except SandboxLost as error:
@@ -215,7 +165,9 @@ class Operations:
         """Run a command to its end."""
         if request.interactive:
             raise InvalidRequest(
-                "an interactive command runs in the background", field="interactive", hint="start it, then send input"
+                "an interactive command runs in the background",
+                field="interactive",
+                hint="start it, then send input",
             )
         async with self._door(name, "shell", "run_command", {"command": request.command}, actor) as box:
             body, timeout = _command(request, box)
@@ -258,19 +210,19 @@ class Operations:
     async def command_output(
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
     ) -> AsyncIterator[Chunk]:
-        """Output from `offset` on; the last chunk is `end` with the checked `CommandInfo` as JSON."""
+        """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         path = f"/commands/{_segment(command_id)}/output{_query(offset=offset, follow=follow)}"
-        async with self._door(name, "shell", "command_output", {"id": command_id, "offset": offset}, actor) as box:
+        async with self._door(
+            name, "shell", "command_output", {"id": command_id, "offset": offset}, actor
+        ) as box:
             stream = await box.connection.download(path, idle=None if follow else SHORT)
             reader = FrameReader()
             try:
+                yield Chunk("open", b"")
                 async for data in stream:
                     box.last_activity = time.time()
                     for chunk in reader.feed(data):
-                        if chunk.stream == "end":
-                            info = _check(CommandInfo, _object(chunk.data))
-                            chunk = Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
-                        yield chunk
+                        yield _checked_end(chunk) if chunk.stream == "end" else chunk
             finally:
                 stream.close()
             if not reader.ended:
@@ -281,10 +233,14 @@ class Operations:
     ) -> None:
         """Bytes for the standard input of a command."""
         path = f"/commands/{_segment(command_id)}/stdin{_query(close=close)}"
-        async with self._door(name, "shell", "send_input", {"id": command_id, "bytes": len(data)}, actor) as box:
+        async with self._door(
+            name, "shell", "send_input", {"id": command_id, "bytes": len(data)}, actor
+        ) as box:
             await box.connection.request("POST", path, data, deadline=86_400, max_bytes=_SMALL)
 
-    async def signal_command(self, name: str, command_id: str, request: SignalRequest, actor: str = "") -> None:
+    async def signal_command(
+        self, name: str, command_id: str, request: SignalRequest, actor: str = ""
+    ) -> None:
         """A signal for a command."""
         path = f"/commands/{_segment(command_id)}/signal"
         arguments = {"id": command_id, "signal": request.signal}
@@ -307,7 +263,9 @@ class Operations:
         """Code in a language, with files in and the names of files produced out."""
         if request.language != "shell":
             raise Unsupported(
-                f"language '{request.language}' is not there yet", field="language", hint="use language 'shell'"
+                f"language '{request.language}' is not there yet",
+                field="language",
+                hint="use language 'shell'",
             )
         arguments = {"command": request.code, "files": sorted(request.files)}
         async with self._door(name, "shell", "execute", arguments, actor) as box:
@@ -349,7 +307,9 @@ class Operations:
     ) -> FileInfo:
         """A file from bytes or from a stream of any length, atomically."""
         if mode is not None and not (0 < len(mode) <= 4 and set(mode) <= set("01234567")):
-            raise InvalidRequest("the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7")
+            raise InvalidRequest(
+                "the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7"
+            )
         target = f"/files/content{_query(path=_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
         async with self._door(name, "file", "write", {"path": path}, actor) as box:
             _room(box)
@@ -409,7 +369,9 @@ class Operations:
         """A named tool. There is one so far: `create_file`."""
         if request.tool_name != "create_file":
             raise InvalidRequest(
-                f"there is no tool '{request.tool_name}'", field="tool_name", hint="the tools are: create_file"
+                f"there is no tool '{request.tool_name}'",
+                field="tool_name",
+                hint="the tools are: create_file",
             )
         path, content, mode = _create_file(request.params)
         info = await self.write_file(name, path, content, mode=mode, actor=actor)
@@ -456,6 +418,11 @@ def _object(answer: bytes) -> object:
         raise SandboxLost("the sandbox answered something that is not JSON") from None
 
 
+def _checked_end(chunk: Chunk) -> Chunk:
+    info = _check(CommandInfo, _object(chunk.data))
+    return Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
+
+
 def _result_size(output_limit: int) -> int:
     # A control character costs six bytes as JSON, and bytes that are not UTF-8 come as base64 besides.
     return 8 * output_limit + _SMALL
@@ -489,7 +456,9 @@ def _create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
         )
     path, text, encoded, mode = (params.get(key) for key in ("path", "content", "content_base64", "mode"))
     if not isinstance(path, str):
-        raise InvalidRequest("create_file needs a path", field="params.path", hint="give a path in the workspace")
+        raise InvalidRequest(
+            "create_file needs a path", field="params.path", hint="give a path in the workspace"
+        )
     if mode is not None and not isinstance(mode, str):
         raise InvalidRequest("the mode is text such as '644'", field="params.mode", hint="quote it")
     if (text is None) == (encoded is None):

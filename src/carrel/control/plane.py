@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 
 from carrel.config import Settings
+from carrel.control.door import Decide, Record, allow_all, log_operation
 from carrel.control.janitor import Janitor
-from carrel.control.operations import Decide, Operations, Record, allow_all, log_operation
+from carrel.control.operations import Operations
 from carrel.control.recovery import Recovered, recover
 from carrel.control.sessions import Sessions
 from carrel.errors import ProviderUnavailable
@@ -31,6 +32,7 @@ class ControlPlane:
         layout: Layout,
         database: Database,
         providers: Mapping[str, Provider],
+        *,
         decide: Decide,
         record: Record,
     ):
@@ -61,8 +63,10 @@ class ControlPlane:
         plane: ControlPlane | None = None
         try:
             if providers is None:
-                providers = open_providers(layout.run, settings.sandbox.allow_process)
-            plane = cls(settings, layout, database, providers, decide, record)
+                providers = open_providers(
+                    layout.run, layout.workspaces, allow_process=settings.sandbox.allow_process
+                )
+            plane = cls(settings, layout, database, providers, decide=decide, record=record)
             plane.recovered = await recover(plane.sessions, plane.store, layout)
         except BaseException:
             if plane is not None:
@@ -83,7 +87,9 @@ class ControlPlane:
         """Raise unless the store answers and some provider can be used."""
         await self.store.get("-")
         if all(provider.missing() is not None for provider in self.providers.values()):
-            raise ProviderUnavailable("no provider can be used on this host", hint="`carrel doctor` says what is missing")
+            raise ProviderUnavailable(
+                "no provider can be used on this host", hint="`carrel doctor` says what is missing"
+            )
 
     async def close(self) -> None:
         """End every sandbox and release everything."""

@@ -1,4 +1,6 @@
-"""After a restart: what is recorded against what runs. Sandboxes that live are taken over, the rest is cleaned up."""
+"""After a restart: what is recorded against what runs. Sandboxes that live are taken over, the rest is
+cleaned up.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,15 @@ from weakref import WeakValueDictionary
 from carrel.config import Settings
 from carrel.control.connection import SupervisorConnection
 from carrel.control.lifecycle import LIVE, Event, next_state
-from carrel.errors import CarrelError, Conflict, InvalidRequest, LimitExceeded, NotFound, NotRunning, PlatformError
+from carrel.errors import (
+    CarrelError,
+    Conflict,
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    NotRunning,
+    PlatformError,
+)
 from carrel.models import Limits, Network, SandboxInfo, SandboxPage, SandboxRequest, State
 from carrel.providers import choose
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
@@ -69,7 +77,9 @@ class LiveSandbox:
 class Sessions:
     """Every session of this server."""
 
-    def __init__(self, settings: Settings, store: SessionStore, layout: Layout, providers: Mapping[str, Provider]):
+    def __init__(
+        self, settings: Settings, store: SessionStore, layout: Layout, providers: Mapping[str, Provider]
+    ):
         self._settings = settings
         self._store = store
         self._layout = layout
@@ -87,7 +97,7 @@ class Sessions:
         return list(self._live.values())
 
     async def find(self, name: str) -> LiveSandbox:
-        """The running sandbox with that id or of that context; `NotFound`, or `NotRunning` when it has ended."""
+        """The running sandbox with that id or of that context; `NotFound`, or `NotRunning` if it ended."""
         box = self._live.get(name) or self._live.get(self._by_context.get(name, ""))
         if box is not None:
             return box
@@ -95,7 +105,9 @@ class Sessions:
         raise NotRunning(
             f"sandbox '{name}' is {record.state}",
             field="id",
-            hint="deploy_or_resume starts it again" if record.state is not State.TERMINATED else "make a new one",
+            hint="deploy_or_resume starts it again"
+            if record.state is not State.TERMINATED
+            else "make a new one",
         )
 
     async def get(self, name: str) -> SandboxInfo:
@@ -211,15 +223,13 @@ class Sessions:
     def _defaults(self, provider: Provider) -> dict[str, float]:
         defaults = self._settings.sandbox
         has = provider.capabilities()
-        values: dict[str, float] = {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb}
-        for name, value in (
-            ("cpus", defaults.cpu_limit),
-            ("memory_mb", defaults.memory_mb),
-            ("processes", defaults.processes),
-        ):
-            if LIMIT_CAPABILITY[name] in has:
-                values[name] = value
-        return values
+        wanted = {
+            "cpus": defaults.cpu_limit,
+            "memory_mb": defaults.memory_mb,
+            "processes": defaults.processes,
+        }
+        enforced = {name: value for name, value in wanted.items() if LIMIT_CAPABILITY[name] in has}
+        return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}
 
     async def _start(self, record: SessionRecord, provider: Provider, *, fresh: bool) -> SandboxInfo:
         if len(self._live) + self._starting >= self._settings.max_sandboxes:
@@ -257,7 +267,12 @@ class Sessions:
             self._starting -= 1
 
     async def _undo(
-        self, record: SessionRecord, provider: Provider, handle: Handle | None, new: bool, error: BaseException
+        self,
+        record: SessionRecord,
+        provider: Provider,
+        handle: Handle | None,
+        new: bool,
+        error: BaseException,
     ) -> None:
         """Leave nothing of a start that failed. Each step is tried whatever becomes of the one before."""
         try:
@@ -274,7 +289,11 @@ class Sessions:
         event = Event.TERMINATE if record.ephemeral else Event.FAIL
         text = error.detail if isinstance(error, CarrelError) else "the start was broken off"
         await self._store.update(
-            record.id, state=next_state(record.state, event), handle=None, error=text[:2000], idempotency_key=None
+            record.id,
+            state=next_state(record.state, event),
+            handle=None,
+            error=text[:2000],
+            idempotency_key=None,
         )
 
     def _adopt(self, box: LiveSandbox) -> None:
@@ -296,7 +315,9 @@ class Sessions:
     # ending
 
     async def terminate(self, name: str, reason: str = "", *, delete_workspace: bool = False) -> SandboxInfo:
-        """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be repeated."""
+        """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be
+        repeated.
+        """
         record = await self._record(name)
         key = f"context {record.context_id}" if record.context_id else f"id {record.id}"
         async with self._lock(key):
@@ -310,14 +331,18 @@ class Sessions:
         return record.info()
 
     async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
-        """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is terminated."""
+        """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is
+        terminated.
+        """
         record = await self._record(name)
         key = f"context {record.context_id}" if record.context_id else f"id {record.id}"
         async with self._lock(key):
             record = await self._store.get(record.id) or record
             if record.state in LIVE:
                 event = Event.STOP if error is None else Event.FAIL
-                record = await self._end(record, Event.TERMINATE if record.ephemeral else event, reason, error)
+                record = await self._end(
+                    record, Event.TERMINATE if record.ephemeral else event, reason, error
+                )
         return record.info()
 
     async def _end(
@@ -356,7 +381,7 @@ class Sessions:
                 self._by_context.pop(box.record.context_id, None)
 
     async def lost(self, box: LiveSandbox) -> None:
-        """Somebody could not reach the supervisor: find out whether the sandbox is dead, and record it if so."""
+        """Somebody could not reach the supervisor: find out whether the sandbox is dead, and record that."""
         if self._live.get(box.record.id) is not box or self._closing:
             return
         if not await box.provider.alive(box.handle):
@@ -390,7 +415,9 @@ class Sessions:
             record = await self._store.get(name) or await self._store.of_context(name)
         if record is None:
             raise NotFound(
-                f"there is no sandbox '{name[:128]}'", field="id", hint="list them with GET /v1/sandboxes or `carrel ls`"
+                f"there is no sandbox '{name[:128]}'",
+                field="id",
+                hint="list them with GET /v1/sandboxes or `carrel ls`",
             )
         return record
 

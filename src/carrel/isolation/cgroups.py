@@ -26,6 +26,29 @@ class Hierarchy:
     controllers: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Seat:
+    """The way into a sandbox's groups, for the one process that starts there.
+
+    Moving another process makes the kernel wait for a grace period of many milliseconds. A child that is forked into
+    its group (version 2), or a single thread that moves itself by its `tasks` file (version 1), does not.
+    """
+
+    tasks: tuple[int, ...] = ()
+    into: int = -1
+
+    def sit(self) -> None:
+        """Called by the child itself, before anything else."""
+        for descriptor in self.tasks:
+            os.write(descriptor, b"0")
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in (*self.tasks, self.into):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
 def settings(version: int, controller: str, memory_mb: int | None, cpus: float | None) -> dict[str, str]:
     """The files to write, in order, for the limits asked of one controller."""
     if controller == "memory" and memory_mb is not None:
@@ -131,39 +154,36 @@ class Cgroups:
             for controller in wanted:
                 self._directories[controller] = (hierarchy.version, directory)
 
-    def make(self, group: str, memory_mb: int | None, cpus: float | None) -> tuple[str, ...]:
-        """Make the groups a sandbox needs; the controllers that got one. Raises `PlatformError`, leaving none."""
-        made: list[str] = []
-        try:
-            for controller, (version, directory) in self._directories.items():
-                files = settings(version, controller, memory_mb, cpus)
-                if not files:
-                    continue
-                try:
-                    os.mkdir(group, 0o755, dir_fd=directory)
-                except FileExistsError:
-                    if version != 2:  # one version 2 group serves both controllers
-                        raise
-                made.append(controller)
-                for name, value in files.items():
-                    try:
-                        _write(f"{group}/{name}", value, directory)
-                    except OSError:
-                        if name not in _OPTIONAL:
-                            raise
-        except OSError as error:
-            self.remove(group)
-            raise PlatformError(f"the limits could not be set in cgroup {group}: {error}") from error
-        return tuple(made)
-
-    def attach(self, group: str, controllers: tuple[str, ...], pid: int) -> None:
-        """Move a process into its groups."""
+    def make(self, group: str) -> Seat:
+        """Make the groups of a sandbox, without limits yet. Raises `PlatformError`, leaving none."""
+        tasks: list[int] = []
+        into = -1
         done: set[int] = set()
-        for controller in controllers:
-            _, directory = self._directories[controller]
-            if directory not in done:
+        try:
+            for version, directory in self._directories.values():
+                if directory in done:  # one version 2 group serves both controllers
+                    continue
                 done.add(directory)
-                _write(f"{group}/cgroup.procs", str(pid), directory)
+                os.mkdir(group, 0o755, dir_fd=directory)
+                if version == 1:
+                    tasks.append(os.open(f"{group}/tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory))
+                else:
+                    into = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+        except OSError as error:
+            Seat(tuple(tasks), into).close()
+            self.remove(group)
+            raise PlatformError(f"cgroup {group} could not be made: {error}") from error
+        return Seat(tuple(tasks), into)
+
+    def limit(self, group: str, memory_mb: int | None, cpus: float | None) -> None:
+        """Set the limits of a group. Raises `PlatformError`."""
+        for controller, (version, directory) in self._directories.items():
+            for name, value in settings(version, controller, memory_mb, cpus).items():
+                try:
+                    _write(f"{group}/{name}", value, directory)
+                except OSError as error:
+                    if name not in _OPTIONAL:
+                        raise PlatformError(f"{name} of cgroup {group} could not be set: {error}") from error
 
     def remove(self, group: str) -> bool:
         """Remove a sandbox's groups; False while a dying process still holds one."""

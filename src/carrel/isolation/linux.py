@@ -22,11 +22,10 @@ _syscall.restype = ctypes.c_long
 _python = ctypes.pythonapi
 
 ARCH = platform.machine()
-_NR_CLONE = {"x86_64": 56, "aarch64": 220}
 _NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _NR_CAPSET = {"x86_64": 126, "aarch64": 91}
-# The mount calls of 2019 and later have one number on every architecture.
-_NR_OPEN_TREE, _NR_MOVE_MOUNT, _NR_MOUNT_SETATTR = 428, 429, 442
+# The calls of 2019 and later have one number on every architecture.
+_NR_OPEN_TREE, _NR_MOVE_MOUNT, _NR_CLONE3, _NR_MOUNT_SETATTR = 428, 429, 435, 442
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -35,6 +34,7 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
+CLONE_INTO_CGROUP = 0x200000000
 ALL_NAMESPACES = (
     CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 )
@@ -52,7 +52,8 @@ PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP = 4, 15, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 
-_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_SIOCSIFFLAGS = 0x8914
+_LOOPBACK_UP = struct.pack("16sh14x", b"lo", 0x1 | 0x8 | 0x40)  # IFF_UP, IFF_LOOPBACK, IFF_RUNNING
 
 
 def _check(result: int, call: str) -> int:
@@ -62,20 +63,23 @@ def _check(result: int, call: str) -> int:
     return result
 
 
-def fork_into(namespaces: int) -> int:
-    """`os.fork`, with the child in new namespaces from its first instruction on. 0 in the child.
+def fork_into(namespaces: int, cgroup_fd: int = -1) -> int:
+    """`os.fork`, with the child in new namespaces (and a version 2 cgroup) from its first instruction on.
 
     libc's fork cannot take flags, so the interpreter's own fork hooks are called around the bare system call.
     """
+    flags = namespaces | (CLONE_INTO_CGROUP if cgroup_fd >= 0 else 0)
+    # flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size, cgroup
+    arguments = struct.pack("=11Q", flags, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, max(cgroup_fd, 0))
     _python.PyOS_BeforeFork()
-    pid = int(_syscall(_NR_CLONE[ARCH], ctypes.c_ulong(namespaces | signal.SIGCHLD), None, None, None, None))
+    pid = int(_syscall(_NR_CLONE3, arguments, len(arguments)))
     code = ctypes.get_errno()
     if pid == 0:
         _python.PyOS_AfterFork_Child()
         return 0
     _python.PyOS_AfterFork_Parent()
     if pid < 0:
-        raise OSError(code, f"clone: {os.strerror(code)}")
+        raise OSError(code, f"clone3: {os.strerror(code)}")
     return pid
 
 
@@ -135,11 +139,15 @@ def prctl(option: int, arg2: int = 0, arg3: int = 0) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(arg2), ctypes.c_ulong(arg3), zero, zero), f"prctl {option}")
 
 
-def drop_capabilities() -> None:
-    """Give up every capability, also those a later exec could bring back."""
+def drop_bounding_set() -> None:
+    """No later exec may bring a capability back."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
-            break
+            return
+
+
+def drop_capabilities() -> None:
+    """Give up every capability this process has."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = struct.pack("=Ii", 0x20080522, 0)
     _check(_syscall(_NR_CAPSET[ARCH], header, bytes(24)), "capset")
@@ -148,9 +156,7 @@ def drop_capabilities() -> None:
 def bring_up_loopback() -> None:
     """Loopback is the only interface of a new network namespace, and it starts down."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
-        request = struct.pack("16sh14x", b"lo", 0)
-        flags = struct.unpack_from("h", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
-        fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _IFF_UP))
+        fcntl.ioctl(probe, _SIOCSIFFLAGS, _LOOPBACK_UP)
 
 
 def write_id_maps(proc: str, lines: str) -> None:
@@ -193,3 +199,23 @@ def attempt(action: Callable[[], object], timeout_s: int = 5) -> str | None:
     if status == 0:
         return None
     return words.decode(errors="replace") or f"the probe died with status {status}"
+
+
+def close_all_but(keep: set[int]) -> None:
+    """Close every descriptor that is not in `keep`."""
+    last = -1
+    for descriptor in sorted(descriptor for descriptor in keep if descriptor >= 0):
+        if descriptor > last + 1:  # an empty range at 0 would mean everything
+            os.closerange(last + 1, descriptor)
+        last = descriptor
+    os.closerange(last + 1, 2**31 - 1)
+
+
+def hide_arguments() -> None:
+    """Blank the command line that `ps` shows of this process and its forks: it names paths of the host."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    title = b"carrel"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, title, min(len(title), end - start - 1))

@@ -170,12 +170,14 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
     return tuple(steps)
 
 
+COMMON_PLAN: Plan = (Proc("/proc"), Terminals("/dev/pts"))
+"""What each sandbox has for itself, whatever was asked for."""
+
+
 def private_plan(memory_mb: int | None) -> Plan:
-    """What each sandbox has for itself. Memory file systems are capped well below the sandbox's memory."""
+    """What depends on the request. Memory file systems are capped well below the sandbox's memory."""
     scratch = max(16, min(512, (memory_mb or 1024) // 4))
     return (
-        Proc("/proc"),
-        Terminals("/dev/pts"),
         Tmpfs("/dev/shm", f"{max(8, scratch // 4)}m", 4096, 0o1777, executable=False),
         Tmpfs("/tmp", f"{scratch}m", 65536, 0o1777),
         Tmpfs(HOME, f"{scratch}m", 65536, 0o755),

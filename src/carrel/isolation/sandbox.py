@@ -1,4 +1,4 @@
-"""The few milliseconds in which a forked child of the zygote becomes PID 1 of a sandbox.
+"""How a forked child of the zygote becomes PID 1 of a sandbox, in two halves: before and after somebody asks for one.
 
 Order matters: first what needs privilege, then every privilege is given up, then the supervisor runs. Agent code
 starts long after the last line here. A failure at any step ends the child; nothing is skipped.
@@ -6,6 +6,7 @@ starts long after the last line here. A failure at any step ends the child; noth
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from carrel.isolation import landlock, linux, rootfs, seccomp
 
 BASE = "/base"
 OPEN_FILES = 8192
+MAX_MESSAGE = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,37 +47,46 @@ class Born:
     oom_score_fd: int
 
 
-def enter(spec: Spec, orders: socket.socket, program: bytes, *, root: bool) -> None:
-    """Become PID 1 of a sandbox: called in the child, right after the fork, in its new namespaces.
+def hatch(orders: socket.socket, *, root: bool) -> None:
+    """The first half, before anybody has asked for a sandbox: called in the child, in its new namespaces.
 
-    The parent sends two orders: `mapped`, with the workspace as a detached mount, and `go`, when the limits are set.
+    The parent sends the order `mapped` when the child's user ids are.
     """
     linux.bring_up_loopback()
     socket.sethostname("carrel")
-    word, fds, _flags, _address = socket.recv_fds(orders, 16, 1)
-    if word != b"mapped" or len(fds) != 1:
-        raise OSError(f"the zygote gave up: {word!r}")
+    if orders.recv(16) != b"mapped":
+        raise OSError("the zygote gave up")
     if root:
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
     # Its own copy of the base root: what came from the zygote's namespace is locked and cannot be pivoted into.
     linux.mount(BASE, BASE, None, linux.MS_BIND | linux.MS_REC)
-    rootfs.carry_out(rootfs.private_plan(spec.memory_mb), BASE, workspace_fd=fds[0], owner=rootfs.SANDBOX_UID)
-    os.close(fds[0])
+    rootfs.carry_out(rootfs.COMMON_PLAN, BASE)
+
+
+def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool) -> None:
+    """The second half: take what was asked for, then give up every privilege for good."""
+    rootfs.carry_out(rootfs.private_plan(spec.memory_mb), BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     linux.pivot_into(BASE)
-    if orders.recv(16) != b"go":
-        raise OSError("the zygote gave up before the limits were set")
     _limit(spec)
+    linux.drop_bounding_set()
     if root:
         os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
         os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-    else:
-        linux.drop_capabilities()
+    linux.drop_capabilities()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         landlock.restrict(read=["/"], write=rootfs.WRITABLE)
     seccomp.install(program)
+
+
+def receive(orders: socket.socket) -> tuple[Spec, list[int]]:
+    """Wait for the request: what is asked for, with the listening socket and the workspace as descriptors."""
+    message, fds, _flags, _address = socket.recv_fds(orders, MAX_MESSAGE, 2)
+    if not message:
+        os._exit(0)  # the zygote has gone; nobody will ask any more
+    return Spec(**json.loads(message)), fds
 
 
 def give_up_reach() -> int:

@@ -22,13 +22,14 @@ import struct
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast
 
 from carrel.errors import CarrelError, PlatformError
 from carrel.isolation import cgroups, linux, rootfs, sandbox, seccomp
 
-MAX_MESSAGE = 256 * 1024
+MAX_MESSAGE = sandbox.MAX_MESSAGE
+SPARES = 2
 LINGER_S = 30.0
 RETRY_S = 0.002
 SETUP_DEADLINE_S = 30.0
@@ -43,7 +44,10 @@ ID_LOCKS = "/run/carrel"
 class SupervisorModule(Protocol):
     """What the program that becomes the supervisor must have."""
 
-    def main(self, born: sandbox.Born) -> None:
+    def prepare(self) -> object:
+        """Do in a new process all that can be done before its sandbox is known."""
+
+    def main(self, born: sandbox.Born, prepared: object) -> None:
         """Serve a sandbox; never returns."""
 
     def warm(self) -> None:
@@ -53,18 +57,18 @@ class SupervisorModule(Protocol):
         """End every process below `pid`."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Child:
-    """A sandbox from its fork to the removal of its last trace."""
+    """A sandbox from its fork to the removal of its last trace; without a name it is a spare that waits for one."""
 
-    id: str
+    group: str
     pid: int
-    groups: tuple[str, ...]
     orders: socket.socket
-    asked_by: socket.socket
-    seq: int
     started: int
-    deadline: float
+    name: str = ""
+    asked_by: socket.socket | None = None
+    seq: int = 0
+    deadline: float = math.inf
     ready: bool = False
     reaped: bool = False
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
@@ -79,7 +83,11 @@ class Zygote:
         self._isolate = isolate
         self._root = os.geteuid() == 0
         self._selector = selectors.DefaultSelector()
-        self._children: dict[str, Child] = {}
+        self._children: dict[int, Child] = {}  # by pid
+        self._named: dict[str, Child] = {}
+        self._spares: list[Child] = []
+        self._spares_wanted = SPARES if isolate else 0
+        self._count = 0
         self._connections: set[socket.socket] = set()
         self._cgroups = cgroups.Cgroups()
         self._program = b""
@@ -158,7 +166,7 @@ class Zygote:
             "cgroups_reason": self._cgroups.reason,
             "idmap": self._idmap,
             "root": self._root,
-            "sandboxes": len(self._children),
+            "sandboxes": len(self._named),
         }
 
     # the loop
@@ -179,37 +187,41 @@ class Zygote:
         gc.freeze()
         idle_until = time.monotonic() + LINGER_S
         while not (self._stopping and not self._children) and time.monotonic() < idle_until:
-            for key, _events in self._selector.select(self._patience(idle_until)):
+            events = self._selector.select(self._patience(idle_until))
+            for key, _events in events:
                 key.data(key.fileobj)
             self._reap()
             for child in [child for child in self._children.values() if child.reaped]:
                 self._bury(child)
             self._check_deadlines()
-            if self._connections or self._children:
+            if self._connections or self._named:
                 idle_until = math.inf
-            elif idle_until == math.inf:  # there was somebody, and now there is nobody and nothing left to look after
-                break
+                if not events:
+                    self._refill()
+            elif idle_until == math.inf:  # there was somebody, and now there is nobody and nothing to look after
+                self._stop()
         self._cgroups.close()
 
     def _patience(self, idle_until: float) -> float | None:
         """How long the loop may sleep."""
+        if len(self._spares) < self._spares_wanted and self._connections and not self._stopping:
+            return 0.0
         if any(child.reaped for child in self._children.values()):
             return RETRY_S  # a group of a dead sandbox is still held by a process that is on its way out
-        if any(not child.ready for child in self._children.values()):
+        if any(child.deadline < math.inf for child in self._children.values()):
             return 1.0
-        if self._connections or self._children:
-            return None
         return None if idle_until == math.inf else max(0.0, idle_until - time.monotonic())
 
     def _stop(self) -> None:
         self._stopping = True
+        self._spares.clear()
         for child in self._children.values():
             _kill(child.pid)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for child in self._children.values():
-            if not child.ready and now > child.deadline:
+            if now > child.deadline:
                 child.deadline = now + SETUP_DEADLINE_S
                 _kill(child.pid)
 
@@ -227,8 +239,8 @@ class Zygote:
             self._selector.unregister(connection)
             connection.close()
 
-    def _answer(self, connection: socket.socket, seq: int, **body: Any) -> None:
-        if connection not in self._connections:
+    def _answer(self, connection: socket.socket | None, seq: int, **body: Any) -> None:
+        if connection is None or connection not in self._connections:
             return
         try:
             connection.send(json.dumps({"seq": seq, **body}).encode())
@@ -255,8 +267,9 @@ class Zygote:
             elif op == "remove":
                 self._remove(connection, seq, body["id"])
             elif op == "usage":
-                known = body["id"] in self._children
-                self._answer(connection, seq, known=known, **self._cgroups.usage(body["id"]))
+                named = self._named.get(body["id"])
+                usage = self._cgroups.usage(named.group) if named else {}
+                self._answer(connection, seq, known=named is not None, **usage)
             elif op == "describe":
                 self._answer(connection, seq, **self.describe())
             elif op == "stop":
@@ -273,48 +286,75 @@ class Zygote:
     # sandboxes
 
     def _start(self, connection: socket.socket, seq: int, spec: sandbox.Spec, listener: int) -> None:
-        if spec.id in self._children:
+        if spec.id in self._named:
             raise PlatformError(f"sandbox {spec.id} runs already")
         if self._stopping:
             raise PlatformError("the zygote is stopping")
         if "/" in spec.workspace or spec.workspace in {"", ".", ".."}:
             raise PlatformError(f"not a workspace name: {spec.workspace!r}")
-        slot, lock = self._take_slot() if self._isolate and self._root else (0, -1)
-        groups = self._cgroups.make(spec.id, spec.memory_mb, spec.cpus)
-        ours, theirs = socket.socketpair()
+        child = self._spares.pop() if self._spares else self._hatch()
+        child.name, child.asked_by, child.seq = spec.id, connection, seq
+        child.deadline = time.monotonic() + SETUP_DEADLINE_S
+        self._named[spec.id] = child
         try:
-            pid = linux.fork_into(linux.ALL_NAMESPACES) if self._isolate else os.fork()
-        except OSError:
-            self._cgroups.remove(spec.id)
-            ours.close()
-            theirs.close()
-            if lock >= 0:
-                os.close(lock)
-            raise
-        if pid == 0:
-            ours.close()
-            self._become(spec, theirs, listener, lock)
-        theirs.close()
-        if lock >= 0:
-            os.close(lock)  # the sandbox's own copy keeps the ids taken for as long as it lives
-        started = cgroups.start_time(pid)
-        child = Child(spec.id, pid, groups, ours, connection, seq, started, time.monotonic() + SETUP_DEADLINE_S)
-        self._children[spec.id] = child
-        self._selector.register(ours, selectors.EVENT_READ, lambda _s, child=child: self._heard(child))
-        try:
+            fds = [listener]
             if self._isolate:
-                self._map_ids(pid, slot)
-                mount = self._workspace_mount(spec.workspace, pid)
-                try:
-                    socket.send_fds(ours, [b"mapped"], [mount])
-                finally:
-                    os.close(mount)
-                self._cgroups.attach(spec.id, groups, pid)
-            ours.send(b"go")
-        except OSError as error:
-            child.asked_by = ours  # the answer is given here; the burial is quiet
-            _kill(pid)
+                self._cgroups.limit(child.group, spec.memory_mb, spec.cpus)
+                fds.append(self._workspace_mount(spec.workspace, child.pid))
+            try:
+                socket.send_fds(child.orders, [json.dumps(asdict(spec)).encode()], fds)
+            finally:
+                for descriptor in fds[1:]:
+                    os.close(descriptor)
+        except (OSError, PlatformError) as error:
+            child.asked_by = None  # answered here; the burial is quiet
+            _kill(child.pid)
             raise PlatformError(f"sandbox {spec.id} could not be set up: {error}") from error
+
+    def _refill(self) -> None:
+        """Make a spare while nobody waits for anything."""
+        if len(self._spares) < self._spares_wanted and not self._stopping:
+            try:
+                self._spares.append(self._hatch())
+            except (OSError, PlatformError) as error:
+                self._spares_wanted = 0  # whoever asks next gets the reason
+                print(f"no more spare sandboxes: {error}", file=sys.stderr, flush=True)  # noqa: T201 - our log
+
+    def _hatch(self) -> Child:
+        self._count += 1
+        group = f"s{self._count}"
+        slot, lock = self._take_slot() if self._isolate and self._root else (0, -1)
+        try:
+            seat = self._cgroups.make(group)
+        except PlatformError:
+            _close(lock)
+            raise
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            pid = linux.fork_into(linux.ALL_NAMESPACES, seat.into) if self._isolate else os.fork()
+        except OSError:
+            self._cgroups.remove(group)
+            ours.close()
+            raise
+        else:
+            if pid == 0:
+                ours.close()
+                self._become(theirs, lock, seat)
+        finally:  # the sandbox's own copy of the lock keeps its ids taken for as long as it lives
+            theirs.close()
+            seat.close()
+            _close(lock)
+        child = Child(group, pid, ours, cgroups.start_time(pid))
+        self._children[pid] = child
+        self._selector.register(ours, selectors.EVENT_READ, lambda _s: self._heard(child))
+        if self._isolate:
+            try:
+                self._map_ids(pid, slot)
+            except OSError as error:
+                _kill(pid)
+                raise PlatformError(f"the user ids of a sandbox could not be mapped: {error}") from error
+            ours.send(b"mapped")
+        return child
 
     def _take_slot(self) -> tuple[int, int]:
         """A range of host ids no other sandbox on this host uses, with the lock that proves it."""
@@ -359,38 +399,36 @@ class Zygote:
             raise
         return mount
 
-    def _become(self, spec: sandbox.Spec, orders: socket.socket, listener: int, lock: int) -> None:
+    def _become(self, orders: socket.socket, lock: int, seat: cgroups.Seat) -> None:
         """In the child: never returns."""
         try:
+            seat.sit()
             sandbox.forget_signals()
-            keep = {0, 1, 2, orders.fileno(), listener, lock}
-            self._selector.close()
-            for descriptor in map(int, os.listdir("/proc/self/fd")):
-                if descriptor not in keep and not (not self._isolate and descriptor == self._workspaces):
-                    try:
-                        os.close(descriptor)
-                    except OSError:
-                        pass
+            workspaces = -1 if self._isolate else self._workspaces
+            linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces})
             if self._isolate:
-                sandbox.enter(spec, orders, self._program, root=self._root)
+                sandbox.hatch(orders, root=self._root)
+            rehearsed = self._supervisor.prepare()
+            spec, fds = sandbox.receive(orders)
+            if self._isolate:
+                sandbox.settle(spec, fds[1], self._program, root=self._root)
+                os.close(fds[1])
                 workspace, home = rootfs.WORKSPACE, rootfs.HOME
             else:
-                orders.recv(16)
                 os.setsid()
                 linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-                os.fchdir(self._workspaces)
+                os.fchdir(workspaces)
                 os.chdir(spec.workspace)
+                os.close(workspaces)
                 workspace = home = os.getcwd()
-            oom_score_fd = sandbox.give_up_reach()
-            served = socket.socket(fileno=os.dup(listener))
-            os.close(listener)
+            score = sandbox.give_up_reach()
+            listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
-            self._supervisor.main(
-                sandbox.Born(
-                    spec.id, served, workspace, home, spec.env, self._isolate, spec.memory_mb, oom_score_fd
-                )
+            born = sandbox.Born(
+                spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score
             )
+            self._supervisor.main(born, rehearsed)
         except BaseException as error:
             try:
                 orders.send(f"failed: {error}".encode()[:2000])
@@ -406,16 +444,21 @@ class Zygote:
             word = b""
         self._selector.unregister(child.orders)
         child.orders.close()
+        child.deadline = math.inf
         if word == b"ready":
             child.ready = True
             self._answer(child.asked_by, child.seq, pid=child.pid, start_time=child.started)
-        else:
-            words = word.decode(errors="replace") or "the new process died while it was set up"
-            self._answer(child.asked_by, child.seq, error=f"sandbox {child.id} did not start: {words}")
-            _kill(child.pid)
+            return
+        words = word.decode(errors="replace") or "the new process died while it was set up"
+        if child in self._spares:
+            self._spares.remove(child)
+            self._spares_wanted = 0  # whoever asks next gets the reason
+            print(f"no more spare sandboxes: {words}", file=sys.stderr, flush=True)  # noqa: T201 - our log
+        self._answer(child.asked_by, child.seq, error=f"sandbox {child.name} did not start: {words}")
+        _kill(child.pid)
 
     def _remove(self, connection: socket.socket, seq: int, name: str) -> None:
-        child = self._children.get(name)
+        child = self._named.get(name)
         if child is None:
             self._answer(connection, seq, known=False)
             return
@@ -433,17 +476,17 @@ class Zygote:
                 return
             if pid == 0:
                 return
-            for child in list(self._children.values()):
-                if child.pid == pid:
-                    child.reaped = True
-                    self._bury(child)
+            if pid in self._children:
+                self._children[pid].reaped = True
 
     def _bury(self, child: Child) -> None:
-        if child.id not in self._children or not self._cgroups.remove(child.id):
+        if not self._cgroups.remove(child.group):
             return
         if child.orders.fileno() >= 0:
             self._heard(child)
-        del self._children[child.id]
+        del self._children[child.pid]
+        if self._named.get(child.name) is child:
+            del self._named[child.name]
         for connection, seq in child.waiting:
             self._answer(connection, seq, known=True)
 
@@ -453,6 +496,11 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def _drain(wake: socket.socket) -> None:
@@ -482,6 +530,7 @@ def main(arguments: list[str] | None = None) -> None:
         connection, _ = listener.accept()
         connection.send(json.dumps({"seq": 0, "error": str(error)}).encode())
         sys.exit(1)
+    linux.hide_arguments()
     zygote.run()
 
 

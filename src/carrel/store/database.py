@@ -14,7 +14,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from carrel.errors import PlatformError
 from carrel.store.tables import metadata
 
-# WAL lets readers and the writer work side by side; NORMAL loses at most the last commits at a power cut, never the file.
+# WAL lets readers and the writer work side by side; NORMAL loses at most the last commits at a power cut,
+# never the file.
 _PRAGMAS = (
     "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=NORMAL",

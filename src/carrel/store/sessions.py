@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 
-from sqlalchemy import and_, bindparam, case, func, insert, or_, select, update
+from sqlalchemy import Double, and_, bindparam, case, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
@@ -146,7 +146,7 @@ class SessionStore:
         """Write the last activity of many sessions; never moves a clock back."""
         if not activity:
             return
-        when = bindparam("seen")
+        when = bindparam("seen", type_=Double)
         later = case((sessions.c.last_activity_at > when, sessions.c.last_activity_at), else_=when)
         statement = update(sessions).where(sessions.c.id == bindparam("key")).values(last_activity_at=later)
         rows = [{"key": key, "seen": value} for key, value in activity.items()]
@@ -159,7 +159,9 @@ class SessionStore:
 
     async def of_context(self, context_id: str) -> SessionRecord | None:
         """The record of a context that is not terminated."""
-        return await self._one(and_(sessions.c.context_id == context_id, sessions.c.state != State.TERMINATED.value))
+        return await self._one(
+            and_(sessions.c.context_id == context_id, sessions.c.state != State.TERMINATED.value)
+        )
 
     async def of_key(self, idempotency_key: str) -> SessionRecord | None:
         """The record a creation with that idempotency key made."""

@@ -17,9 +17,9 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Protocol
 
-from carrel.errors import CarrelError, InvalidRequest, Unsupported
+from carrel.errors import InvalidRequest, Unsupported
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Command, Commands, Order
 from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
@@ -51,26 +51,16 @@ class Born(Protocol):
 
 
 class Supervisor:
-    """Routes to commands and files of one sandbox."""
+    """Routes to commands and files of one sandbox. Made before the sandbox is known; `settle` gives it one."""
 
-    def __init__(self, born: Born, loop: asyncio.AbstractEventLoop):
-        budget = min(OUTPUT_BUDGET, (born.memory_mb or 1024) * 1024 * 1024 // 4)
-        self.commands = Commands(loop, born.oom_score_fd, budget)
-        self.files = Files(born.workspace)
+    files: Files
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.commands = Commands(loop)
         self._started = time.monotonic()
-        self._directory = self.files.open_directory(".")
-        self._env = {
-            "PATH": PATH if born.isolated else os.environ.get("PATH", PATH),
-            "HOME": born.home,
-            "USER": "agent",
-            "LOGNAME": "agent",
-            "SHELL": "/bin/sh",
-            "LANG": "C.UTF-8",
-            "WORKSPACE": born.workspace,
-            **born.env,
-        }
+        self._directory = -1
+        self._env: dict[str, str] = {}
         self.router = Router()
-        self.files.routes(self.router)
         for method, pattern, handler in (
             ("GET", "/health", self._health),
             ("POST", "/execute", self._execute),
@@ -85,6 +75,25 @@ class Supervisor:
             ("DELETE", "/commands/{}", self._forget),
         ):
             self.router.add(method, pattern, handler)
+
+    def settle(self, born: Born) -> None:
+        """Take charge of a sandbox."""
+        budget = min(OUTPUT_BUDGET, (born.memory_mb or 1024) * 1024 * 1024 // 4)
+        self.commands.settle(born.oom_score_fd, budget)
+        self.files = Files(born.workspace)
+        self.files.routes(self.router)
+        self._started = time.monotonic()
+        self._directory = self.files.open_directory(".")
+        self._env = {
+            "PATH": PATH if born.isolated else os.environ.get("PATH", PATH),
+            "HOME": born.home,
+            "USER": "agent",
+            "LOGNAME": "agent",
+            "SHELL": "/bin/sh",
+            "LANG": "C.UTF-8",
+            "WORKSPACE": born.workspace,
+            **born.env,
+        }
 
     # commands
 
@@ -201,16 +210,14 @@ class Supervisor:
         if not isinstance(files, dict):
             raise InvalidRequest("'files' must map paths to base64 text", field="files")
         decoded = {path: _decode(path, text) for path, text in files.items()}
-        for path, data in decoded.items():
-            self.files.write_bytes(path, data, None)
-        # Files it is given are not files it produced.
-        since = time.time_ns() + 1
+        given = [self.files.write_bytes(path, data, None) for path, data in decoded.items()]
+        since = self.files.mark()
         command = self._begin(
             {"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")}
         )
         await asyncio.shield(command.finished)
         result = _result(command)
-        produced = self.files.produced_since(since, ".", 1000)
+        produced = self.files.produced_since(since, ".", 1000, given)
         return json_response(
             {
                 "output": result["stdout"],
@@ -286,16 +293,25 @@ def end_below(pid: int) -> None:
         time.sleep(0.001)
 
 
-def main(born: Born) -> None:
-    """Serve the sandbox until it is killed."""
+def prepare() -> Supervisor:
+    """The loop and the supervisor, with the pages they will write to already this process's own."""
     gc.freeze()
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
-    supervisor = Supervisor(born, loop)
+    supervisor = Supervisor(loop)
+    loop.run_until_complete(_converse(supervisor, (("GET /health", {}), ("GET /commands", {}))))
+    return supervisor
+
+
+def main(born: Born, prepared: object) -> None:
+    """Serve the sandbox until it is killed."""
+    assert isinstance(prepared, Supervisor)
+    loop = asyncio.get_event_loop_policy().get_event_loop()
+    prepared.settle(born)
     connections: set[asyncio.Task[None]] = set()
     born.listener.setblocking(False)
     loop.run_until_complete(
-        loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=born.listener)
+        loop.create_unix_server(lambda: Connection(prepared.router, connections), sock=born.listener)
     )
     loop.run_forever()
 
@@ -320,7 +336,11 @@ def warm() -> None:
         born = _Rehearsal(folder)
         loop = asyncio.SelectorEventLoop()
         try:
-            loop.run_until_complete(_rehearse(Supervisor(born, loop), f"{folder}/socket", born))
+            supervisor = Supervisor(loop)
+            supervisor.settle(born)
+            loop.run_until_complete(_converse(supervisor, _REHEARSAL))
+            supervisor.commands.close()
+            supervisor.files.close()
         finally:
             loop.close()
             born.listener.close()
@@ -328,37 +348,38 @@ def warm() -> None:
             os.chdir("/")
 
 
-async def _rehearse(supervisor: Supervisor, path: str, born: _Rehearsal) -> None:
+_Exchange = tuple[tuple[str, dict[str, object]], ...]
+_REHEARSAL: _Exchange = (
+    ("POST /commands?wait=1", {"command": "echo warm; echo \xff >&2", "timeout": 10}),
+    ("POST /execute", {"code": "true", "files": {"a/b": "YQ=="}, "timeout": 10}),
+    ("POST /files/edit", {"path": "a/b", "old": "a", "new": "b"}),
+    ("GET /files/list?path=.&recursive=1", {}),
+    ("GET /files/stat?path=no%20such", {}),
+    ("DELETE /files?path=a&recursive=1", {}),
+    ("GET /commands/c1/output?follow=1", {}),
+    ("GET /commands", {}),
+    ("GET /health", {}),
+    ("NONSENSE", {}),
+)
+
+
+async def _converse(supervisor: Supervisor, exchange: _Exchange) -> None:
+    """Send requests to a supervisor in this very process, and read the answers."""
     tasks: set[asyncio.Task[None]] = set()
-    server = await asyncio.get_running_loop().create_unix_server(
-        lambda: Connection(supervisor.router, tasks), path=path
-    )
-    reader, writer = await asyncio.open_unix_connection(path)
-    bodies: tuple[tuple[str, Any], ...] = (
-        ("POST /commands?wait=1", {"command": "echo warm; echo \xff >&2", "timeout": 10}),
-        ("POST /execute", {"code": "true", "files": {"a/b": "YQ=="}, "timeout": 10}),
-        ("POST /files/edit", {"path": "a/b", "old": "a", "new": "b"}),
-        ("GET /files/list?path=.&recursive=1", {}),
-        ("GET /files/stat?path=no%20such", {}),
-        ("DELETE /files?path=a&recursive=1", {}),
-        ("GET /commands/c1/output?follow=1", {}),
-        ("GET /commands", {}),
-        ("GET /health", {}),
-        ("NONSENSE", {}),
-    )
-    for line, body in bodies:
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    await loop.connect_accepted_socket(lambda: Connection(supervisor.router, tasks), theirs)
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    for line, body in exchange:
         payload = json.dumps(body).encode()
         head = f"{line} HTTP/1.1\r\nhost: warm\r\ncontent-length: {len(payload)}\r\n\r\n"
         writer.write(head.encode() + payload)
-        status = await reader.readuntil(b"\r\n\r\n")
-        if b"chunked" in status:
+        answer = await reader.readuntil(b"\r\n\r\n")
+        if b"chunked" in answer:
             await reader.readuntil(b"0\r\n\r\n")
         else:
-            size = int(status.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+            size = int(answer.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
             await reader.readexactly(size)
     writer.close()
-    server.close()
-    try:
-        await asyncio.gather(*tasks, return_exceptions=True)
-    except CarrelError:
-        pass
+    await writer.wait_closed()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -113,10 +113,10 @@ class Command:
 class Commands:
     """All commands of a sandbox."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, oom_score_fd: int, budget: int = OUTPUT_BUDGET):
+    def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._oom_score_fd = oom_score_fd
-        self._budget = Budget(budget)
+        self._oom_score_fd = -1
+        self._budget = Budget(0)
         self._commands: dict[str, Command] = {}
         self._count = 0
         self._pid = os.getpid()
@@ -127,10 +127,23 @@ class Commands:
         self._idle: list[Runner] = []
         self._hosting: dict[Runner, Command] = {}
         self._rest: asyncio.TimerHandle | None = None
-        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._null = -1
         self._tasks: set[asyncio.Task[None]] = set()
-        self._children_file = f"/proc/{self._pid}/task/{self._pid}/children"
+        self._children_file = ""
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
+
+    def settle(self, oom_score_fd: int, budget: int) -> None:
+        """Take charge of a sandbox: its PID and its files are known only now."""
+        self._oom_score_fd = oom_score_fd
+        self._budget = Budget(budget)
+        self._pid = os.getpid()
+        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._children_file = f"/proc/{self._pid}/task/{self._pid}/children"
+
+    def close(self) -> None:
+        """Let go of what `settle` took."""
+        os.close(self._null)
+        self._loop.remove_signal_handler(signal.SIGCHLD)
 
     @property
     def running(self) -> int:

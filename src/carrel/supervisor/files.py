@@ -172,8 +172,8 @@ class Files:
     ) -> list[str]:
         """The regular files below `directory` that changed since `time_ns` (a `mark()`).
 
-        The scan is bounded. The change time counts too, because unpacking an archive sets old modification times. Files written just
-        before the mark may carry the same time: those of `given` are left out unless they changed.
+        The scan is bounded. The change time counts too, as unpacking an archive sets old modification times.
+        Files written just before the mark may carry its time: those `given` are left out unless they changed.
         """
         relative = self._root.relative(directory, "directory")
         handle = self._root.open(relative, os.O_RDONLY | os.O_DIRECTORY, "directory")

@@ -1,6 +1,7 @@
 """Where workspaces lie on disk, how one is made and how it is removed without trusting anything inside it.
 
-Blocking: callers run these functions in a thread. Knows nothing of sandboxes; nothing in a workspace is ever followed.
+Blocking: callers run these functions in a thread. Knows nothing of sandboxes; nothing in a workspace is ever
+followed.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Layout:
             os.chown(name, CANONICAL_UID, CANONICAL_UID, dir_fd=fd, follow_symlinks=False)
 
     def _describe(self, fd: int, name: str, ephemeral: bool, new: bool) -> None:
-        """Write `.context.json`. The sandbox can write it too, so carrel itself never believes what it says."""
+        """Write `.context.json`. The sandbox can write it too, so carrel never believes what it says."""
         now = datetime.now(UTC).isoformat()
         created = now if new else datetime.fromtimestamp(os.fstat(fd).st_ctime, UTC).isoformat()
         if not new:
@@ -115,7 +116,9 @@ class Layout:
             "disk_usage_bytes": 0,
         }
         temporary = f".context-{secrets.token_hex(8)}"
-        out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
+        out = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd
+        )
         try:
             with os.fdopen(out, "wb") as file:
                 file.write(json.dumps(value, indent=1).encode() + b"\n")
@@ -175,8 +178,8 @@ class Layout:
 def empty_directory(top: int) -> None:
     """Remove everything beneath an open directory, which must not be in use by others.
 
-    A directory that is not empty is first moved up beneath `top`: so depth costs no descriptors, no recursion and no long
-    path. Links are removed, never followed; another file system mounted inside is left and reported.
+    A directory that is not empty is first moved up beneath `top`: so depth costs no descriptors, no recursion
+    and no long path. Links are removed, never followed; a file system mounted inside is left and reported.
     """
     device = os.fstat(top).st_dev
     stuck: set[str] = set()

@@ -1,4 +1,5 @@
-"""How much a tree holds, counted while hostile code may be changing it. Follows no link and leaves no file system.
+"""How much a tree holds, counted while hostile code may be changing it. Follows no link and leaves no file
+system.
 
 Blocking: `measure` is the form for the event loop.
 """
@@ -59,7 +60,9 @@ def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None =
             elif info.st_ino not in linked:
                 linked.add(info.st_ino)
                 total += info.st_blocks * 512
-            if (stop_bytes is not None and total > stop_bytes) or (stop_entries is not None and entries > stop_entries):
+            if (stop_bytes is not None and total > stop_bytes) or (
+                stop_entries is not None and entries > stop_entries
+            ):
                 complete = False
                 break
             if stat.S_ISDIR(info.st_mode):

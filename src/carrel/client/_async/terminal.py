@@ -15,6 +15,8 @@ from carrel.client._async.connection import AsyncConnection, problem_of
 from carrel.errors import NotRunning, PlatformError, from_problem
 from carrel.models import CommandInfo
 
+MAX_MESSAGE = 16 * 1024 * 1024
+
 
 class AsyncTerminal:
     """An open terminal. Iterate for the bytes it shows; `exit` tells how its program ended."""
@@ -33,14 +35,13 @@ class AsyncTerminal:
             query["command"] = command
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
-        opening = connect(
-            url,
-            additional_headers={"authorization": f"Bearer {token}"} if token else None,
-            compression=None,
-            max_size=16 * 1024 * 1024,
-            proxy=None if connection.address.loopback else True,
-        )
+        headers = {"authorization": f"Bearer {token}"} if token else None
+        proxy = None if connection.address.loopback else True
         try:
+            # Entered by hand, because the blocking `connect` is to be used as a context manager only.
+            opening = connect(
+                url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy
+            )
             return cls(await opening.__aenter__())
         except InvalidStatus as error:
             raise problem_of(error.response.status_code, error.response.body) from None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from urllib.parse import quote
 
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.sandbox import Sandbox
@@ -75,12 +76,13 @@ class Client:
 
     def find(self, name: str) -> SandboxInfo:
         """The live sandbox of a context id or sandbox id; nothing is made. Raises `NotFound`."""
-        for info in self.sandboxes():
-            if name in {info.id, info.context_id} and info.state is not State.TERMINATED:
-                return info
-        raise NotFound(
-            f"no sandbox named '{name}'", field="context_id", hint="`carrel ps` shows what there is"
-        )
+        try:
+            info = self._connection.get(SandboxInfo, f"/v1/sandboxes/{quote(name, safe='')}")
+        except NotFound:
+            info = None
+        if info is None or info.state is State.TERMINATED:
+            raise NotFound(f"no sandbox named '{name}'", field="id", hint="`carrel ps` shows what there is")
+        return info
 
     def host(self) -> HostReport:
         """What the server's host can do."""

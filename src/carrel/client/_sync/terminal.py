@@ -16,6 +16,8 @@ from carrel.client._sync.connection import Connection, problem_of
 from carrel.errors import NotRunning, PlatformError, from_problem
 from carrel.models import CommandInfo
 
+MAX_MESSAGE = 16 * 1024 * 1024
+
 
 class Terminal:
     """An open terminal. Iterate for the bytes it shows; `exit` tells how its program ended."""
@@ -34,14 +36,13 @@ class Terminal:
             query["command"] = command
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
-        opening = connect(
-            url,
-            additional_headers={"authorization": f"Bearer {token}"} if token else None,
-            compression=None,
-            max_size=16 * 1024 * 1024,
-            proxy=None if connection.address.loopback else True,
-        )
+        headers = {"authorization": f"Bearer {token}"} if token else None
+        proxy = None if connection.address.loopback else True
         try:
+            # Entered by hand, because the blocking `connect` is to be used as a context manager only.
+            opening = connect(
+                url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy
+            )
             return cls(opening.__enter__())
         except InvalidStatus as error:
             raise problem_of(error.response.status_code, error.response.body) from None

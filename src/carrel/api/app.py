@@ -1,0 +1,75 @@
+"""Makes the application: routes, problem answers, the gate before them, and an OpenAPI document that is
+complete and true.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from carrel.api import commands, files, host, problems, sandboxes, terminals, tools
+from carrel.api.gate import Gate
+from carrel.control.plane import ControlPlane
+
+DESCRIPTION = """A private, durable, governed workspace for every AI agent.
+
+Every failure is a problem object (RFC 9457) with a stable `code`, the offending `field` and a `hint`.
+
+Terminals are WebSockets at `/v1/sandboxes/{id}/terminals?rows=&cols=&command=`: binary frames are bytes both
+ways, a text frame `{"resize": {"rows": 24, "cols": 80}}` resizes, and at the end comes a text frame `{"exit":
+CommandInfo}`. The token goes
+into the `Authorization` header or into a subprotocol `carrel.token.TOKEN` offered beside `carrel`."""
+
+
+def create_app(
+    plane: ControlPlane, *, token: str | None, hosts: frozenset[str] | None = None, version: str = "0.1.0"
+) -> Gate:
+    """The ASGI application for a control plane. `token` None asks for none; `hosts` None takes any Host
+    header.
+    """
+    return Gate(_routes(plane, version), token=token, max_body=plane.settings.max_body, hosts=hosts)
+
+
+def _routes(plane: ControlPlane, version: str) -> FastAPI:
+    app = FastAPI(
+        title="carrel",
+        version=version,
+        description=DESCRIPTION,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
+    )
+    app.state.plane = plane
+    for module in (commands, files, sandboxes, tools, terminals, host):
+        app.include_router(module.router)
+    problems.install(app)
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document."""
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for model in (problems.Problem, commands.EVENT_MODEL):
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+        schemas.update({name: part for name, part in schema.pop("$defs", {}).items() if name not in schemas})
+        schemas[model.__name__] = schema
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    components["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": "the token the server printed"}
+    }
+    document["security"] = [{"token": []}]
+    return document

@@ -1,0 +1,251 @@
+"""Commands: run, start, stream, feed, signal, end. `run_command` is the hot route and does without the
+framework's parsing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from carrel.api.parts import (
+    NDJSON,
+    SSE,
+    CommandId,
+    Plane,
+    SandboxId,
+    as_json,
+    event_stream,
+    known_query,
+    plane_of,
+)
+from carrel.api.problems import ACTOR, invalid, problems
+from carrel.errors import InvalidRequest
+from carrel.models import (
+    CommandInfo,
+    CommandList,
+    CommandRequest,
+    CommandResult,
+    ExecuteRequest,
+    ExecuteResult,
+    OutputEvent,
+    SignalRequest,
+    TerminalSize,
+)
+
+router = APIRouter(prefix="/v1/sandboxes/{id}", tags=["commands"])
+strict = [Depends(known_query)]
+
+_EVENTS: dict[str, Any] = {
+    "description": "An `OutputEvent` per line, or per server-sent event if asked for; the last has `result`",
+    "content": {
+        NDJSON: {"schema": {"$ref": "#/components/schemas/OutputEvent"}},
+        SSE: {"schema": {"$ref": "#/components/schemas/OutputEvent"}},
+    },
+}
+EVENT_MODEL = OutputEvent
+_ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema": {"type": "string"}}}
+
+
+@router.post(
+    "/commands",
+    operation_id="run_command",
+    summary="Run a command to its end",
+    response_model=None,
+    responses={200: {"model": CommandResult}, **problems(403, 404, 409, 413, 429, 502)},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/CommandRequest"}}},
+        },
+        "parameters": [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "maxLength": 128}}
+        ],
+    },
+)
+async def run_command(request: Request) -> Response:
+    """Runs until the command ends or its deadline kills it; a non-zero exit is a result, not an error."""
+    if request.scope["query_string"]:
+        known_query(request)
+    try:
+        wanted = CommandRequest.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+    result = await plane_of(request).operations.run_command(request.path_params["id"], wanted, ACTOR)
+    return Response(result.model_dump_json(), media_type="application/json")
+
+
+@router.post(
+    "/commands/start",
+    operation_id="start_command",
+    summary="Start a command in the background",
+    status_code=201,
+    response_model=None,
+    dependencies=strict,
+    responses={201: {"model": CommandInfo}, **problems(403, 404, 409, 413, 429, 502)},
+)
+async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Response:
+    """Answers at once; read the output by id and offset."""
+    return as_json(await plane.operations.start_command(id, body, ACTOR), 201)
+
+
+@router.post(
+    "/commands/stream",
+    operation_id="stream_command",
+    summary="Start a command and stream its output",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {**_EVENTS, "headers": _ID_HEADER}, **problems(403, 404, 409, 413, 429, 502)},
+)
+async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, request: Request) -> Response:
+    """The command goes on when the caller goes away; attach again with its id and the last offset."""
+    info = await plane.operations.start_command(id, body, ACTOR)
+    chunks = plane.operations.command_output(id, info.id, actor=ACTOR)
+    return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
+
+
+@router.get(
+    "/commands",
+    operation_id="list_commands",
+    summary="The commands a sandbox remembers",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CommandList}, **problems(404, 409, 502)},
+)
+async def list_commands(id: SandboxId, plane: Plane) -> Response:
+    """Newest last."""
+    return as_json(await plane.operations.list_commands(id, ACTOR))
+
+
+@router.get(
+    "/commands/{cid}",
+    operation_id="get_command",
+    summary="One command",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CommandInfo}, **problems(404, 409, 502)},
+)
+async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
+    """Running or ended."""
+    return as_json(await plane.operations.get_command(id, cid, ACTOR))
+
+
+@router.get(
+    "/commands/{cid}/result",
+    operation_id="get_command_result",
+    summary="Wait for a command's end",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CommandResult}, **problems(404, 409, 502)},
+)
+async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
+    """The result, once there is one."""
+    return as_json(await plane.operations.command_result(id, cid, ACTOR))
+
+
+@router.get(
+    "/commands/{cid}/output",
+    operation_id="get_command_output",
+    summary="Output from an offset on",
+    response_model=None,
+    dependencies=strict,
+    responses={200: _EVENTS, **problems(404, 409, 502)},
+)
+async def get_command_output(
+    id: SandboxId,
+    cid: CommandId,
+    plane: Plane,
+    request: Request,
+    *,
+    offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
+    follow: bool = True,
+) -> Response:
+    """With `follow` until the command ends, else what there is."""
+    chunks = plane.operations.command_output(id, cid, offset=offset, follow=follow, actor=ACTOR)
+    return await event_stream(request, chunks, offset=offset)
+
+
+@router.post(
+    "/commands/{cid}/stdin",
+    operation_id="send_input",
+    summary="Bytes for a command's standard input",
+    status_code=204,
+    response_model=None,
+    dependencies=strict,
+    responses=problems(404, 409, 413, 502),
+    openapi_extra={
+        "requestBody": {
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def send_input(
+    id: SandboxId, cid: CommandId, plane: Plane, request: Request, close: bool = False
+) -> Response:
+    """The raw body is written; with `close` the input ends after it."""
+    await plane.operations.send_input(id, cid, await request.body(), close=close, actor=ACTOR)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/commands/{cid}/signal",
+    operation_id="signal_command",
+    summary="Send a signal",
+    status_code=204,
+    response_model=None,
+    dependencies=strict,
+    responses=problems(404, 409, 502),
+)
+async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, plane: Plane) -> Response:
+    """To the process group, or with `tree` to every process of the command."""
+    if not body.signal.isalnum():
+        raise InvalidRequest(
+            "a signal has a name such as TERM", field="signal", hint="use TERM, KILL, INT, HUP, …"
+        )
+    await plane.operations.signal_command(id, cid, body, ACTOR)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/commands/{cid}/resize",
+    operation_id="resize_terminal",
+    summary="Resize a command's terminal",
+    status_code=204,
+    response_model=None,
+    dependencies=strict,
+    responses=problems(404, 409, 502),
+)
+async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, plane: Plane) -> Response:
+    """Terminals only."""
+    await plane.operations.resize_terminal(id, cid, body, ACTOR)
+    return Response(status_code=204)
+
+
+@router.delete(
+    "/commands/{cid}",
+    operation_id="delete_command",
+    summary="Kill a command and forget it",
+    status_code=204,
+    response_model=None,
+    dependencies=strict,
+    responses=problems(404, 409, 502),
+)
+async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
+    """The whole process tree dies."""
+    await plane.operations.delete_command(id, cid, ACTOR)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/execute",
+    operation_id="execute",
+    summary="Run code with files in and files out",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": ExecuteResult}, **problems(403, 404, 409, 413, 422, 429, 502)},
+)
+async def execute(id: SandboxId, body: ExecuteRequest, plane: Plane) -> Response:
+    """Answers with the output and the names of the files produced."""
+    return as_json(await plane.operations.execute(id, body, ACTOR))

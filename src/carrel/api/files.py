@@ -1,0 +1,151 @@
+"""Files of a workspace: streams of any size both ways, and what can be done with paths."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
+from carrel.api.problems import ACTOR, problems
+from carrel.models import EditRequest, EditResult, FileInfo, FileList, MkdirRequest, MoveRequest
+
+router = APIRouter(prefix="/v1/sandboxes/{id}/files", tags=["files"], dependencies=[Depends(known_query)])
+
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+@router.get(
+    "/content",
+    operation_id="read_file",
+    summary="Read a file",
+    response_model=None,
+    responses={
+        200: {"description": "The bytes of the file", "content": _BYTES},
+        **problems(403, 404, 409, 502),
+    },
+)
+async def read_file(
+    id: SandboxId,
+    path: FilePath,
+    plane: Plane,
+    offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
+    length: Annotated[int | None, Query(ge=0, le=10**15)] = None,
+) -> Response:
+    """The raw bytes, from `offset` on and at most `length` of them."""
+    parts = plane.operations.read_file(id, path, offset=offset, length=length, actor=ACTOR)
+    size = await anext(parts)
+    headers = {} if size is None else {"content-length": str(size)}
+    content = cast(AsyncIterator[bytes], parts)
+    return Stream(content, media_type="application/octet-stream", headers=headers)
+
+
+@router.put(
+    "/content",
+    operation_id="write_file",
+    summary="Write a file",
+    response_model=None,
+    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 429, 502)},
+    openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
+)
+async def write_file(
+    id: SandboxId,
+    path: FilePath,
+    plane: Plane,
+    request: Request,
+    *,
+    mode: Annotated[str | None, Query(pattern="^[0-7]{3,4}$", description="octal permissions")] = None,
+    parents: Annotated[bool, Query(description="make missing directories")] = True,
+    exclusive: Annotated[bool, Query(description="fail when something is there")] = False,
+) -> Response:
+    """The raw body, of any size, becomes the file: whole or not at all."""
+    return as_json(
+        await plane.operations.write_file(
+            id, path, request.stream(), mode=mode, parents=parents, exclusive=exclusive, actor=ACTOR
+        )
+    )
+
+
+@router.get(
+    "/stat",
+    operation_id="stat_file",
+    summary="What is at a path",
+    response_model=None,
+    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 502)},
+)
+async def stat_file(id: SandboxId, path: FilePath, plane: Plane) -> Response:
+    """A symlink is shown itself."""
+    return as_json(await plane.operations.stat_file(id, path, ACTOR))
+
+
+@router.get(
+    "",
+    operation_id="list_files",
+    summary="List a directory",
+    response_model=None,
+    responses={200: {"model": FileList}, **problems(403, 404, 409, 502)},
+)
+async def list_files(
+    id: SandboxId,
+    plane: Plane,
+    request: Request,
+    *,
+    path: Annotated[str, Query(min_length=1, max_length=4096, description="relative to the workspace")] = ".",
+    recursive: bool = False,
+    limit: Annotated[int, Query(ge=1, le=100_000)] = 1000,
+) -> Response:
+    """Entries, at most `limit`."""
+    raw = raw_query(request, "path") or path
+    return as_json(await plane.operations.list_files(id, raw, recursive=recursive, limit=limit, actor=ACTOR))
+
+
+@router.post(
+    "/edit",
+    operation_id="edit_file",
+    summary="Replace text in a file",
+    response_model=None,
+    responses={200: {"model": EditResult}, **problems(403, 404, 409, 413, 429, 502)},
+)
+async def edit_file(id: SandboxId, body: EditRequest, plane: Plane) -> Response:
+    """Fails unless the old text is there exactly once, or `replace_all`."""
+    return as_json(await plane.operations.edit_file(id, body, ACTOR))
+
+
+@router.post(
+    "/move",
+    operation_id="move_file",
+    summary="Move or rename",
+    response_model=None,
+    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 502)},
+)
+async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
+    """Inside the workspace."""
+    return as_json(await plane.operations.move_file(id, body, ACTOR))
+
+
+@router.post(
+    "/mkdir",
+    operation_id="make_directory",
+    summary="Make a directory",
+    response_model=None,
+    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 429, 502)},
+)
+async def make_directory(id: SandboxId, body: MkdirRequest, plane: Plane) -> Response:
+    """And its parents."""
+    return as_json(await plane.operations.make_directory(id, body, ACTOR))
+
+
+@router.delete(
+    "",
+    operation_id="delete_file",
+    summary="Delete a file or a tree",
+    status_code=204,
+    response_model=None,
+    responses=problems(403, 404, 409, 502),
+)
+async def delete_file(id: SandboxId, path: FilePath, plane: Plane, recursive: bool = False) -> Response:
+    """A directory that is not empty needs `recursive`."""
+    await plane.operations.delete_file(id, path, recursive=recursive, actor=ACTOR)
+    return Response(status_code=204)

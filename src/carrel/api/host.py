@@ -1,0 +1,57 @@
+"""The host and the server itself: what they can do, and whether they are well."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from carrel.api.parts import Plane, as_json
+from carrel.api.problems import problems
+from carrel.models import Answer, HostReport
+
+router = APIRouter(tags=["host"])
+
+
+class Status(Answer):
+    """That the server is well."""
+
+    status: str
+
+
+@router.get(
+    "/v1/host",
+    operation_id="get_host",
+    summary="What this host can do",
+    response_model=None,
+    responses={200: {"model": HostReport}, **problems()},
+)
+async def get_host(plane: Plane) -> Response:
+    """What `carrel doctor` shows."""
+    return as_json(await plane.host_report())
+
+
+@router.get(
+    "/healthz",
+    operation_id="healthz",
+    summary="Whether the server runs",
+    response_model=None,
+    responses={200: {"model": Status}},
+    openapi_extra={"security": []},
+)
+async def healthz() -> Response:
+    """Needs no token."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get(
+    "/readyz",
+    operation_id="readyz",
+    summary="Whether the server can start sandboxes",
+    response_model=None,
+    responses={200: {"model": Status}, 503: problems(503)[503]},
+    openapi_extra={"security": []},
+)
+async def readyz(plane: Plane) -> Response:
+    """Needs no token."""
+    await plane.ready()
+    return JSONResponse({"status": "ok"})

@@ -1,0 +1,110 @@
+"""Sandboxes: get or create, list, look, end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query
+from starlette.responses import Response
+
+from carrel.api.parts import Plane, SandboxId, as_json, known_query
+from carrel.api.problems import ACTOR, problems
+from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, SupervisorHealth, TerminateRequest
+
+router = APIRouter(prefix="/v1/sandboxes", tags=["sandboxes"], dependencies=[Depends(known_query)])
+
+
+@router.post(
+    "",
+    operation_id="deploy_or_resume",
+    summary="Get or create a sandbox",
+    response_model=None,
+    responses={
+        200: {"model": SandboxInfo, "description": "It ran already"},
+        201: {"model": SandboxInfo, "description": "It was started"},
+        **problems(403, 409, 413, 422, 429, 503),
+    },
+)
+async def deploy_or_resume(
+    body: SandboxRequest,
+    plane: Plane,
+    idempotency_key: Annotated[
+        str | None, Header(min_length=1, max_length=255, description="the same key gives the same sandbox")
+    ] = None,
+) -> Response:
+    """The running sandbox of a context, started on its workspace if need be; without a context a throw-away
+    one.
+    """
+    info, started = await plane.sessions.deploy_or_resume(body, idempotency_key)
+    return as_json(info, 201 if started else 200)
+
+
+@router.get(
+    "",
+    operation_id="list_sandboxes",
+    summary="List sandboxes",
+    response_model=None,
+    responses={200: {"model": SandboxPage}, **problems()},
+)
+async def list_sandboxes(
+    plane: Plane,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
+    state: Annotated[State | None, Query(description="only in this state; terminated ones only so")] = None,
+    context_id: Annotated[str | None, Query(max_length=128)] = None,
+) -> Response:
+    """Newest first."""
+    states = None if state is None else [state]
+    return as_json(
+        await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
+    )
+
+
+@router.get(
+    "/{id}",
+    operation_id="get_sandbox",
+    summary="One sandbox",
+    response_model=None,
+    responses={200: {"model": SandboxInfo}, **problems(404)},
+)
+async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
+    """By its id or its context id."""
+    return as_json(await plane.sessions.get(id))
+
+
+@router.post(
+    "/{id}/terminate",
+    operation_id="terminate",
+    summary="End a session",
+    response_model=None,
+    responses={200: {"model": SandboxInfo}, **problems(404, 502)},
+)
+async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
+    """The sandbox ends with everything in it. A durable workspace stays; an ephemeral one goes."""
+    return as_json(await plane.sessions.terminate(id, body.reason if body else ""))
+
+
+@router.delete(
+    "/{id}",
+    operation_id="delete_sandbox",
+    summary="End a session and delete its workspace",
+    status_code=204,
+    response_model=None,
+    responses=problems(404, 502),
+)
+async def delete_sandbox(id: SandboxId, plane: Plane) -> Response:
+    """Also the files of a durable workspace are deleted."""
+    await plane.sessions.terminate(id, "deleted", delete_workspace=True)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/{id}/health",
+    operation_id="get_sandbox_health",
+    summary="What the supervisor says of itself",
+    response_model=None,
+    responses={200: {"model": SupervisorHealth}, **problems(404, 409, 502)},
+)
+async def get_sandbox_health(id: SandboxId, plane: Plane) -> Response:
+    """It comes from inside the sandbox, so it proves nothing."""
+    return as_json(await plane.operations.health(id, ACTOR))

@@ -1,0 +1,119 @@
+"""Terminals over WebSockets: binary frames are bytes both ways, text frames are JSON. The terminal dies with
+the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated
+
+from fastapi import APIRouter, Query, WebSocket
+from pydantic import ValidationError
+from starlette.websockets import WebSocketDisconnect
+
+from carrel.api.gate import SUBPROTOCOL
+from carrel.api.parts import plane_of
+from carrel.api.problems import ACTOR, invalid
+from carrel.control.operations import Operations
+from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
+from carrel.models import MAX_OUTPUT_BYTES, MAX_TIMEOUT_S, CommandRequest, TerminalSize
+
+router = APIRouter(tags=["terminals"])
+
+_SHELL = "if command -v bash >/dev/null 2>&1; then exec bash -i; else exec sh -i; fi"
+_MAX_TEXT = 4096
+
+
+class _Ended(Exception):  # noqa: N818 - it tells of an end, not of an error
+    pass
+
+
+@router.websocket("/v1/sandboxes/{id}/terminals")
+async def terminal(
+    socket: WebSocket,
+    id: str,
+    rows: Annotated[int, Query(ge=1, le=1000)] = 24,
+    cols: Annotated[int, Query(ge=1, le=1000)] = 80,
+    command: Annotated[str, Query(min_length=1, max_length=8192)] = _SHELL,
+) -> None:
+    """Open a terminal. Refusals come before the socket is accepted, as a problem answer."""
+    operations = plane_of(socket).operations
+    try:
+        request = CommandRequest(
+            command=command,
+            terminal=TerminalSize(rows=rows, cols=cols),
+            interactive=True,
+            timeout=MAX_TIMEOUT_S,
+            output_limit=MAX_OUTPUT_BYTES,
+            env={"TERM": "xterm-256color"},
+        )
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+    info = await operations.start_command(id, request, ACTOR)
+    try:
+        offered = socket.scope.get("subprotocols", [])
+        await socket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_output(socket, operations, id, info.id))
+                group.create_task(_input(socket, operations, id, info.id))
+        except* (_Ended, WebSocketDisconnect):
+            pass
+        except* CarrelError as errors:
+            await _close(socket, errors.exceptions[0])
+    finally:
+        try:
+            await asyncio.shield(operations.delete_command(id, info.id, ACTOR))
+        except (NotFound, NotRunning):
+            pass
+
+
+async def _output(socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
+    async for chunk in operations.command_output(sandbox, command, actor=ACTOR):
+        if chunk.stream == "end":
+            await socket.send_text(json.dumps({"exit": json.loads(chunk.data)}))
+            await socket.close(1000)
+        elif chunk.data:
+            await socket.send_bytes(chunk.data)
+    raise _Ended
+
+
+async def _input(socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
+    while True:
+        message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise _Ended
+        data, text = message.get("bytes"), message.get("text")
+        try:
+            if data:
+                await operations.send_input(sandbox, command, data, actor=ACTOR)
+            elif text is not None:
+                await operations.resize_terminal(sandbox, command, _size(text), ACTOR)
+        except NotRunning:
+            continue  # it has just ended: the output tells
+
+
+def _size(text: str) -> TerminalSize:
+    try:
+        value = json.loads(text[:_MAX_TEXT])
+        return TerminalSize.model_validate(value["resize"])
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise InvalidRequest(
+            "a text frame is a JSON object with `resize`",
+            field="resize",
+            hint="send keystrokes as binary frames",
+        ) from None
+
+
+async def _close(socket: WebSocket, error: BaseException) -> None:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, CarrelError)
+    try:
+        await socket.send_text(json.dumps({"error": error.problem()}, default=str))
+        await socket.close(1008 if error.status < 500 else 1011, error.code)
+    except (RuntimeError, WebSocketDisconnect):
+        pass  # the caller is gone already

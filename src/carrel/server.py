@@ -1,0 +1,255 @@
+"""The composition root: puts a control plane behind the API on a socket, and takes both down again.
+
+The one file that may import everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+
+import uvicorn
+
+import carrel
+from carrel.api import create_app
+from carrel.config import Settings
+from carrel.control.plane import ControlPlane
+from carrel.errors import Conflict, InvalidRequest, PlatformError
+from carrel.providers.base import Provider
+from carrel.workspaces.layout import Layout
+
+log = logging.getLogger("carrel.server")
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_GRACE = 5
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that takes requests."""
+
+    url: str
+    token: str | None
+    data_dir: str
+    plane: ControlPlane
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals belong to whoever owns the loop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _write(path: str, text: str) -> None:
+    """Write a file for its owner only, whole or not at all."""
+    temporary = f"{path}.{secrets.token_hex(4)}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _token(settings: Settings) -> str | None:
+    if not settings.auth:
+        if not is_loopback(settings.host):
+            raise InvalidRequest(
+                "a server without token must listen on a loopback address",
+                field="auth",
+                hint="leave auth on, or listen on 127.0.0.1",
+            )
+        return None
+    path = os.path.join(settings.data_dir, "token")
+    token = settings.token
+    if token is None:
+        with suppress(OSError, UnicodeDecodeError), open(path, encoding="ascii") as file:
+            token = file.read(1024).strip()
+        if token:
+            os.chmod(path, 0o600)
+            return token
+        token = "carrel_" + secrets.token_urlsafe(32)
+    _write(path, token + "\n")
+    return token
+
+
+@contextmanager
+def _locked(data_dir: str) -> Iterator[None]:
+    fd = os.open(os.path.join(data_dir, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Conflict(
+                f"another carrel server uses {data_dir}",
+                field="data_dir",
+                hint="stop it, use it, or choose another directory with --data-dir",
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _bind(settings: Settings) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(
+            f"cannot listen on '{settings.host}': {error}",
+            field="host",
+            hint="use an address of this machine",
+        ) from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise PlatformError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
+            field="port",
+            hint="another program may use it; --port 0 picks a free one",
+        ) from None
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in {"0.0.0.0", "::"}:
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@asynccontextmanager
+async def running(
+    settings: Settings, *, providers: Mapping[str, Provider] | None = None
+) -> AsyncIterator[Running]:
+    """A server inside the current event loop, for as long as the block lasts. `port=0` picks a free port."""
+    layout = Layout(settings.data_dir)
+    await asyncio.to_thread(layout.prepare)
+    with _locked(settings.data_dir):
+        token = _token(settings)
+        listener = _bind(settings)
+        try:
+            plane = await ControlPlane.open(settings, providers=providers)
+        except BaseException:
+            listener.close()
+            raise
+        record = os.path.join(settings.data_dir, "server.json")
+        hosts = _LOOPBACK | {settings.host.lower()} if is_loopback(settings.host) else None
+        app = create_app(plane, token=token, hosts=hosts, version=carrel.__version__)
+        server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                loop="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                ws_max_size=1024 * 1024,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=_GRACE,
+            )
+        )
+        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        try:
+            while not server.started:
+                if task.done():
+                    await task
+                    raise PlatformError("the HTTP server did not start")
+                await asyncio.sleep(0.005)
+            url = _url(listener)
+            _write(record, json.dumps({"url": url, "pid": os.getpid()}) + "\n")
+            yield Running(url, token, settings.data_dir, plane)
+        finally:
+            with suppress(OSError):
+                os.unlink(record)
+            server.should_exit = True
+            try:
+                # Sandboxes end first: whoever waits on one is answered, and the HTTP server need not wait for
+                # them.
+                await plane.close()
+            finally:
+                await asyncio.gather(task, return_exceptions=True)
+                listener.close()
+
+
+def _welcome(server: Running) -> str:
+    lines = [f"carrel {carrel.__version__} listens on {server.url}", f"docs   {server.url}/docs"]
+    if server.token is None:
+        lines.append("token  none is asked for")
+    else:
+        lines.append(f"token  {server.token}  (kept in {os.path.join(server.data_dir, 'token')})")
+    if server.plane.recovered.adopted:
+        lines.append(f"found  {server.plane.recovered.adopted} running sandboxes of the server before")
+    lines.append("try    carrel run 'echo hello from $(hostname)'")
+    return "\n".join(lines)
+
+
+async def _serve(settings: Settings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running(settings) as server:
+        print(_welcome(server), flush=True)  # noqa: T201 - what a person who starts the server needs to see
+        await stop.wait()
+        log.info("shutting down")
+
+
+def serve(settings: Settings) -> None:
+    """Run a server until SIGTERM or SIGINT; then every sandbox is ended. Durable workspaces stay."""
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    if settings.log_level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("aiosqlite").setLevel(logging.WARNING)
+    _raise_file_limit()
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import socket
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from carrel.client import AsyncClient, Client
+from carrel.errors import CarrelError, InvalidRequest, NotFound, ServerUnreachable, Unauthorized
+from carrel.models import State
+
+
+def name() -> str:
+    return f"test-{uuid.uuid4().hex}"
+
+
+def test_a_context_keeps_its_sandbox_and_an_ephemeral_one_ends_with_its_block(client: Client) -> None:
+    context = name()
+    box = client.sandbox(context)
+    try:
+        with client.sandbox(context) as again:
+            assert again.id == box.id
+            assert not again.ephemeral
+        assert box.info().state is State.RUNNING
+        with client.sandbox() as passing:
+            assert passing.ephemeral
+            assert passing.context_id is None
+        with pytest.raises(NotFound):
+            client.find(passing.id)
+    finally:
+        assert box.terminate(reason="end of the test").state is State.TERMINATED
+    with pytest.raises(NotFound):
+        client.find(context)
+
+
+def test_an_error_inside_the_block_is_the_one_that_is_seen(client: Client) -> None:
+    with pytest.raises(ZeroDivisionError), client.sandbox() as box:
+        box.terminate()
+        raise ZeroDivisionError
+
+
+def test_every_page_is_walked(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carrel.client._sync.client.PAGE", 2)
+    boxes = [client.sandbox() for _ in range(5)]
+    try:
+        listed = [info.id for info in client.sandboxes()]
+        assert {box.id for box in boxes} <= set(listed)
+        assert len(listed) == len(set(listed))
+    finally:
+        for box in boxes:
+            box.terminate()
+
+
+def test_the_same_idempotency_key_makes_one_sandbox(client: Client) -> None:
+    key = uuid.uuid4().hex
+    with client.sandbox(idempotency_key=key) as one:
+        assert client.sandbox(idempotency_key=key).id == one.id
+
+
+def test_host_report(client: Client) -> None:
+    report = client.host()
+    assert "process" in {provider.name for provider in report.providers}
+
+
+def test_unknown_provider_is_refused_with_its_field(client: Client) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        client.sandbox(provider="nowhere")
+    assert raised.value.field == "provider"
+    assert raised.value.hint
+
+
+def test_a_wrong_token_is_unauthorized(address: str) -> None:
+    with Client(address, "carrel_wrong") as client, pytest.raises(Unauthorized):
+        client.host()
+
+
+def test_the_local_token_is_not_sent_to_another_server(address: str) -> None:
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                heard.append(peer.recv(65536))
+                peer.sendall(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}") as client, pytest.raises(CarrelError):
+            client.host()
+        thread.join()
+    assert heard
+    assert b"authorization" not in heard[0].lower()
+
+
+def test_no_server_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CARREL_URL", raising=False)
+    monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
+    with pytest.raises(ServerUnreachable, match="carrel serve"):
+        Client()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with Client(f"http://127.0.0.1:{port}") as client, pytest.raises(ServerUnreachable, match="carrel serve"):
+        client.host()
+
+
+async def test_no_server_async(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    async with AsyncClient(f"http://127.0.0.1:{port}", "t") as client:
+        with pytest.raises(ServerUnreachable):
+            await client.sandbox()
+
+
+def test_something_that_is_not_carrel_is_a_platform_error() -> None:
+    page = b"HTTP/1.1 200 OK\r\ncontent-length: 13\r\nconnection: close\r\n\r\n<html></html>"
+    with pytest.raises(Exception, match="not a HostReport") as raised:
+        _against([page], lambda client: client.host())
+    assert type(raised.value).__name__ == "PlatformError"
+
+
+def test_a_get_on_a_connection_that_the_server_dropped_is_sent_again_and_a_post_is_not() -> None:
+    report = b'{"kernel":"k","user":"u","checks":[],"providers":[]}'
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(report)
+    _against([b"", head + report], lambda client: client.host())
+    with pytest.raises(ServerUnreachable):
+        _against([b""], lambda client: client.sandbox())
+
+
+def _against(answers: list[bytes], use: object) -> None:
+    """Use a client against a peer that gives each connection one raw answer; an empty one is a hang-up."""
+    assert callable(use)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                peer, _ = listener.accept()
+                with peer:
+                    peer.recv(65536)
+                    peer.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}", "t", timeout=5) as client:
+            use(client)
+        thread.join(5)
+
+
+async def test_async_client_does_the_same(async_client: AsyncClient) -> None:
+    async with await async_client.sandbox(labels={"purpose": "test"}) as box:
+        assert box.id in [info.id async for info in async_client.sandboxes()]
+        assert (await async_client.find(box.id)).id == box.id
+        assert (await box.health()).status == "ok"
+    with pytest.raises(NotFound):
+        await async_client.find(box.id)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from carrel.client import AsyncSandbox, Sandbox
+from carrel.errors import CommandFailed, InvalidRequest, NotFound
+from carrel.models import CommandResult
+
+
+def test_run_gives_both_streams_and_the_exit_code(box: Sandbox) -> None:
+    result = box.commands.run("echo out; echo err >&2; exit 3")
+    assert (result.stdout, result.stderr, result.exit_code, result.ok) == ("out\n", "err\n", 3, False)
+    assert box.commands.run(["printf", "%s", "a b; c"]).stdout == "a b; c"
+    assert box.commands.run("cat", stdin="typed").stdout == "typed"
+    assert box.commands.run('echo "$COLOUR"', env={"COLOUR": "blue"}).stdout == "blue\n"
+
+
+def test_bytes_that_are_not_text_are_exact(box: Sandbox) -> None:
+    result = box.commands.run(r"printf '\377\000\nz'")
+    assert result.stdout_bytes == b"\xff\x00\nz"
+    assert box.commands.run("printf é").stdout_bytes == "é".encode()
+    assert box.commands.run(r"printf '\377' >&2").stderr_bytes == b"\xff"
+
+
+def test_check_raises_with_the_result(box: Sandbox) -> None:
+    with pytest.raises(CommandFailed, match="exited with 7: no luck") as raised:
+        box.commands.run("echo no luck >&2; exit 7", check=True)
+    assert isinstance(raised.value.result, CommandResult)
+    assert raised.value.result.exit_code == 7
+    with pytest.raises(CommandFailed, match="KILL"):
+        box.commands.run("kill -9 $$", check=True)
+    assert box.commands.run("true", check=True).ok
+
+
+def test_a_deadline_keeps_what_was_written(box: Sandbox) -> None:
+    result = box.commands.run("echo before; sleep 60", timeout=0.5)
+    assert result.timed_out
+    assert result.stdout == "before\n"
+
+
+def test_stream_arrives_while_the_command_runs(box: Sandbox) -> None:
+    stream = box.commands.stream("echo one; sleep 0.3; echo two >&2; sleep 30", timeout=1.5)
+    started = time.monotonic()
+    first = next(stream)
+    assert time.monotonic() - started < 1.2
+    assert (first.stream, first.text, str(first)) == ("stdout", "one\n", "one\n")
+    rest = list(stream)
+    assert [(chunk.stream, chunk.text) for chunk in rest] == [("stderr", "two\n")]
+    assert stream.info is not None
+    assert stream.info.timed_out
+
+
+def test_line_separators_inside_the_text_do_not_cut_it(box: Sandbox) -> None:
+    text = "a\u2028b\x0bc\x85d\n\u2029"
+    joined = "".join(chunk.text for chunk in box.commands.stream(["printf", "%s", text]))
+    assert joined == text
+
+
+def test_a_stream_can_be_left(box: Sandbox) -> None:
+    with box.commands.stream("while :; do echo y; sleep 0.01; done", timeout=5) as stream:
+        for _ in stream:
+            break
+    assert stream.info is None
+    assert box.commands.run("echo still here").ok
+
+
+def test_background_handle(box: Sandbox) -> None:
+    handle = box.commands.start(
+        "read line; echo got $line; read other; echo $other >&2; exit 5", interactive=True
+    )
+    assert handle.info().running
+    assert handle.id in [info.id for info in box.commands.list()]
+    handle.send_input("first\n")
+    for chunk in handle.stream():
+        assert chunk.text == "got first\n"
+        offset = chunk.offset
+        break
+    handle.send_input(b"second\n")
+    handle.close_input()
+    result = box.commands.get(handle.id).wait()
+    assert (result.exit_code, result.stdout, result.stderr) == (5, "got first\n", "second\n")
+    later = handle.output(offset)
+    assert (later.stdout, later.stderr, later.data, later.text) == ("", "second\n", b"second\n", "second\n")
+    assert later.info is not None
+    assert later.info.exit_code == 5
+    assert handle.output(later.offset).data == b""
+    with pytest.raises(CommandFailed):
+        handle.wait(check=True)
+    handle.forget()
+    with pytest.raises(NotFound):
+        handle.info()
+
+
+def test_kill_and_signal(box: Sandbox) -> None:
+    sleeper = box.commands.start("echo up; sleep 60")
+    next(sleeper.stream())
+    sleeper.kill()
+    result = sleeper.wait()
+    assert result.signal in {"SIGKILL", "KILL"}
+    assert result.stdout == "up\n"
+    sleeper.kill()
+    trapped = box.commands.start("trap 'echo caught; exit 4' USR1; echo up; while :; do sleep 0.05; done")
+    next(trapped.stream())
+    trapped.signal("USR1")
+    assert trapped.wait().exit_code == 4
+
+
+def test_bad_requests_name_the_field(box: Sandbox) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        box.commands.run("true", timeout=-1)
+    assert "timeout" in str(raised.value.field)
+    with pytest.raises(InvalidRequest):
+        box.commands.run("true", env={"A": object()})  # type: ignore[dict-item]
+
+
+def test_execute_and_tool(box: Sandbox) -> None:
+    result = box.execute("wc -c < in.bin", files={"in.bin": b"\x00\xff12"})
+    assert result.output.strip() == "4"
+    box.tool("create_file", {"path": "made.txt", "content": "by a tool"})
+    assert box.files.read_text("made.txt") == "by a tool"
+
+
+async def test_async_commands(async_box: AsyncSandbox) -> None:
+    assert (await async_box.commands.run("echo hi")).stdout == "hi\n"
+    stream = async_box.commands.stream("echo one; echo two")
+    assert "".join([chunk.text async for chunk in stream]) == "one\ntwo\n"
+    assert stream.info is not None
+    assert stream.info.exit_code == 0
+    handle = await async_box.commands.start("cat", interactive=True)
+    await handle.send_input("x", close=True)
+    assert (await handle.wait(check=True)).stdout == "x"
+    assert (await handle.output()).stdout == "x"
+    with pytest.raises(CommandFailed):
+        await async_box.commands.run("false", check=True)

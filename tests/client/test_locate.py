@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrel.client import local_server, locate
+from carrel.errors import CarrelError, InvalidRequest, ServerUnreachable
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CARREL_URL", "CARREL_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
+
+
+def leave(directory: Path, url: str = "http://127.0.0.1:7171") -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "server.json").write_text(json.dumps({"url": url, "pid": 1}))
+    (directory / "token").write_text("carrel_local\n")
+
+
+def test_the_local_server_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path)
+    assert (locate().url, locate().token) == ("http://127.0.0.1:7171", "carrel_local")
+    monkeypatch.delenv("CARREL_DATA_DIR")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    leave(tmp_path / "xdg/carrel", "http://127.0.0.1:7272")
+    assert locate().url == "http://127.0.0.1:7272"
+
+
+def test_environment_beats_files_and_arguments_beat_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path)
+    monkeypatch.setenv("CARREL_URL", "https://far.example/")
+    assert (locate().url, locate().token) == ("https://far.example", None)
+    monkeypatch.setenv("CARREL_TOKEN", "carrel_far")
+    assert locate().token == "carrel_far"
+    assert locate("http://localhost:1", "carrel_given").token == "carrel_given"
+
+
+def test_the_local_token_goes_to_the_local_server_only(tmp_path: Path) -> None:
+    leave(tmp_path)
+    assert locate("http://127.0.0.1:7171/").token == "carrel_local"
+    assert locate("http://127.0.0.1:7172").token is None
+    assert "carrel_local" not in repr(locate())
+
+
+def test_loopback() -> None:
+    assert locate("http://[::1]:7070").loopback
+    assert locate("http://127.8.8.8").loopback
+    assert not locate("http://127.example.org").loopback
+    assert not locate("https://carrel.example").loopback
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"url": 5}', "\x00"])
+def test_a_broken_file_is_no_server(tmp_path: Path, text: str) -> None:
+    (tmp_path / "server.json").write_text(text)
+    assert local_server() is None
+    with pytest.raises(ServerUnreachable, match="carrel serve"):
+        locate()
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "localhost:7070", "http://", "http://x:port", "http://[", "http://x:99999"]
+)
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        locate(url)
+    assert raised.value.field == "url"
+
+
+@given(st.text(min_size=1, max_size=60))
+def test_any_text_is_an_address_or_an_error(text: str) -> None:
+    try:
+        assert locate(text, "t").url.startswith(("http://", "https://", "HTTP", "Http"))
+    except CarrelError:
+        pass
