@@ -44,14 +44,10 @@ class SandboxSettings(_Group):
         max_length=64,
         description="where sandboxes run; `auto` takes the strongest",
     )
-    network: Network = Field(
-        default=Network.NONE, description="what a sandbox reaches unless asked otherwise"
-    )
+    network: Network = Field(default=Network.NONE, description="what a sandbox reaches unless asked otherwise")
     cpu_limit: float = Field(default=2.0, gt=0, le=1024, description="CPU cores of a sandbox")
     memory_mb: int = Field(default=2048, ge=32, le=1_048_576, description="memory of a sandbox")
-    timeout: float = Field(
-        default=300.0, gt=0, le=MAX_TIMEOUT_S, description="deadline of a command, in seconds"
-    )
+    timeout: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, description="deadline of a command, in seconds")
     disk_mb: int = Field(default=1024, ge=1, le=1_048_576, description="size of a workspace")
     processes: int = Field(default=512, ge=8, le=32_768, description="processes and threads of a sandbox")
     allow_process: bool = Field(
@@ -77,9 +73,7 @@ class Settings(_Group):
         description="the token callers must show; without one, a token is made and kept in `data_dir`",
     )
     auth: bool = Field(default=True, description="ask for the token; only a loopback address may go without")
-    max_body_mb: int = Field(
-        default=32, ge=1, le=4096, description="largest request body, file uploads excepted"
-    )
+    max_body_mb: int = Field(default=32, ge=1, le=4096, description="largest request body, file uploads excepted")
     max_sandboxes: int = Field(default=1000, ge=1, le=1_000_000, description="sandboxes that may run at once")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="how much the server tells"
@@ -219,7 +213,5 @@ def _build(values: Mapping[str, object]) -> Settings:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         declared = {each.name: each for each in declarations()}.get(field)
-        hint = (
-            f"it is: {declared.description}; set it in carrel.toml or as {declared.env}" if declared else None
-        )
+        hint = f"it is: {declared.description}; set it in carrel.toml or as {declared.env}" if declared else None
         raise InvalidRequest(f"setting '{field}': {first['msg']}", field=field, hint=hint) from None

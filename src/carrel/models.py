@@ -67,9 +67,7 @@ class Limits(Request):
     memory_mb: int | None = Field(default=None, ge=32, le=1_048_576, description="memory of all its processes")
     disk_mb: int | None = Field(default=None, ge=1, le=1_048_576, description="bytes in the workspace")
     processes: int | None = Field(default=None, ge=8, le=32_768, description="processes and threads")
-    timeout_s: float | None = Field(
-        default=None, gt=0, le=MAX_TIMEOUT_S, description="default deadline of a command"
-    )
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S, description="default deadline of a command")
 
 
 class SandboxRequest(Request):
@@ -126,9 +124,10 @@ class TerminalSize(Request):
 class CommandRequest(Request):
     """A command: a string runs under `/bin/sh -c`, a list runs as it is."""
 
-    command: Annotated[NoNul, Field(min_length=1, max_length=131_072)] | Annotated[
-        list[NoNul], Field(min_length=1, max_length=4096)
-    ]
+    command: (
+        Annotated[NoNul, Field(min_length=1, max_length=131_072)]
+        | Annotated[list[NoNul], Field(min_length=1, max_length=4096)]
+    )
     cwd: NoNul | None = Field(default=None, max_length=4096, description="relative to the workspace")
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
     timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S, description="seconds; the tree dies then")

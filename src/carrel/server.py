@@ -159,9 +159,7 @@ def _raise_file_limit() -> None:
 
 
 @asynccontextmanager
-async def running(
-    settings: Settings, *, providers: Mapping[str, Provider] | None = None
-) -> AsyncIterator[Running]:
+async def running(settings: Settings, *, providers: Mapping[str, Provider] | None = None) -> AsyncIterator[Running]:
     """A server inside the current event loop, for as long as the block lasts. `port=0` picks a free port."""
     layout = Layout(settings.data_dir)
     await asyncio.to_thread(layout.prepare)

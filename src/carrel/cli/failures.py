@@ -9,7 +9,7 @@ from carrel.errors import CarrelError
 
 USAGE = 2
 INTERRUPTED = 130
-BROKEN_PIPE = 141
+BROKEN_PIPE = 1
 TIMED_OUT = 124
 
 

@@ -29,7 +29,10 @@ Context = Annotated[
     str, typer.Argument(metavar="CONTEXT", help="A context id, or a sandbox id.", autocompletion=contexts)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Provider = Annotated[str | None, typer.Option(help="Where it runs: auto, namespace, process (unsafe), …")]
+Provider = Annotated[
+    str | None,
+    typer.Option(help="Where it runs: auto, namespace, …; process isolates nothing and needs --trust high."),
+]
 Trust = Annotated[str | None, typer.Option(help="How far the code is trusted: high, medium or low.")]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of all its processes: 512m, 2g.")]
 Cpus = Annotated[float | None, typer.Option(help="CPU cores.")]
@@ -69,6 +72,10 @@ def environment(given: list[str] | None) -> dict[str, str]:
 
 def program(words: list[str]) -> str | list[str]:
     """One word is shell text, several are a program with its arguments."""
+    # After a context the parser leaves the dashes that set the program apart from our own options.
+    words = words[1:] if words[0] == "--" else words
+    if not words:
+        raise typer.BadParameter("there is no command after --", param_hint="COMMAND…")
     return words[0] if len(words) == 1 else words
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import tempfile
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
 
 T = TypeVar("T")
+_LONGEST_BASE = 45
 
 
 def existing(client: Client, name: str) -> Sandbox:
@@ -95,7 +97,13 @@ async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
     from carrel.config import load
     from carrel.server import running
 
-    with tempfile.TemporaryDirectory(prefix="carrel-run-", ignore_cleanup_errors=True) as directory:
+    # What the server logs reaches the caller as an error already; stderr belongs to the command that is run.
+    logging.getLogger().addHandler(logging.NullHandler())
+    base = tempfile.gettempdir()
+    # Socket paths beneath it have to stay under the kernel's 108 bytes.
+    if len(os.fsencode(base)) > _LONGEST_BASE:
+        base = "/tmp"  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="carrel-", dir=base, ignore_cleanup_errors=True) as directory:
         flags: dict[str, object] = {
             "data_dir": directory,
             "host": "127.0.0.1",

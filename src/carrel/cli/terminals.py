@@ -105,7 +105,8 @@ def _raw_mode() -> Iterator[None]:
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
-        tty.setraw(descriptor)
+        # Keys typed ahead are for the shell: they are kept.
+        tty.setraw(descriptor, termios.TCSADRAIN)
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

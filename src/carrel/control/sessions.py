@@ -69,7 +69,7 @@ class LiveSandbox:
         self.connection = SupervisorConnection(str(handle["socket"]))
         self.last_activity = record.last_activity_at
         self.in_flight = 0
-        self.used = True
+        self.used = False
         self.oom_kills = 0
         self.over_quota: str | None = None
 
@@ -98,7 +98,7 @@ class Sessions:
 
     async def find(self, name: str) -> LiveSandbox:
         """The running sandbox with that id or of that context; `NotFound`, or `NotRunning` if it ended."""
-        box = self._live.get(name) or self._live.get(self._by_context.get(name, ""))
+        box = self._running(name)
         if box is not None:
             return box
         record = await self._record(name)
@@ -157,9 +157,9 @@ class Sessions:
             record, provider = self._plan(request, None, key)
             return await self._start(record, provider, fresh=True), True
         async with self._lock(f"context {request.context_id}"):
-            existing = await self._store.of_context(request.context_id)
+            box = self._running(request.context_id)
+            existing = box.record if box else await self._store.of_context(request.context_id)
             if existing is not None and existing.state is State.RUNNING:
-                box = self._live.get(existing.id)
                 if box is not None and await box.provider.alive(box.handle):
                     return await self._reuse(box, request), False
                 _refuse_differences(existing, request)
@@ -241,15 +241,12 @@ class Sessions:
         name = record.context_id or record.id
         new = False
         handle: Handle | None = None
-        recorded = False
+        # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
+        writing = asyncio.ensure_future(self._write_start(record, fresh))
         try:
-            if fresh:
-                await self._store.insert(record)
-            else:
-                await self._store.update(record.id, **_changes(record), handle=None, error=None)
-            recorded = True
             workspace, new = await asyncio.to_thread(self._layout.make, name, ephemeral=record.ephemeral)
             handle = await provider.start(_launch(record, provider, workspace))
+            await writing
             if self._closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
             record = replace(record, state=next_state(record.state, Event.STARTED), handle=handle)
@@ -257,8 +254,8 @@ class Sessions:
             self._adopt(LiveSandbox(record, provider, handle, workspace))
             return self._info(record)
         except BaseException as error:
-            if recorded:
-                await self._undo(record, provider, handle, new, error)
+            await asyncio.gather(writing, return_exceptions=True)
+            await self._undo(record, provider, handle, new=new, error=error)
             if isinstance(error, CarrelError) or not isinstance(error, Exception):
                 raise
             log.exception("a sandbox could not be started")
@@ -266,11 +263,18 @@ class Sessions:
         finally:
             self._starting -= 1
 
+    async def _write_start(self, record: SessionRecord, fresh: bool) -> None:
+        if fresh:
+            await self._store.insert(record)
+        else:
+            await self._store.update(record.id, **_changes(record), handle=None, error=None)
+
     async def _undo(
         self,
         record: SessionRecord,
         provider: Provider,
         handle: Handle | None,
+        *,
         new: bool,
         error: BaseException,
     ) -> None:
@@ -309,7 +313,9 @@ class Sessions:
         if record.state is State.CREATING:
             return False  # its supervisor was never seen ready
         path = self._layout.path(record.context_id or record.id, ephemeral=record.ephemeral)
-        self._adopt(LiveSandbox(replace(record, state=State.RUNNING), provider, record.handle, path))
+        box = LiveSandbox(replace(record, state=State.RUNNING), provider, record.handle, path)
+        box.used = True
+        self._adopt(box)
         return True
 
     # ending
@@ -321,7 +327,7 @@ class Sessions:
         record = await self._record(name)
         key = f"context {record.context_id}" if record.context_id else f"id {record.id}"
         async with self._lock(key):
-            record = await self._store.get(record.id) or record
+            record = await self._record(record.id)
             if record.state is not State.TERMINATED:
                 record = await self._end(record, Event.TERMINATE, reason)
             elif record.context_id and await self._store.of_context(record.context_id):
@@ -337,7 +343,7 @@ class Sessions:
         record = await self._record(name)
         key = f"context {record.context_id}" if record.context_id else f"id {record.id}"
         async with self._lock(key):
-            record = await self._store.get(record.id) or record
+            record = await self._record(record.id)
             if record.state in LIVE:
                 event = Event.STOP if error is None else Event.FAIL
                 record = await self._end(
@@ -409,9 +415,13 @@ class Sessions:
         box = self._live.get(record.id)
         return record.info(box.last_activity if box else None)
 
+    def _running(self, name: str) -> LiveSandbox | None:
+        return self._live.get(name) or self._live.get(self._by_context.get(name, ""))
+
     async def _record(self, name: str) -> SessionRecord:
-        record = None
-        if 0 < len(name) <= 128:
+        box = self._running(name)
+        record = box.record if box else None
+        if record is None and 0 < len(name) <= 128:
             record = await self._store.get(name) or await self._store.of_context(name)
         if record is None:
             raise NotFound(

@@ -272,5 +272,3 @@ def _read(path: str, directory: int) -> str:
         return os.read(descriptor, 65536).decode()
     finally:
         os.close(descriptor)
-
-

@@ -73,9 +73,7 @@ def restrict(
     """
     version = abi()
     if version == 0:
-        raise PlatformError(
-            "this kernel does not enforce Landlock", hint="boot with landlock in the lsm= list"
-        )
+        raise PlatformError("this kernel does not enforce Landlock", hint="boot with landlock in the lsm= list")
     handled = rights(version)
     scoped = _SCOPE_ABSTRACT_UNIX_SOCKET | _SCOPE_SIGNAL if scope and version >= _SCOPED_SINCE else 0
     _RULESET.pack_into(_buffer, 0, handled, 0, scoped)

@@ -123,9 +123,7 @@ def move_mount(tree_fd: int, target: str) -> None:
     _check(result, f"move_mount to {target}")
 
 
-def set_mount_attributes(
-    tree_fd: int, attributes: int, user_namespace_fd: int = 0, *, recursive: bool = False
-) -> None:
+def set_mount_attributes(tree_fd: int, attributes: int, user_namespace_fd: int = 0, *, recursive: bool = False) -> None:
     """Set mount attributes; with `MOUNT_ATTR_IDMAP`, owners on disk are seen through the given user namespace."""
     packed = struct.pack("=QQQQ", attributes, 0, 0, user_namespace_fd)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)

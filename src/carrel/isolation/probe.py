@@ -48,9 +48,7 @@ class Host:
 @cache
 def host() -> Host:
     """Probe this host, once."""
-    run = subprocess.run(
-        [sys.executable, "-m", "carrel.isolation.probe"], capture_output=True, timeout=60, check=False
-    )
+    run = subprocess.run([sys.executable, "-m", "carrel.isolation.probe"], capture_output=True, timeout=60, check=False)
     try:
         answer = json.loads(run.stdout)
         return Host(tuple(Finding(**finding) for finding in answer["findings"]), tuple(answer["controllers"]))
@@ -92,7 +90,7 @@ def examine() -> Host:
             "other namespaces",
             linux.attempt(lambda: linux.unshare(linux.ALL_NAMESPACES & ~linux.CLONE_NEWPID)),
             "own mounts, network, IPC, host name and cgroup view",
-            "a kernel with CONFIG_NET_NS, IPC_NS, UTS_NS, CGROUPS; in a container: allow unshare in its seccomp profile",
+            "a kernel with NET_NS, IPC_NS, UTS_NS and CGROUPS; in a container: allow unshare in its seccomp profile",
         ),
         _tried(
             "private /proc",
@@ -116,8 +114,8 @@ def examine() -> Host:
         _optional(
             "cgroup memory",
             "memory" in controllers,
-            version if "memory" in controllers else reason or "no writable hierarchy",
-            "without it a memory limit cannot be enforced, and asking for one is refused",
+            version if "memory" in controllers else f"watched from outside ({reason or 'no writable hierarchy'})",
+            "the kernel holds a sandbox to its memory; without it each process is held, and their sum is watched",
             "run carrel as root, or in a delegated cgroup: systemd-run --user --scope -p Delegate=yes carrel serve",
         ),
         _optional(
@@ -178,5 +176,6 @@ def _mount_proc() -> None:
 if __name__ == "__main__":
     found = examine()
     json.dump(
-        {"findings": [asdict(finding) for finding in found.findings], "controllers": found.controllers}, sys.stdout
+        {"findings": [asdict(finding) for finding in found.findings], "controllers": found.controllers},
+        sys.stdout,
     )

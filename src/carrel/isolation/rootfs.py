@@ -113,7 +113,11 @@ _ETC = (
 )  # fmt: skip
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
-PASSWD = f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{SANDBOX_UID}:{SANDBOX_UID}:agent:{HOME}:/bin/sh\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n"
+PASSWD = f"""\
+root:x:0:0:root:/root:/usr/sbin/nologin
+agent:x:{SANDBOX_UID}:{SANDBOX_UID}:agent:{HOME}:/bin/sh
+nobody:x:65534:65534:nobody:/:/usr/sbin/nologin
+"""
 GROUP = f"root:x:0:\ntty:x:5:\nagent:x:{SANDBOX_UID}:\nnogroup:x:65534:\n"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 carrel\n"
 NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
@@ -251,9 +255,7 @@ def _device(step: Device, target: str, _fd: int, _owner: int | None) -> None:
     with open(target, "w", encoding="utf-8"):
         pass
     linux.mount(step.source, target, None, linux.MS_BIND)
-    linux.mount(
-        "none", target, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NOSUID | linux.MS_NOEXEC
-    )
+    linux.mount("none", target, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NOSUID | linux.MS_NOEXEC)
 
 
 def _tmpfs(step: Tmpfs, target: str, _fd: int, owner: int | None) -> None:
@@ -270,7 +272,11 @@ def _proc(_step: Proc, target: str, _fd: int, _owner: int | None) -> None:
 
 def _terminals(_step: Terminals, target: str, _fd: int, _owner: int | None) -> None:
     linux.mount(
-        "devpts", target, "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620,max=64"
+        "devpts",
+        target,
+        "devpts",
+        linux.MS_NOSUID | linux.MS_NOEXEC,
+        "newinstance,ptmxmode=0666,mode=620,max=64",
     )
 
 

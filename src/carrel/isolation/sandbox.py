@@ -31,6 +31,7 @@ class Spec:
     disk_mb: int | None = None
     processes: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    watched: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ def _limit(spec: Spec) -> None:
     linux.lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     if spec.processes is not None:
         linux.lower_limit(resource.RLIMIT_NPROC, spec.processes)
+    if spec.watched and spec.memory_mb is not None:  # no cgroup holds the sum, so each process is held
+        linux.lower_limit(resource.RLIMIT_DATA, spec.memory_mb * 1024 * 1024)
     if spec.disk_mb is not None:
         linux.lower_limit(resource.RLIMIT_FSIZE, spec.disk_mb * 1024 * 1024)
 

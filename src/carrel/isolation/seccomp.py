@@ -55,9 +55,7 @@ _EPERM, _ENOSYS = refuse(errno.EPERM), refuse(errno.ENOSYS)
 _EAFNOSUPPORT, _EPROTONOSUPPORT = refuse(errno.EAFNOSUPPORT), refuse(errno.EPROTONOSUPPORT)
 
 
-def _only(
-    argument: int, values: Sequence[int], then: Decision, otherwise: Decision, mask: int = 0xFFFFFFFF
-) -> Check:
+def _only(argument: int, values: Sequence[int], then: Decision, otherwise: Decision, mask: int = 0xFFFFFFFF) -> Check:
     return Check(argument, tuple((value, then) for value in values), otherwise, mask)
 
 
@@ -125,9 +123,7 @@ ABSENT = _names(
     """
 )
 
-_CLONE_NEW = (
-    0x7E020000  # NEWTIME is absent: its bit lies in the exit signal here, only clone3 and unshare know it
-)
+_CLONE_NEW = 0x7E020000  # NEWTIME is absent: its bit lies in the exit signal here, only clone3 and unshare know it
 _SOCKET_TYPE = 0xF  # the rest is SOCK_NONBLOCK and SOCK_CLOEXEC; the kernel refuses other bits
 _NETLINK_ROUTE = 0
 _IP_PROTOCOLS = (0, socket.IPPROTO_ICMP, socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_ICMPV6)
@@ -144,9 +140,7 @@ _IP_SOCKET = _only(
     _EPERM,
     _SOCKET_TYPE,
 )
-_UNIX_SOCKET = _only(
-    1, (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET), RET_ALLOW, _EPERM, _SOCKET_TYPE
-)
+_UNIX_SOCKET = _only(1, (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET), RET_ALLOW, _EPERM, _SOCKET_TYPE)
 _NETLINK_SOCKET = _only(
     1,
     (socket.SOCK_RAW, socket.SOCK_DGRAM),

@@ -9,7 +9,6 @@ not know it.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gc
 import importlib
 import json
@@ -18,27 +17,20 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from carrel.errors import CarrelError, PlatformError
-from carrel.isolation import cgroups, linux, rootfs, sandbox, seccomp
+from carrel.isolation import cgroups, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
 
 MAX_MESSAGE = sandbox.MAX_MESSAGE
 SPARES = 2
 LINGER_S = 30.0
 RETRY_S = 0.002
 SETUP_DEADLINE_S = 30.0
-
-# Host ids above those that distributions, container engines and systemd hand out.
-F_OFD_SETLK = 37  # not in the fcntl module before Python 3.13
-FIRST_ID, RANGE, SLOTS = 0x70000000, 65536, 4095
-ID_LOCKS = "/run/carrel"
-
 
 
 class SupervisorModule(Protocol):
@@ -71,6 +63,7 @@ class Child:
     deadline: float = math.inf
     ready: bool = False
     reaped: bool = False
+    watched: watchdog.Watched | None = None
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
 
 
@@ -91,53 +84,25 @@ class Zygote:
         self._connections: set[socket.socket] = set()
         self._cgroups = cgroups.Cgroups()
         self._program = b""
-        self._id_locks = -1
+        self._ids: ids.HostIds | None = None
         self._workspaces = -1
         self._idmap = False
-        self._next_slot = os.getpid() % SLOTS
         self._stopping = False
-
-    # setting up
+        self._next_look = 0.0
 
     def prepare(self, workspaces: str) -> None:
         """Leave the host's file system for a small one, and make there what all sandboxes share."""
-        if not self._isolate:
-            self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            return
-        self._program = seccomp.build()
-        self._cgroups = cgroups.Cgroups.open()
-        if self._root:
-            os.makedirs(ID_LOCKS, 0o700, exist_ok=True)
-            self._id_locks = os.open(ID_LOCKS, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        links = rootfs.host_links()
-        uid, gid = os.geteuid(), os.getegid()
-        linux.unshare(linux.CLONE_NEWNS | (0 if self._root else linux.CLONE_NEWUSER))
-        if not self._root:
-            with open("/proc/self/setgroups", "w", encoding="utf-8") as file:
-                file.write("deny")
-            for name, own in (("uid_map", uid), ("gid_map", gid)):
-                with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
-                    file.write(f"0 {own} 1\n")
-        linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-        stage = "/tmp"  # noqa: S108 - only a mount point in our own namespace
-        # Sources are opened by path, so what is staged must not hide them: workspaces may lie below the stage.
-        tree = linux.open_tree(workspaces)
-        linux.mount("tmpfs", stage, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
-        for name in ("base", "proc", "workspaces"):
-            os.mkdir(f"{stage}/{name}", 0o755)
-        base = stage + sandbox.BASE
-        linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
-        rootfs.carry_out(rootfs.base_plan(links), base)
-        rootfs.seal(base)
-        # A whole view of /proc must stay in sight, or the kernel lets no sandbox mount one of its own.
-        linux.mount("/proc", f"{stage}/proc", None, linux.MS_BIND | linux.MS_REC)
-        linux.move_mount(tree, f"{stage}/workspaces")
-        os.close(tree)
-        linux.pivot_into(stage)
-        self._workspaces = os.open("/workspaces", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._idmap = self._root and self._can_idmap()
+        if self._isolate:
+            self._program = seccomp.build()
+            self._cgroups = cgroups.Cgroups.open()
+            self._ids = ids.HostIds() if self._root else None
+            stage.enter(workspaces, root=self._root)
+            workspaces = stage.WORKSPACES
+        self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._idmap = self._ids is not None and self._can_idmap()
 
     def _can_idmap(self) -> bool:
+        """Whether the file system of the workspaces lets owners be translated: tried, not guessed."""
         read_end, write_end = os.pipe()
         pid = linux.fork_into(linux.CLONE_NEWUSER)
         if pid == 0:
@@ -145,7 +110,7 @@ class Zygote:
             os.read(read_end, 1)
             os._exit(0)
         try:
-            linux.write_id_maps(f"/proc/{pid}", f"0 {FIRST_ID} {RANGE}\n")
+            linux.write_id_maps(f"/proc/{pid}", ids.maps(0, root=True, idmap=True))
             os.close(self._workspace_mount("", pid))
         except OSError:
             return False
@@ -194,6 +159,7 @@ class Zygote:
             for child in [child for child in self._children.values() if child.reaped]:
                 self._bury(child)
             self._check_deadlines()
+            self._watch()
             if self._connections or self._named:
                 idle_until = math.inf
                 if not events:
@@ -208,9 +174,20 @@ class Zygote:
             return 0.0
         if any(child.reaped for child in self._children.values()):
             return RETRY_S  # a group of a dead sandbox is still held by a process that is on its way out
+        if any(child.watched for child in self._named.values()):
+            return watchdog.INTERVAL_S
         if any(child.deadline < math.inf for child in self._children.values()):
             return 1.0
         return None if idle_until == math.inf else max(0.0, idle_until - time.monotonic())
+
+    def _watch(self) -> None:
+        """Look after memory where no cgroup does."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            watched = [child.watched for child in self._named.values() if child.watched and not child.reaped]
+            if watched:
+                watchdog.look(watched)
+                self._next_look = time.monotonic() + watchdog.INTERVAL_S
 
     def _stop(self) -> None:
         self._stopping = True
@@ -269,6 +246,8 @@ class Zygote:
             elif op == "usage":
                 named = self._named.get(body["id"])
                 usage = self._cgroups.usage(named.group) if named else {}
+                if named and named.watched:
+                    usage = {"memory_bytes": named.watched.used, "oom_kills": named.watched.kills}
                 self._answer(connection, seq, known=named is not None, **usage)
             elif op == "describe":
                 self._answer(connection, seq, **self.describe())
@@ -296,6 +275,9 @@ class Zygote:
         child.name, child.asked_by, child.seq = spec.id, connection, seq
         child.deadline = time.monotonic() + SETUP_DEADLINE_S
         self._named[spec.id] = child
+        if self._isolate and spec.memory_mb is not None and "memory" not in self._cgroups.controllers:
+            child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024)
+            spec = replace(spec, watched=True)
         try:
             fds = [listener]
             if self._isolate:
@@ -323,7 +305,7 @@ class Zygote:
     def _hatch(self) -> Child:
         self._count += 1
         group = f"s{self._count}"
-        slot, lock = self._take_slot() if self._isolate and self._root else (0, -1)
+        slot, lock = self._ids.take() if self._ids else (0, -1)
         try:
             seat = self._cgroups.make(group)
         except PlatformError:
@@ -349,38 +331,12 @@ class Zygote:
         self._selector.register(ours, selectors.EVENT_READ, lambda _s: self._heard(child))
         if self._isolate:
             try:
-                self._map_ids(pid, slot)
+                linux.write_id_maps(f"/proc/{pid}", ids.maps(slot, root=self._root, idmap=self._idmap))
             except OSError as error:
                 _kill(pid)
                 raise PlatformError(f"the user ids of a sandbox could not be mapped: {error}") from error
             ours.send(b"mapped")
         return child
-
-    def _take_slot(self) -> tuple[int, int]:
-        """A range of host ids no other sandbox on this host uses, with the lock that proves it."""
-        lock = os.open("ids.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._id_locks)
-        for _ in range(SLOTS):
-            slot = self._next_slot
-            self._next_slot = (slot + 1) % SLOTS
-            try:
-                # l_type, l_whence, l_start, l_len, l_pid: of the open file, so that it passes to the child
-                fcntl.fcntl(lock, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0))
-            except BlockingIOError:
-                continue
-            return slot, lock
-        os.close(lock)
-        raise PlatformError(f"all {SLOTS} ranges of user ids are in use on this host")
-
-    def _map_ids(self, pid: int, slot: int) -> None:
-        uid, last = rootfs.SANDBOX_UID, RANGE - rootfs.SANDBOX_UID - 1
-        if not self._root:
-            lines = f"{uid} 0 1\n"
-        elif self._idmap:
-            lines = f"0 {FIRST_ID + slot * RANGE} {RANGE}\n"
-        else:  # files keep the one owner they have on disk, so the agents of this host share it
-            first = FIRST_ID + slot * RANGE
-            lines = f"0 {first} {uid}\n{uid} {uid} 1\n{uid + 1} {first + uid + 1} {last}\n"
-        linux.write_id_maps(f"/proc/{pid}", lines)
 
     def _workspace_mount(self, name: str, pid: int) -> int:
         mount = linux.open_tree(name, dir_fd=self._workspaces)
@@ -425,9 +381,7 @@ class Zygote:
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
-            born = sandbox.Born(
-                spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score
-            )
+            born = sandbox.Born(spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score)
             self._supervisor.main(born, rehearsed)
         except BaseException as error:
             try:

@@ -9,7 +9,12 @@ from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 
 LEAST_LEVEL = {Trust.HIGH: 0, Trust.MEDIUM: 1, Trust.LOW: 2}
-LEVELS = {0: "no isolation", 1: "namespaces or a container", 2: "a user-space kernel (gVisor)", 3: "a microVM"}
+LEVELS = {
+    0: "no isolation",
+    1: "namespaces or a container",
+    2: "a user-space kernel (gVisor)",
+    3: "a microVM",
+}
 
 __all__ = ["Capability", "Handle", "Launch", "Provider", "choose", "open_providers"]
 
@@ -35,7 +40,9 @@ def choose(providers: dict[str, Provider], name: str, trust: Trust) -> Provider:
                     hint="set CARREL_SANDBOX_ALLOW_PROCESS=true on the server, only for code you would run by hand",
                 )
             raise InvalidRequest(
-                f"unknown provider '{name[:64]}'", field="provider", hint=f"known here: auto, {', '.join(providers)}"
+                f"unknown provider '{name[:64]}'",
+                field="provider",
+                hint=f"known here: auto, {', '.join(providers)}",
             )
         if provider.isolation_level < least:
             raise Unsupported(
@@ -46,7 +53,9 @@ def choose(providers: dict[str, Provider], name: str, trust: Trust) -> Provider:
         missing = provider.missing()
         if missing is not None:
             raise ProviderUnavailable(
-                f"provider '{name}' cannot be used here: {missing}", field="provider", hint="run `carrel doctor`"
+                f"provider '{name}' cannot be used here: {missing}",
+                field="provider",
+                hint="run `carrel doctor`",
             )
         return provider
     reasons = []

@@ -1,4 +1,4 @@
-"""What a provider is: it starts, finds, reaches and removes sandboxes. What happens inside a sandbox is not its business.
+"""What a provider is: it starts, finds, reaches and removes sandboxes. What happens inside one is not its business.
 
 A provider promises capabilities by name. What is asked of it and not promised is refused before anything is made, never
 ignored. A handle is a plain JSON value, so that a control plane that was restarted finds its sandboxes again.

@@ -21,9 +21,7 @@ def host_report(providers: dict[str, Provider]) -> HostReport:
             off.model_copy(update={"available": False, "reason": "unsafe; CARREL_SANDBOX_ALLOW_PROCESS is not set"})
         )
     checks = [
-        Check.model_validate(
-            {"name": f.name, "status": f.status, "found": f.found, "why": f.why, "remedy": f.remedy}
-        )
+        Check.model_validate({"name": f.name, "status": f.status, "found": f.found, "why": f.why, "remedy": f.remedy})
         for f in probe.host().findings
     ]
     return HostReport(

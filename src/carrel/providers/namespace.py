@@ -29,14 +29,13 @@ class NamespaceProvider(ZygoteProvider):
         promised = {
             Capability.FILE_ISOLATION,
             Capability.PROCESS_ISOLATION,
+            Capability.LIMIT_MEMORY,
             Capability.LIMIT_PROCESSES,
             Capability.LIMIT_DISK,
             Capability.NETWORK_NONE,
             Capability.TERMINAL,
             Capability.SURVIVES_RESTART,
         }
-        if "memory" in self._host.controllers:
-            promised.add(Capability.LIMIT_MEMORY)
         if "cpu" in self._host.controllers:
             promised.add(Capability.LIMIT_CPUS)
         return frozenset(promised)

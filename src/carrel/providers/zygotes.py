@@ -98,7 +98,8 @@ class ZygoteClient:
                 self.description = await self._ask(connection, "describe", (), {})
             except PlatformError as error:
                 raise ProviderUnavailable(
-                    f"the {self._name} zygote did not start: {error.detail}", hint=f"see {self._log}; run `carrel doctor`"
+                    f"the {self._name} zygote did not start: {error.detail}",
+                    hint=f"see {self._log}; run `carrel doctor`",
                 ) from error
             return connection
 

@@ -20,7 +20,8 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from carrel.errors import InvalidRequest, Unsupported
-from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Command, Commands, Order
+from carrel.supervisor.command import Command, Order
+from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
 from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
 from carrel.supervisor.output import END
@@ -153,7 +154,7 @@ class Supervisor:
         return json_response(_result(command))
 
     async def _list(self, _request: Request) -> Response:
-        return json_response({"items": [command.info() for command in self.commands.list()]})
+        return json_response({"items": [command.info() for command in self.commands.all()]})
 
     async def _info(self, request: Request) -> Response:
         return json_response(self.commands.get(request.args[0]).info())
@@ -212,9 +213,7 @@ class Supervisor:
         decoded = {path: _decode(path, text) for path, text in files.items()}
         given = [self.files.write_bytes(path, data, None) for path, data in decoded.items()]
         since = self.files.mark()
-        command = self._begin(
-            {"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")}
-        )
+        command = self._begin({"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")})
         await asyncio.shield(command.finished)
         result = _result(command)
         produced = self.files.produced_since(since, ".", 1000, given)

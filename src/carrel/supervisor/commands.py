@@ -13,11 +13,10 @@ import signal
 import struct
 import termios
 import time
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, NotRunning
+from carrel.supervisor.command import Command, Order
 from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
 from carrel.supervisor.reaper import (
     OOM_SCORE_OF_COMMANDS,
@@ -37,77 +36,6 @@ IDLE_RUNNERS = 8
 RUNNER_REST_S = 10.0
 OUTPUT_BUDGET = 128 * 1024 * 1024
 _SIGNALS = {number.name: number.value for number in signal.Signals}
-
-
-@dataclass(frozen=True)
-class Order:
-    """What to run, with everything already resolved."""
-
-    command: str | list[str]
-    directory: int
-    env: dict[str, str]
-    timeout: float | None = None
-    stdin: bytes | None = None
-    interactive: bool = False
-    output_limit: int = 10 * 1024 * 1024
-    terminal: tuple[int, int] | None = None
-
-
-@dataclass(eq=False)
-class Command:
-    """One command, from its start until it is forgotten."""
-
-    id: str
-    order: Order
-    output: Output
-    started_at: datetime
-    started: float
-    finished: asyncio.Future[None]
-    pid: int | None = None
-    runner: Runner | None = None
-    status: int | None = None
-    ended: float | None = None
-    timed_out: bool = False
-    killing: bool = False
-    readers: dict[int, int] = field(default_factory=dict)
-    stdin_fd: int = -1
-    terminal_fd: int = -1
-    slave_fd: int = -1
-    deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether the command itself (not what it left behind) still runs."""
-        return self.ended is None
-
-    def exit(self) -> tuple[int | None, str | None]:
-        """Exit code or the name of the signal; both None while running."""
-        if self.status is None:
-            return None, None
-        code = os.waitstatus_to_exitcode(self.status)
-        return (code, None) if code >= 0 else (None, signal_name(-code))
-
-    def duration_ms(self) -> float:
-        """Milliseconds from start to end, or until now."""
-        return round(((self.ended or time.monotonic()) - self.started) * 1000, 3)
-
-    def info(self) -> dict[str, Any]:
-        """The info object of the protocol."""
-        code, name = self.exit()
-        return {
-            "id": self.id,
-            "command": self.order.command,
-            "running": self.running,
-            "pid": self.pid,
-            "terminal": self.order.terminal is not None,
-            "started_at": self.started_at.isoformat(),
-            "duration_ms": self.duration_ms(),
-            "exit_code": code,
-            "signal": name,
-            "timed_out": self.timed_out,
-            "output_bytes": len(self.output),
-            "dropped_bytes": self.output.dropped,
-        }
 
 
 class Commands:
@@ -150,7 +78,7 @@ class Commands:
         """How many commands run."""
         return sum(command.running for command in self._commands.values())
 
-    def list(self) -> list[Command]:
+    def all(self) -> list[Command]:
         """The remembered commands, oldest first."""
         return list(self._commands.values())
 
@@ -357,9 +285,9 @@ class Commands:
                     return  # clean already, and perhaps with another command by now
                 if runner is None and self._last_direct is not command:
                     return
-                if kill_below(runner.pid if runner else self._pid, () if runner else tuple(self._runners)) == 0:
-                    if not command.running or runner is None:
-                        return
+                left = kill_below(runner.pid if runner else self._pid, () if runner else tuple(self._runners))
+                if left == 0 and (not command.running or runner is None):
+                    return
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 0.05)
         finally:
@@ -373,7 +301,9 @@ class Commands:
             number = int(text)
         if number is None:
             raise InvalidRequest(
-                f"unknown signal {name[:20]!r}", field="signal", hint="use a name such as TERM, INT, KILL, HUP"
+                f"unknown signal {name[:20]!r}",
+                field="signal",
+                hint="use a name such as TERM, INT, KILL, HUP",
             )
         if tree and number == signal.SIGKILL:
             self.kill(command)
@@ -401,7 +331,8 @@ class Commands:
             raise NotRunning(f"command {command.id} has ended")
         if descriptor < 0:
             raise NotRunning(
-                f"standard input of command {command.id} is closed", hint="start it with interactive=true to feed it"
+                f"standard input of command {command.id} is closed",
+                hint="start it with interactive=true to feed it",
             )
         view = memoryview(data)
         while view:
@@ -513,14 +444,6 @@ class Commands:
                 self._finish(command, signal.SIGKILL)
             # Its processes are now below the supervisor and cannot be told from others there: end them all.
             kill_below(self._pid, tuple(self._runners))
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; `SIG34` for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
 
 
 def _find(name: str, path: str, directory: int) -> str | None:

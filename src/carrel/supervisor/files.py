@@ -453,9 +453,7 @@ def _occurrences(content: bytes, old: bytes, *, replace_all: bool) -> int:
         return 1
     if not starts:
         hint = "read the file and copy the text exactly, white space included"
-        raise EditMismatch(
-            "the text to replace does not occur in the file", field="old", hint=hint, occurrences=0
-        )
+        raise EditMismatch("the text to replace does not occur in the file", field="old", hint=hint, occurrences=0)
     lines = [content.count(b"\n", 0, start) + 1 for start in starts]
     count = max(count, len(starts))
     where = ", ".join(map(str, lines)) + (", …" if count > len(lines) else "")

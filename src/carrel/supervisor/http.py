@@ -1,7 +1,7 @@
 """A small HTTP/1.1 server on asyncio and httptools, for one trusted caller on a Unix socket.
 
 It parses, routes, streams bodies both ways with back-pressure, and turns errors into problem answers. It knows nothing
-of commands or files. Everything it needs is imported with it, because the file system it came from is gone when it runs.
+of commands or files. Everything it needs is imported with it: the file system it came from is gone when it runs.
 """
 
 from __future__ import annotations
@@ -285,7 +285,9 @@ class Connection(asyncio.Protocol):
                 except (ConnectionError, asyncio.CancelledError):
                     raise
                 except Exception as error:
-                    response = problem_response(PlatformError(f"the supervisor failed: {type(error).__name__}: {error}"))
+                    response = problem_response(
+                        PlatformError(f"the supervisor failed: {type(error).__name__}: {error}")
+                    )
                 if not request._complete:
                     response.headers += ((b"connection", b"close"),)
                 await self._send(response)

@@ -202,5 +202,3 @@ def _run(orders: socket.socket, other_end: socket.socket, oom_score_fd: int) -> 
             if pid == main:
                 tell(b"ended", status)
         tell(b"clean", 0)
-
-

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Literal
 from urllib.parse import urlencode
 
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from carrel.errors import NotRunning, PlatformError, from_problem
 from carrel.models import CommandInfo
 
 MAX_MESSAGE = 16 * 1024 * 1024
+MAX_SENT = 256 * 1024
 
 
 class Terminal:
@@ -37,7 +39,7 @@ class Terminal:
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
         headers = {"authorization": f"Bearer {token}"} if token else None
-        proxy = None if connection.address.loopback else True
+        proxy: Literal[True] | None = None if connection.address.loopback else True
         try:
             # Entered by hand, because the blocking `connect` is to be used as a context manager only.
             opening = connect(
@@ -51,8 +53,10 @@ class Terminal:
 
     def send(self, data: bytes | str) -> None:
         """Type into the terminal."""
+        typed = data.encode() if isinstance(data, str) else data
         try:
-            self._socket.send(data.encode() if isinstance(data, str) else data)
+            for start in range(0, len(typed), MAX_SENT):
+                self._socket.send(typed[start : start + MAX_SENT])
         except ConnectionClosed:
             raise NotRunning("the terminal has ended") from None
 
@@ -89,8 +93,8 @@ class Terminal:
                 return
         except (ValueError, ValidationError):
             raise PlatformError("the server sent a terminal message that cannot be read") from None
-        if isinstance(told, dict) and "code" in told:
-            raise from_problem(told)
+        if isinstance(told, dict) and isinstance(told.get("error"), dict):
+            raise from_problem(told["error"])
 
     def close(self) -> None:
         """Hang up: the terminal's program is ended."""

@@ -1,0 +1,53 @@
+"""Host user ids for sandboxes: a range each, that no other sandbox on the host has while it lives.
+
+The ranges lie above those that distributions, container engines and systemd hand out. A range is taken by locking a
+byte of a shared file; the lock belongs to the open file, which the sandbox inherits, so it ends with the sandbox
+whatever happens to the zygote or to carrel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+from carrel.errors import PlatformError
+from carrel.isolation.rootfs import SANDBOX_UID
+
+FIRST, RANGE, SLOTS = 0x70000000, 65536, 4095
+LOCKS = "/run/carrel"
+F_OFD_SETLK = 37  # not in the fcntl module before Python 3.13
+
+
+class HostIds:
+    """Hands out ranges. Only root can use them."""
+
+    def __init__(self, directory: str = LOCKS) -> None:
+        os.makedirs(directory, 0o700, exist_ok=True)
+        self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._next = os.getpid() % SLOTS
+
+    def take(self) -> tuple[int, int]:
+        """A free slot, with the descriptor whose lock proves it."""
+        lock = os.open("ids.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
+        for _ in range(SLOTS):
+            slot = self._next
+            self._next = (slot + 1) % SLOTS
+            try:  # l_type, l_whence, l_start, l_len, l_pid
+                fcntl.fcntl(lock, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0))
+            except BlockingIOError:
+                continue
+            return slot, lock
+        os.close(lock)
+        raise PlatformError(f"all {SLOTS} ranges of user ids are in use on this host")
+
+
+def maps(slot: int, *, root: bool, idmap: bool) -> str:
+    """The id map of a sandbox: `inside outside count` a line."""
+    first, after = FIRST + slot * RANGE, SANDBOX_UID + 1
+    if not root:  # the zygote's own user namespace knows one id: its user, as 0
+        return f"{SANDBOX_UID} 0 1\n"
+    if idmap:
+        return f"0 {first} {RANGE}\n"
+    # Files keep the one owner they have on disk, so the agents of this host share it.
+    return f"0 {first} {SANDBOX_UID}\n{SANDBOX_UID} {SANDBOX_UID} 1\n{after} {first + after} {RANGE - after}\n"

@@ -1,0 +1,45 @@
+"""The zygote's own small world: a mount namespace that holds the base root, the workspaces and `/proc`, and no more.
+
+Each sandbox starts as a copy of it, so it is small for speed, and holds nothing of the host for safety.
+"""
+
+from __future__ import annotations
+
+import os
+
+from carrel.isolation import linux, rootfs
+from carrel.isolation.sandbox import BASE
+
+WORKSPACES = "/workspaces"
+_STAGE = "/tmp"  # only a mount point, in a namespace of our own
+
+
+def enter(workspaces: str, *, root: bool) -> None:
+    """Move this process there for good. As an ordinary user it becomes root of a user namespace of its own first."""
+    links = rootfs.host_links()
+    uid, gid = os.geteuid(), os.getegid()
+    linux.unshare(linux.CLONE_NEWNS | (0 if root else linux.CLONE_NEWUSER))
+    if not root:
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"0 {uid} 1\n")
+        _write("/proc/self/gid_map", f"0 {gid} 1\n")
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    # Taken before the stage is set: the workspaces may lie below it.
+    tree = linux.open_tree(workspaces)
+    linux.mount("tmpfs", _STAGE, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
+    for name in (BASE, "/proc", WORKSPACES):
+        os.mkdir(_STAGE + name, 0o755)
+    base = _STAGE + BASE
+    linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
+    rootfs.carry_out(rootfs.base_plan(links), base)
+    rootfs.seal(base)
+    # A whole view of /proc must stay in sight, or the kernel lets no sandbox mount one of its own.
+    linux.mount("/proc", f"{_STAGE}/proc", None, linux.MS_BIND | linux.MS_REC)
+    linux.move_mount(tree, _STAGE + WORKSPACES)
+    os.close(tree)
+    linux.pivot_into(_STAGE)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

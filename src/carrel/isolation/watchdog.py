@@ -1,0 +1,77 @@
+"""Memory limits where no cgroup can be had: looks at a sandbox's processes from outside and kills as the kernel would.
+
+The kernel holds each single process to the limit (`RLIMIT_DATA`); this adds them up. It is coarser than a cgroup: a
+burst between two looks is seen late. `carrel doctor` says which of the two a host has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+INTERVAL_S = 0.1
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Watched:
+    """A sandbox whose memory is watched: its first process, its limit, and how often it was over it."""
+
+    pid: int
+    limit: int
+    kills: int = 0
+    used: int = 0
+
+
+def look(watched: list[Watched], proc: str = "/proc") -> None:
+    """Add up each sandbox's private memory; where it is over the limit, kill its largest process but the first."""
+    parents = _parents(proc)
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    for sandbox in watched:
+        pending = [sandbox.pid]
+        sizes: dict[int, int] = {}
+        while pending:
+            pid = pending.pop()
+            sizes[pid] = _private_bytes(proc, pid)
+            pending += children.get(pid, ())
+        sandbox.used = sum(sizes.values())
+        if sandbox.used > sandbox.limit:
+            del sizes[sandbox.pid]
+            largest = max(sizes, key=sizes.__getitem__, default=0)
+            if largest:
+                try:
+                    os.kill(largest, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                sandbox.kills += 1
+
+
+def _parents(proc: str) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for name in os.listdir(proc):
+        if name.isdigit():
+            fields = _read(f"{proc}/{name}/stat").rpartition(b")")[2].split()
+            if len(fields) > 1:
+                found[int(name)] = int(fields[1])
+    return found
+
+
+def _private_bytes(proc: str, pid: int) -> int:
+    fields = _read(f"{proc}/{pid}/statm").split()
+    return max(0, int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
+
+
+def _read(path: str) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""One command: what was asked for, and what became of it. Knows nothing of how processes are started or found."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from carrel.supervisor.output import Output
+from carrel.supervisor.reaper import Runner
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run, with everything already resolved."""
+
+    command: str | list[str]
+    directory: int
+    env: dict[str, str]
+    timeout: float | None = None
+    stdin: bytes | None = None
+    interactive: bool = False
+    output_limit: int = 10 * 1024 * 1024
+    terminal: tuple[int, int] | None = None
+
+
+@dataclass(eq=False)
+class Command:
+    """One command, from its start until it is forgotten."""
+
+    id: str
+    order: Order
+    output: Output
+    started_at: datetime
+    started: float
+    finished: asyncio.Future[None]
+    pid: int | None = None
+    runner: Runner | None = None
+    status: int | None = None
+    ended: float | None = None
+    timed_out: bool = False
+    killing: bool = False
+    readers: dict[int, int] = field(default_factory=dict)
+    stdin_fd: int = -1
+    terminal_fd: int = -1
+    slave_fd: int = -1
+    deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the command itself (not what it left behind) still runs."""
+        return self.ended is None
+
+    def exit(self) -> tuple[int | None, str | None]:
+        """Exit code or the name of the signal; both None while running."""
+        if self.status is None:
+            return None, None
+        code = os.waitstatus_to_exitcode(self.status)
+        return (code, None) if code >= 0 else (None, signal_name(-code))
+
+    def duration_ms(self) -> float:
+        """Milliseconds from start to end, or until now."""
+        return round(((self.ended or time.monotonic()) - self.started) * 1000, 3)
+
+    def info(self) -> dict[str, Any]:
+        """The info object of the protocol."""
+        code, name = self.exit()
+        return {
+            "id": self.id,
+            "command": self.order.command,
+            "running": self.running,
+            "pid": self.pid,
+            "terminal": self.order.terminal is not None,
+            "started_at": self.started_at.isoformat(),
+            "duration_ms": self.duration_ms(),
+            "exit_code": code,
+            "signal": name,
+            "timed_out": self.timed_out,
+            "output_bytes": len(self.output),
+            "dropped_bytes": self.output.dropped,
+        }
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; `SIG34` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"

@@ -1,0 +1,73 @@
+"""The real command in a real process, with or without a real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+def environment(directory: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
+    return {**kept, "CARREL_DATA_DIR": str(directory), "COLUMNS": "200", "TERM": "xterm"}
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("server") / "data"
+    command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
+    command += ["--set", "sandbox.allow_process=true"]
+    if stand_in := os.environ.get("STAND_IN"):
+        command = [sys.executable, stand_in, "0", str(directory)]
+    log = directory.parent / "server.log"
+    with log.open("ab") as output:
+        server = subprocess.Popen(command, env=environment(directory), stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 30
+        while not (directory / "server.json").exists():
+            if server.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("the server did not start:\n" + log.read_text())
+            time.sleep(0.02)
+        yield directory
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _runner(directory: Path) -> Carrel:
+    def run(
+        *words: str, stdin: bytes | None = None, env: dict[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "carrel", *words],
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            env={**environment(directory), **(env or {})},
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def carrel(data_dir: Path) -> Carrel:
+    """The command beside a running server."""
+    return _runner(data_dir)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Carrel:
+    """The command on a machine where no server runs."""
+    return _runner(tmp_path / "nothing")

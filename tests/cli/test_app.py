@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import carrel as package
+from carrel.cli.app import app
+
+Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
+COMMANDS = sorted(str(each.name) for each in app.registered_commands)
+
+
+def test_the_commands_are_these() -> None:
+    expected = ["cp", "doctor", "exec", "logs", "ls", "ps", "rm", "run", "serve", "sh", "version"]
+    assert expected == COMMANDS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_teaches_by_example(alone: Carrel, name: str) -> None:
+    done = alone(name, "--help")
+    assert done.returncode == 0
+    assert done.stdout.decode().count(f"carrel {name}") >= 2
+
+
+def test_version(alone: Carrel) -> None:
+    assert alone("version").stdout.decode() == f"carrel {package.__version__}\n"
+    assert json.loads(alone("version", "--json").stdout) == {"version": package.__version__}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nonsense"],
+        ["ps", "--nonsense"],
+        ["run"],
+        ["run", "--memory", "much", "true"],
+        ["run", "--env", "=x", "true"],
+        ["run", "--env", "SURELY_NOT_SET_HERE", "true"],
+        ["run", "--timeout", "soon", "true"],
+        ["serve", "--set", "novalue"],
+    ],
+)
+def test_wrong_usage(alone: Carrel, words: list[str]) -> None:
+    done = alone(*words)
+    assert done.returncode == 2
+    first, second = done.stderr.decode().splitlines()
+    assert first.startswith("error: ")
+    assert second.startswith("hint: ")
+    assert done.stdout == b""
+
+
+@pytest.mark.parametrize(
+    "words", [["ps"], ["exec", "c", "true"], ["sh", "c"], ["ls", "c"], ["logs", "c"], ["rm", "c"]]
+)
+def test_without_a_server_two_lines_tell_how_to_start_one(alone: Carrel, words: list[str]) -> None:
+    done = alone(*words)
+    assert done.returncode == 1
+    first, second = done.stderr.decode().splitlines()
+    assert first.startswith("error: ")
+    assert "carrel serve" in second
+
+
+def test_serve_refuses_unknown_settings(alone: Carrel) -> None:
+    done = alone("serve", "--set", "prot=1")
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[0].startswith("error: ")
+    assert b"'port'" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_full_device_is_told(alone: Carrel) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "carrel", "version"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+
+
+def test_colour_only_at_a_terminal() -> None:
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    subprocess.run([sys.executable, "-m", "carrel", "--help"], stdout=slave, env=environment, check=True)
+    os.close(slave)
+    assert b"\x1b[" in os.read(master, 65536)
+    os.close(master)
+
+
+def test_light_commands_import_nothing_heavy() -> None:
+    heavy = "'httpx', 'rich', 'asyncio', 'fastapi'"
+    code = f"import sys, carrel.cli.app; print(*[m for m in ({heavy}) if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == []
+
+
+def test_completion_scripts(alone: Carrel) -> None:
+    done = alone("--show-completion", "bash")
+    assert b"_CARREL_COMPLETE" in done.stdout or done.returncode == 0

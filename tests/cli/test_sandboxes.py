@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Callable
+
+Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+def test_ps_and_rm(carrel: Carrel) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    assert carrel("exec", name, "true").returncode == 0
+    listed = {each["context_id"]: each for each in json.loads(carrel("ps", "--json").stdout)}
+    assert listed[name]["state"] == "running"
+    assert listed[name]["commands"] == 0
+    table = carrel("ps").stdout.decode().splitlines()
+    assert table[0].split() == ["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", "COMMANDS"]
+    line = next(each for each in table if name in each)
+    assert listed[name]["id"] in line
+    refused = carrel("rm", name)
+    assert refused.returncode == 2
+    assert b"--yes" in refused.stderr
+    removed = carrel("rm", "--yes", "--json", name, "absent-context")
+    assert removed.returncode == 1
+    assert b"absent-context" in removed.stderr
+    assert [each["state"] for each in json.loads(removed.stdout)] == ["terminated"]
+    assert name not in carrel("ps").stdout.decode()
+
+
+def test_rm_wants_names_or_all(carrel: Carrel) -> None:
+    assert carrel("rm").returncode == 2
+    assert carrel("rm", "x", "--all", "--yes").returncode == 2
+
+
+def test_an_unsafe_sandbox_is_labelled(carrel: Carrel) -> None:
+    done = carrel("run", "--keep", "--provider", "process", "--trust", "high", "true")
+    kept = done.stderr.split(b"kept as ")[1].split(b";")[0].decode()
+    try:
+        line = next(each for each in carrel("ps").stdout.decode().splitlines() if kept in each)
+        assert "process UNSAFE" in line
+    finally:
+        carrel("rm", "-y", kept)

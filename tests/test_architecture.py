@@ -1,0 +1,127 @@
+"""The import table of the architecture, and other promises about the shape of the code, checked by reading it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "carrel"
+
+BASE = {"errors"}
+KINDS = {"store", "events", "audit", "metrics", "workspaces", "identity", "secrets"}
+ALLOWED = {
+    "errors": set(),
+    "models": BASE,
+    "policy": BASE | {"models", "config"},
+    "config": BASE | {"models", "policy"},
+    **{kind: BASE | {"models", "config"} for kind in KINDS},
+    "isolation": BASE,
+    "supervisor": BASE,
+    "providers": BASE | {"isolation", "models"},
+    "egress": BASE | {"policy", "models", "metrics"},
+    "control": BASE | KINDS | {"models", "policy", "config", "isolation", "providers"},
+    "api": BASE | {"control", "models", "metrics"},
+    "client": BASE | {"models"},
+    "testing": BASE | {"models", "client", "providers", "control"},
+    "integrations": BASE | {"client", "models"},
+    "cli": BASE | {"client", "models"},
+}
+LAZILY = {"cli": {"server", "config"}, "__init__": {"client", "models", "errors"}, "__main__": {"cli"}}
+"""What may be imported inside a function only."""
+
+
+def modules():
+    return sorted(path for path in SOURCE.rglob("*.py"))
+
+
+def package(path):
+    parts = path.relative_to(SOURCE).parts
+    return parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """Pairs of (imported package of carrel, whether at module level)."""
+    tree = ast.parse(path.read_text())
+    type_checking = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module]
+            if node.module == "carrel":
+                names = [f"carrel.{alias.name}" for alias in node.names]
+        for name in names:
+            if name and name.startswith("carrel."):
+                yield name.split(".")[1], id(node) not in inside and id(node) not in type_checking
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_follow_the_table(path):
+    own = package(path)
+    if own == "server":
+        return
+    allowed = ALLOWED.get(own, set()) | {own}
+    for imported, at_top in imports(path):
+        if not at_top and imported in LAZILY.get(own, set()):
+            continue
+        assert imported in allowed, f"{own} may not import carrel.{imported}"
+
+
+def test_the_table_can_catch_a_breach(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("from carrel.control import sessions\ndef f():\n    import carrel.server\n")
+    assert list(imports(bad)) == [("control", True), ("server", False)]
+
+
+def test_every_module_has_a_test_of_its_name():
+    missing = []
+    for path in modules():
+        relative = path.relative_to(SOURCE)
+        if relative.name.startswith("__") or "_sync" in relative.parts or relative.parts[0] == "testing":
+            continue
+        parents = [part.removeprefix("_") for part in relative.parent.parts]
+        name = f"test_{relative.stem.removeprefix('_')}.py"
+        candidates = [ROOT / "tests" / Path(*parents) / name]
+        if "_async" in relative.parts:
+            candidates.append(ROOT / "tests" / "client" / name)
+        if not any(candidate.exists() for candidate in candidates):
+            missing.append(str(relative))
+    assert not missing, f"modules without a test of their name: {missing}"
+
+
+def test_files_stay_readable():
+    long = [str(path.relative_to(ROOT)) for path in modules() if len(path.read_text().splitlines()) > 500]
+    assert not long, f"split by meaning: {long}"
+
+
+def test_modules_say_what_they_are_for():
+    silent = [str(path) for path in modules() if ast.get_docstring(ast.parse(path.read_text())) is None]
+    assert not silent
+
+
+def test_no_tracked_file_names_a_package_registry():
+    hosts = re.compile(r"pypi\.org|pythonhosted|registry\.npmjs|deb\.debian\.org")
+    checked = [
+        *ROOT.glob("*.*"),
+        *ROOT.glob("requirements/*"),
+        *ROOT.glob("scripts/*"),
+        *ROOT.glob("docs/**/*.md"),
+    ]
+    for path in checked:
+        if path.is_file():
+            assert not hosts.search(path.read_text(errors="ignore")), path
