@@ -1,0 +1,1 @@
+"""What `make bench` runs: carrel beside its peers, in one run, on this machine."""

@@ -1,0 +1,152 @@
+"""Samples and what is said of them: medians, percentiles, ratios, tables, and the file the figures are kept in.
+
+Pure but for that file; knows nothing of sandboxes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Figures = dict[str, float | int | str]
+"""One flat object: what a benchmark found, by the name it is known by outside."""
+
+
+class BenchFailed(Exception):
+    """A benchmark cannot be run here, or what it measures went wrong. The text tells a person why."""
+
+
+def median(samples: Sequence[float]) -> float:
+    """The middle of the samples."""
+    if not samples:
+        raise BenchFailed("nothing was measured")
+    return statistics.median(samples)
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least `share` percent of all samples do not exceed (nearest rank)."""
+    if not samples:
+        raise BenchFailed("nothing was measured")
+    if not 0 < share <= 100:
+        raise ValueError(f"a percentile lies above 0 and at most at 100, not at {share}")
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median by median: for many short samples that were taken turn by turn."""
+    return median(ours) / median(theirs)
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' own ratios: for few long samples, where the machine may change between rounds."""
+    if len(ours) != len(theirs):
+        raise ValueError("paired samples come in equal numbers")
+    return median([mine / other for mine, other in zip(ours, theirs, strict=True)])
+
+
+Contender = Callable[[], Awaitable[float]]
+"""Does one thing once and tells how much it took (or managed)."""
+
+
+async def rounds(
+    contenders: Mapping[str, Contender], count: int, *, warm_up: int = 0, progress: Progress | None = None
+) -> dict[str, list[float]]:
+    """Let every contender have its turn, `count` times over.
+
+    The order turns by one each round, so that none is always measured in the wake of the same other one.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for number in range(-warm_up, count):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            took = await contenders[name]()
+            if number >= 0:
+                samples[name].append(took)
+        if progress is not None:
+            progress(number + 1, count)
+    return samples
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Table:
+    """Rows of words and numbers for a person to read."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, *cells: str | float | None) -> None:
+        """Add a row; None is shown as a dash."""
+        self.rows.append(tuple(show(cell) for cell in cells))
+
+    def lines(self) -> Iterable[str]:
+        """The table, words to the left and numbers to the right."""
+        grid = [tuple(self.columns), *self.rows]
+        widths = [max(len(row[column]) for row in grid) for column in range(len(self.columns))]
+        yield self.title
+        for row in grid:
+            cells = [row[0].ljust(widths[0])]
+            cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            yield ("  " + "  ".join(cells)).rstrip()
+
+
+def show(cell: str | float | None) -> str:
+    """A cell with as many digits as mean something."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, str):
+        return cell
+    if cell == 0 or abs(cell) >= 100:
+        return f"{cell:.0f}"
+    return f"{cell:.1f}" if abs(cell) >= 10 else f"{cell:.2f}"
+
+
+@dataclass
+class Report:
+    """What one benchmark hands back."""
+
+    figures: Figures
+    tables: list[Table]
+
+
+def rounded(figures: Figures) -> Figures:
+    """Four significant digits: more would only look exact."""
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()
+    }
+
+
+def read_figures(path: Path) -> Figures:
+    """The figures kept so far; none when there are none, or when the file cannot be understood."""
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def keep_figures(path: Path, figures: Figures) -> None:
+    """Put the figures with those of other benchmarks. The file is replaced whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = {**read_figures(path), **figures}
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".latest-")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(merged, file, indent=1, sort_keys=True)
+            file.write("\n")
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

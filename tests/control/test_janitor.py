@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from carrel.control.janitor import max_entries, verdict
+from carrel.control.plane import ControlPlane
+from carrel.errors import LimitExceeded
+from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest
+from carrel.workspaces.usage import Usage
+
+
+def test_verdict() -> None:
+    assert verdict(Usage(10, 10, True, 0.1), 1) is None
+    assert "1 MB" in (verdict(Usage(2**20 + 1, 10, True, 0.1), 1) or "")
+    assert verdict(Usage(1, max_entries(1) + 1, True, 0.1), 1)
+    assert verdict(Usage(1, 1, False, 0.1), 1)
+    assert max_entries(1) == 10_000
+    assert max_entries(1024) == 204_800
+
+
+async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlPlane) -> None:
+    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(limits=Limits(disk_mb=4)))
+    do = plane.operations
+    command = CommandRequest(command="while :; do head -c 1000000 /dev/zero >> data/fill; done", timeout=60)
+    result = await do.start_command(info.id, command)
+    ended = [chunk async for chunk in do.command_output(info.id, result.id)]
+    assert ended[-1].stream == "end", "the janitor ended it"
+    live = await plane.sessions.find(info.id)
+    async with asyncio.timeout(10):
+        while live.over_quota is None:
+            await asyncio.sleep(0.02)
+    for write in (do.write_file(info.id, "x", b"x"), do.make_directory(info.id, MkdirRequest(path="d"))):
+        with pytest.raises(LimitExceeded) as caught:
+            await write
+        assert caught.value.field == "disk_mb"
+    await do.delete_file(info.id, "data/fill")
+    async with asyncio.timeout(10):
+        while live.over_quota is not None:
+            await asyncio.sleep(0.02)
+    assert (await do.write_file(info.id, "x", b"x")).size == 1
+
+
+async def test_activity_is_written_down_and_upkeep_is_none(plane: ControlPlane) -> None:
+    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest())
+    await plane.operations.run_command(info.id, CommandRequest(command="true"))
+    live = await plane.sessions.find(info.id)
+    await plane.janitor.flush()
+    record = await plane.store.get(info.id)
+    assert record is not None and record.last_activity_at == live.last_activity > info.last_activity_at.timestamp()
+    before = live.last_activity
+    await plane.janitor.watch_disks()
+    await plane.operations.health(info.id, "carrel")
+    assert live.last_activity == before
