@@ -119,6 +119,7 @@ def _zygote_without_spares(run: Path, workspaces: Path) -> subprocess.Popen[byte
         command = [sys.executable, "-c", WITHOUT_SPARES, "--listen-fd", str(listener.fileno())]
         command += ["--workspaces", str(workspaces), "--supervisor", "carrel.supervisor.app"]
         environment = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -122,9 +122,7 @@ class Report:
 
 def rounded(figures: Figures) -> Figures:
     """Four significant digits: more would only look exact."""
-    return {
-        name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()
-    }
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def read_figures(path: Path) -> Figures:

@@ -62,9 +62,7 @@ def derive(source: str, target: Path) -> str:
     """The whole text of the blocking module at `target`."""
     text = HEAD.format(name=target.name) + translate(source)
     name = ["--stdin-filename", str(target)]
-    text = _ruff(
-        ["check", "--quiet", "--select", "I,UP028,C416", "--fix", "--unsafe-fixes", *name, "-"], text
-    )
+    text = _ruff(["check", "--quiet", "--select", "I,UP028,C416", "--fix", "--unsafe-fixes", *name, "-"], text)
     return _ruff(["format", "--quiet", *name, "-"], text)
 
 

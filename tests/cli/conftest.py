@@ -25,8 +25,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("server") / "data"
     command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
     command += ["--set", "sandbox.allow_process=true"]
-    if stand_in := os.environ.get("STAND_IN"):
-        command = [sys.executable, stand_in, "0", str(directory)]
     log = directory.parent / "server.log"
     with log.open("ab") as output:
         server = subprocess.Popen(command, env=environment(directory), stdout=output, stderr=output)

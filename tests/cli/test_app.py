@@ -6,10 +6,12 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import carrel as package
+from carrel.cli import main
 from carrel.cli.app import app
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
@@ -22,10 +24,11 @@ def test_the_commands_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_teaches_by_example(alone: Carrel, name: str) -> None:
-    done = alone(name, "--help")
-    assert done.returncode == 0
-    assert done.stdout.decode().count(f"carrel {name}") >= 2
+def test_help_teaches_by_example(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.count(f"carrel {name}") >= 2
 
 
 def test_version(alone: Carrel) -> None:
@@ -46,22 +49,27 @@ def test_version(alone: Carrel) -> None:
         ["serve", "--set", "novalue"],
     ],
 )
-def test_wrong_usage(alone: Carrel, words: list[str]) -> None:
-    done = alone(*words)
-    assert done.returncode == 2
-    first, second = done.stderr.decode().splitlines()
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    first, second = told.err.splitlines()
     assert first.startswith("error: ")
     assert second.startswith("hint: ")
-    assert done.stdout == b""
+    assert told.out == ""
 
 
-@pytest.mark.parametrize(
-    "words", [["ps"], ["exec", "c", "true"], ["sh", "c"], ["ls", "c"], ["logs", "c"], ["rm", "c"]]
-)
-def test_without_a_server_two_lines_tell_how_to_start_one(alone: Carrel, words: list[str]) -> None:
-    done = alone(*words)
-    assert done.returncode == 1
-    first, second = done.stderr.decode().splitlines()
+@pytest.mark.parametrize("words", [["ps"], ["exec", "c", "true"], ["sh", "c"], ["ls", "c"], ["logs", "c"], ["rm", "c"]])
+def test_without_a_server_two_lines_tell_how_to_start_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    monkeypatch.delenv("CARREL_URL", raising=False)
+    monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 1
+    first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ")
     assert "carrel serve" in second
 

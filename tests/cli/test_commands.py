@@ -33,9 +33,7 @@ def test_one_word_is_shell_text_and_options_after_it_belong_to_the_program(carre
 
 
 def test_run_gives_the_environment_it_is_told(carrel: Carrel) -> None:
-    done = carrel(
-        "run", "-e", "A=1=2", "-e", "PASSED", "--", "sh", "-c", "echo $A $PASSED", env={"PASSED": "on"}
-    )
+    done = carrel("run", "-e", "A=1=2", "-e", "PASSED", "--", "sh", "-c", "echo $A $PASSED", env={"PASSED": "on"})
     assert done.stdout == b"1=2 on\n"
 
 
@@ -115,9 +113,7 @@ def test_run_without_a_server_copes_with_a_long_temporary_path(alone: Carrel, tm
     assert [line.split(b":")[0] for line in failed.stderr.splitlines()] == [b"error", b"hint"]
 
 
-def test_run_falls_back_when_the_server_is_gone_but_not_when_it_was_named(
-    alone: Carrel, tmp_path: Path
-) -> None:
+def test_run_falls_back_when_the_server_is_gone_but_not_when_it_was_named(alone: Carrel, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing/server.json").write_text('{"url": "http://127.0.0.1:9", "pid": 1}')
     assert alone("run", "echo here").stdout == b"here\n"
@@ -145,9 +141,7 @@ def test_the_unsafe_provider_is_labelled(carrel: Carrel) -> None:
 
 def test_exec_keeps_the_workspace_and_logs_tell(carrel: Carrel, context: str) -> None:
     try:
-        assert (
-            carrel("exec", context, "--", "sh", "-c", "echo data > file; echo said; exit 9").returncode == 9
-        )
+        assert carrel("exec", context, "--", "sh", "-c", "echo data > file; echo said; exit 9").returncode == 9
         assert carrel("exec", "--cwd", ".", context, "cat file; echo oops >&2").stdout == b"data\n"
         newest = carrel("logs", context)
         assert (newest.stdout, newest.stderr) == (b"data\n", b"oops\n")

@@ -19,8 +19,6 @@ from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
 def start_server(directory: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
     command += ["--set", "sandbox.allow_process=true"]
-    if stand_in := os.environ.get("STAND_IN"):
-        command = [sys.executable, stand_in, "0", str(directory)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
     with (directory.parent / "server.log").open("ab") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -67,9 +67,7 @@ def test_a_stream_can_be_left(box: Sandbox) -> None:
 
 
 def test_background_handle(box: Sandbox) -> None:
-    handle = box.commands.start(
-        "read line; echo got $line; read other; echo $other >&2; exit 5", interactive=True
-    )
+    handle = box.commands.start("read line; echo got $line; read other; echo $other >&2; exit 5", interactive=True)
     assert handle.info().running
     assert handle.id in [info.id for info in box.commands.list()]
     handle.send_input("first\n")

@@ -33,9 +33,7 @@ def test_the_local_server_needs_no_settings(tmp_path: Path, monkeypatch: pytest.
     assert locate().url == "http://127.0.0.1:7272"
 
 
-def test_environment_beats_files_and_arguments_beat_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_beats_files_and_arguments_beat_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(tmp_path)
     monkeypatch.setenv("CARREL_URL", "https://far.example/")
     assert (locate().url, locate().token) == ("https://far.example", None)
@@ -66,9 +64,7 @@ def test_a_broken_file_is_no_server(tmp_path: Path, text: str) -> None:
         locate()
 
 
-@pytest.mark.parametrize(
-    "url", ["ftp://x", "localhost:7070", "http://", "http://x:port", "http://[", "http://x:99999"]
-)
+@pytest.mark.parametrize("url", ["ftp://x", "localhost:7070", "http://", "http://x:port", "http://[", "http://x:99999"])
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         locate(url)

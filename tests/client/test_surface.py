@@ -58,7 +58,5 @@ def test_public_names_resolve_and_nothing_else_does() -> None:
 
 def test_import_is_cheap() -> None:
     code = "import sys; before = set(sys.modules); import carrel; print(*sorted(set(sys.modules) - before))"
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert set(shown) <= {"carrel", "__future__"}

@@ -88,9 +88,7 @@ def execute(
 
 def logs(
     context: options.Context,
-    command_id: Annotated[
-        str | None, typer.Argument(help="A command of `carrel ps CONTEXT`; else the newest.")
-    ] = None,
+    command_id: Annotated[str | None, typer.Argument(help="A command of `carrel ps CONTEXT`; else the newest.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the command ends.")] = False,
     offset: Annotated[int, typer.Option(min=0, help="Start at this byte of the output.")] = 0,
     json: options.Json = False,

@@ -75,9 +75,7 @@ def ls(
 
 def cp(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A local path, CONTEXT:path, or - for stdin.")],
-    destination: Annotated[
-        str, typer.Argument(metavar="DST", help="A local path, CONTEXT:path, or - for stdout.")
-    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A local path, CONTEXT:path, or - for stdout.")],
 ) -> None:
     """Copy a file or a directory into a workspace or out of it.
 
@@ -107,9 +105,7 @@ def cp(
 def _upload(box: Sandbox, local: str, path: str) -> None:
     if local == "-":
         if path.endswith(("/", ".")):
-            raise InvalidRequest(
-                "standard input needs the name of a file", field="DST", hint="CONTEXT:dir/name"
-            )
+            raise InvalidRequest("standard input needs the name of a file", field="DST", hint="CONTEXT:dir/name")
         box.files.write(path, sys.stdin.buffer)
         return
     source = Path(local)

@@ -17,9 +17,7 @@ _COLOURS = {"ok": "green", "degraded": "yellow", "missing": "red"}
 
 
 def doctor(
-    server: Annotated[
-        bool, typer.Option("--server", help="Ask the running server about its host instead.")
-    ] = False,
+    server: Annotated[bool, typer.Option("--server", help="Ask the running server about its host instead.")] = False,
     json: options.Json = False,
 ) -> None:
     """Explain what isolation this host offers, what is missing and how to get it. Needs no server.

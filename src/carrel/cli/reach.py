@@ -102,7 +102,7 @@ async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
     base = tempfile.gettempdir()
     # Socket paths beneath it have to stay under the kernel's 108 bytes.
     if len(os.fsencode(base)) > _LONGEST_BASE:
-        base = "/tmp"  # noqa: S108
+        base = "/tmp"
     with tempfile.TemporaryDirectory(prefix="carrel-", dir=base, ignore_cleanup_errors=True) as directory:
         flags: dict[str, object] = {
             "data_dir": directory,

@@ -24,9 +24,7 @@ _AT_ONCE = 16
 def ps(
     context: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[CONTEXT]", help="Show its commands instead.", autocompletion=options.contexts
-        ),
+        typer.Argument(metavar="[CONTEXT]", help="Show its commands instead.", autocompletion=options.contexts),
     ] = None,
     all_states: Annotated[bool, typer.Option("--all", "-a", help="Terminated ones too.")] = False,
     json: options.Json = False,
@@ -76,9 +74,7 @@ async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]
     from carrel.models import State
 
     async with AsyncClient() as client:
-        found = [
-            info async for info in client.sandboxes() if all_states or info.state is not State.TERMINATED
-        ]
+        found = [info async for info in client.sandboxes() if all_states or info.state is not State.TERMINATED]
         gate = asyncio.Semaphore(_AT_ONCE)
         counts = await asyncio.gather(*(_running_commands(client, info, gate) for info in found))
     return list(zip(found, counts, strict=True))
@@ -172,8 +168,6 @@ def _ask(names: list[str]) -> None:
 
     if not sys.stdin.isatty():
         raise typer.BadParameter("nobody is here to confirm it", param_hint="--yes")
-    shown = ", ".join(plain(name) for name in names[:5]) + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
+    shown = ", ".join(plain(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     if not typer.confirm(f"Terminate {shown}?", err=True):
         raise typer.Exit(1)

@@ -12,13 +12,9 @@ def serve(
     *,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one.", show_default="7070")] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where workspaces, records and the token are kept.")
-    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where workspaces, records and the token are kept.")] = None,
     config: Annotated[Path | None, typer.Option(help="A settings file.", show_default="carrel.toml")] = None,
-    provider: Annotated[
-        str | None, typer.Option(help="Default provider of sandboxes.", show_default="auto")
-    ] = None,
+    provider: Annotated[str | None, typer.Option(help="Default provider of sandboxes.", show_default="auto")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")

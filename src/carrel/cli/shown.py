@@ -28,9 +28,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *,
     from rich.text import Text
 
     console = Console(highlight=False)
-    table = Table(
-        box=None, pad_edge=False, header_style="bold" if console.is_terminal else "", padding=(0, 2, 0, 0)
-    )
+    table = Table(box=None, pad_edge=False, header_style="bold" if console.is_terminal else "", padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
     for row in rows:

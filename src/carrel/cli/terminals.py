@@ -32,9 +32,7 @@ def sh(
             autocompletion=options.contexts,
         ),
     ] = None,
-    command: Annotated[
-        str | None, typer.Option("--command", "-c", help="Run this instead of a shell.")
-    ] = None,
+    command: Annotated[str | None, typer.Option("--command", "-c", help="Run this instead of a shell.")] = None,
     provider: options.Provider = None,
     trust: options.Trust = None,
 ) -> None:
@@ -49,9 +47,7 @@ def sh(
     from carrel.cli.reach import ephemeral, kept, to_the_end
 
     if context is not None and (provider or trust):
-        raise typer.BadParameter(
-            "it is for a fresh sandbox; a context has its own", param_hint="--provider/--trust"
-        )
+        raise typer.BadParameter("it is for a fresh sandbox; a context has its own", param_hint="--provider/--trust")
     asked = options.Ephemeral(provider=provider, trust=trust)
 
     async def work() -> int:

@@ -22,9 +22,7 @@ def local_target(directory: Path, root: str, path: str) -> Path:
     try:
         inside = PurePosixPath(path).relative_to(PurePosixPath(root))
     except ValueError:
-        raise InvalidPath(
-            f"the sandbox listed '{path}', which is not inside '{root}'", field="path"
-        ) from None
+        raise InvalidPath(f"the sandbox listed '{path}', which is not inside '{root}'", field="path") from None
     if not inside.parts or ".." in inside.parts or "\0" in path:
         raise InvalidPath(f"the sandbox listed '{path}', which cannot be copied", field="path")
     return directory.joinpath(*inside.parts)

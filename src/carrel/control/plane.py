@@ -67,6 +67,7 @@ class ControlPlane:
                     layout.run, layout.workspaces, allow_process=settings.sandbox.allow_process
                 )
             plane = cls(settings, layout, database, providers, decide=decide, record=record)
+            await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, layout)
         except BaseException:
             if plane is not None:

@@ -473,6 +473,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--supervisor", required=True, help="module that has `main` and `warm`")
     parser.add_argument("--plain", action="store_true", help="fork without any isolation")
     options = parser.parse_args(arguments)
+    # asyncio takes TLS along where it finds it; no sandbox needs it, and every fork would carry it.
+    sys.modules["ssl"] = cast(Any, None)
     supervisor = cast(SupervisorModule, importlib.import_module(options.supervisor))
     listener = socket.socket(fileno=options.listen_fd)
     zygote = Zygote(listener, supervisor, isolate=not options.plain)

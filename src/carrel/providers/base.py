@@ -72,6 +72,10 @@ class Provider(ABC):
     def missing(self) -> str | None:
         """None when the provider can be used here, else what is missing and how to get it."""
 
+    async def warm(self) -> None:
+        """Do ahead what the first start would otherwise wait for. Optional; raises nothing."""
+        return
+
     @abstractmethod
     async def start(self, launch: Launch) -> Handle:
         """Start a sandbox whose supervisor accepts connections at `handle["socket"]` when this returns.

@@ -24,6 +24,14 @@ class ZygoteProvider(Provider):
         self._run_dir = run_dir
         self._zygote = ZygoteClient(run_dir, workspaces, plain=self.plain)
 
+    async def warm(self) -> None:
+        """See `Provider.warm`."""
+        if await asyncio.to_thread(self.missing) is None:
+            try:
+                await self._zygote.request("describe")
+            except PlatformError:
+                pass  # whoever starts a sandbox gets the reason
+
     async def start(self, launch: Launch) -> Handle:
         """See `Provider.start`."""
         path = os.path.join(self._run_dir, f"{launch.id[:40]}-{os.urandom(4).hex()}.sock")

@@ -67,9 +67,7 @@ class AsyncOutputStream:
         finally:
             await self._response.aclose()
         if not self._decoder.ended:
-            raise SandboxLost(
-                "the output ended before the command did", hint="re-attach with commands.get(id)"
-            )
+            raise SandboxLost("the output ended before the command did", hint="re-attach with commands.get(id)")
 
     async def close(self) -> None:
         """Stop reading; the connection is free again."""
@@ -192,9 +190,7 @@ class AsyncCommands:
     ) -> AsyncOutputStream:
         """Run a command and iterate over its output while it is written."""
         body = _body(command, cwd=cwd, env=env, timeout=timeout, stdin=stdin, output_limit=output_limit)
-        return AsyncOutputStream(
-            self._connection, "POST", f"{self._path}/stream", body=body, deadline=timeout
-        )
+        return AsyncOutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=timeout)
 
     async def start(
         self,

@@ -125,9 +125,7 @@ class AsyncConnection:
         timeout: httpx.Timeout | None = None,
     ) -> httpx.Response:
         """Send a request and leave the body of the answer to be read; the caller closes the response."""
-        return await self._open(
-            self._request(method, path, query=query, body=body, timeout=timeout), stream=True
-        )
+        return await self._open(self._request(method, path, query=query, body=body, timeout=timeout), stream=True)
 
     async def _send(
         self,

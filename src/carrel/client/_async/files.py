@@ -177,9 +177,7 @@ class AsyncFiles:
                 await blocking(_make_directory, place.parent)
                 await self._download_file(entry.path, entry, place, progress)
 
-    async def _download_file(
-        self, path: str, info: FileInfo, target: Path, progress: Progress | None
-    ) -> None:
+    async def _download_file(self, path: str, info: FileInfo, target: Path, progress: Progress | None) -> None:
         try:
             descriptor, partial = await blocking(_partial, target)
         except OSError as error:

@@ -32,9 +32,7 @@ class AsyncSandbox:
 
     def __repr__(self) -> str:
         label = f" {self.context_id}" if self.context_id else ""
-        return (
-            f"<{type(self).__name__} {self.id}{label} on {self.provider}{' UNSAFE' if self.unsafe else ''}>"
-        )
+        return f"<{type(self).__name__} {self.id}{label} on {self.provider}{' UNSAFE' if self.unsafe else ''}>"
 
     async def info(self) -> SandboxInfo:
         """The sandbox as it is now."""
@@ -53,22 +51,16 @@ class AsyncSandbox:
         files: Mapping[str, bytes] | None = None,
     ) -> ExecuteResult:
         """Run code with files put in place before it; names the files it made."""
-        given = (
-            None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
-        )
+        given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
         body = encoded({"code": code, "language": language, "timeout": timeout, "files": given})
         connection = self._connection
-        return await connection.post(
-            ExecuteResult, f"{self._path}/execute", body, timeout=connection.patience(timeout)
-        )
+        return await connection.post(ExecuteResult, f"{self._path}/execute", body, timeout=connection.patience(timeout))
 
     async def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
         """Call a named tool with its parameters."""
         body = encoded({"tool_name": tool_name, "params": {**(params or {})}})
         connection = self._connection
-        return await connection.post(
-            ToolResult, f"{self._path}/tools", body, timeout=connection.patience(None)
-        )
+        return await connection.post(ToolResult, f"{self._path}/tools", body, timeout=connection.patience(None))
 
     async def terminal(
         self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None
@@ -79,9 +71,7 @@ class AsyncSandbox:
 
     async def terminate(self, *, reason: str = "") -> SandboxInfo:
         """End the sandbox and everything in it."""
-        return await self._connection.post(
-            SandboxInfo, f"{self._path}/terminate", encoded({"reason": reason})
-        )
+        return await self._connection.post(SandboxInfo, f"{self._path}/terminate", encoded({"reason": reason}))
 
     async def __aenter__(self) -> AsyncSandbox:
         return self

@@ -41,9 +41,7 @@ class AsyncTerminal:
         proxy: Literal[True] | None = None if connection.address.loopback else True
         try:
             # Entered by hand, because the blocking `connect` is to be used as a context manager only.
-            opening = connect(
-                url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy
-            )
+            opening = connect(url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy)
             return cls(await opening.__aenter__())
         except InvalidStatus as error:
             raise problem_of(error.response.status_code, error.response.body) from None

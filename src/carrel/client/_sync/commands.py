@@ -67,9 +67,7 @@ class OutputStream:
         finally:
             self._response.close()
         if not self._decoder.ended:
-            raise SandboxLost(
-                "the output ended before the command did", hint="re-attach with commands.get(id)"
-            )
+            raise SandboxLost("the output ended before the command did", hint="re-attach with commands.get(id)")
 
     def close(self) -> None:
         """Stop reading; the connection is free again."""

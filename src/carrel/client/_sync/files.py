@@ -78,9 +78,7 @@ class Files:
             "exclusive": int(exclusive),
         }
         whole = data.encode() if isinstance(data, str) else data
-        return self._connection.upload(
-            FileInfo, "PUT", self._content, query=query, source=whole, progress=progress
-        )
+        return self._connection.upload(FileInfo, "PUT", self._content, query=query, source=whole, progress=progress)
 
     def edit(self, path: str, old: str, new: str, *, replace_all: bool = False) -> EditResult:
         """Replace `old` by `new`. Raises `EditMismatch` unless `old` is there once (or `replace_all`)."""

@@ -33,9 +33,7 @@ class Sandbox:
 
     def __repr__(self) -> str:
         label = f" {self.context_id}" if self.context_id else ""
-        return (
-            f"<{type(self).__name__} {self.id}{label} on {self.provider}{' UNSAFE' if self.unsafe else ''}>"
-        )
+        return f"<{type(self).__name__} {self.id}{label} on {self.provider}{' UNSAFE' if self.unsafe else ''}>"
 
     def info(self) -> SandboxInfo:
         """The sandbox as it is now."""
@@ -54,14 +52,10 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
     ) -> ExecuteResult:
         """Run code with files put in place before it; names the files it made."""
-        given = (
-            None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
-        )
+        given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
         body = encoded({"code": code, "language": language, "timeout": timeout, "files": given})
         connection = self._connection
-        return connection.post(
-            ExecuteResult, f"{self._path}/execute", body, timeout=connection.patience(timeout)
-        )
+        return connection.post(ExecuteResult, f"{self._path}/execute", body, timeout=connection.patience(timeout))
 
     def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
         """Call a named tool with its parameters."""
@@ -69,9 +63,7 @@ class Sandbox:
         connection = self._connection
         return connection.post(ToolResult, f"{self._path}/tools", body, timeout=connection.patience(None))
 
-    def terminal(
-        self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None
-    ) -> Terminal:
+    def terminal(self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None) -> Terminal:
         """Open a terminal: a shell, or `command`."""
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return Terminal.open(self._connection, self._path, rows, cols, words)

@@ -29,9 +29,7 @@ class Terminal:
         self._socket = socket
 
     @classmethod
-    def open(
-        cls, connection: Connection, sandbox_path: str, rows: int, cols: int, command: str | None
-    ) -> Terminal:
+    def open(cls, connection: Connection, sandbox_path: str, rows: int, cols: int, command: str | None) -> Terminal:
         """Connect to a new terminal."""
         query: dict[str, str | int] = {"rows": rows, "cols": cols}
         if command is not None:
@@ -42,9 +40,7 @@ class Terminal:
         proxy: Literal[True] | None = None if connection.address.loopback else True
         try:
             # Entered by hand, because the blocking `connect` is to be used as a context manager only.
-            opening = connect(
-                url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy
-            )
+            opening = connect(url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy)
             return cls(opening.__enter__())
         except InvalidStatus as error:
             raise problem_of(error.response.status_code, error.response.body) from None

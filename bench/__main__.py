@@ -1,0 +1,157 @@
+"""`python -m bench [NAME…] [--json]`: runs benchmarks, shows tables, keeps the figures in `bench/results/latest.json`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bench import peers
+from bench.measure import BenchFailed, Figures, Progress, Report, keep_figures, rounded
+from carrel.errors import CarrelError
+
+LATEST = Path(__file__).parent / "results" / "latest.json"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark; its module is named like it and has `run`."""
+
+    name: str
+    about: str
+
+
+class Module(Protocol):
+    """What a benchmark's module offers."""
+
+    async def run(self, progress: Progress) -> Report:
+        """Measure, and leave nothing behind."""
+
+
+BENCHMARKS = {
+    each.name: each
+    for each in (
+        Benchmark("start", "a sandbox, to the end of its first command"),
+        Benchmark("burst", "100 sandboxes at once, 500 alive"),
+        Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
+        Benchmark("rate", "commands per second with 8 clients"),
+        Benchmark("memory", "memory of an idle sandbox"),
+        Benchmark("throughput", "output and files, MB/s"),
+    )
+}
+
+
+def module_of(name: str) -> Module:
+    """The module of a benchmark."""
+    return importlib.import_module(f"bench.{name}")  # type: ignore[return-value]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    listing = "\n".join(f"  {each.name:<12}{each.about}" for each in BENCHMARKS.values())
+    made = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Measure carrel beside its peers on this machine.",
+        epilog=f"benchmarks:\n{listing}\n\nThe figures are kept in bench/results/latest.json.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all when none is named")
+    made.add_argument("--json", action="store_true", help="print the figures of this run as one JSON object")
+    return made
+
+
+def chosen(names: list[str]) -> list[str]:
+    """The benchmarks meant, each once."""
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        raise BenchFailed(f"no benchmark is named '{unknown[0]}'; there are: {', '.join(BENCHMARKS)}")
+    return list(dict.fromkeys(names)) or list(BENCHMARKS)
+
+
+def machine() -> Figures:
+    """What the figures depend on."""
+    return {
+        "machine_cores": os.cpu_count() or 0,
+        "machine_kernel": platform.release(),
+        "machine_python": platform.python_version(),
+        "machine_bubblewrap": peers.bwrap_version(),
+        "machine_user": "root" if os.geteuid() == 0 else "ordinary",
+        "machine_load_before": os.getloadavg()[0],
+    }
+
+
+def shown_progress(name: str) -> Progress:
+    """A line on standard error that counts the rounds; silent where nobody looks."""
+    last = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if sys.stderr.isatty() and (now - last > 0.2 or done == total):
+            last = now
+            print(f"\r{name}: {max(done, 0)}/{total} ", end="", file=sys.stderr, flush=True)
+
+    return progress
+
+
+async def measure(names: list[str], *, as_json: bool) -> Figures:
+    """Run the benchmarks one after the other. Figures are kept as soon as they are there."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    peers.require()
+    figures = rounded(machine())
+    for name in names:
+        print(f"{name}: {BENCHMARKS[name].about} …", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        report = await module_of(name).run(shown_progress(name))
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        figures |= rounded(report.figures)
+        keep_figures(LATEST, figures)
+        if not as_json:
+            for table in report.tables:
+                print("\n" + "\n".join(table.lines()), flush=True)
+            print(flush=True)
+    return figures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        names = chosen(options.names)
+    except BenchFailed as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        figures = asyncio.run(measure(names, as_json=options.json))
+    except (BenchFailed, CarrelError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except ExceptionGroup as group:
+        known, unknown = group.split((BenchFailed, CarrelError))
+        if known is None or unknown is not None:
+            raise
+        print(f"failed, {len(known.exceptions)} times: {known.exceptions[0]}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("stopped; nothing is left behind", file=sys.stderr)
+        return 130
+    if options.json:
+        print(json.dumps(figures, indent=1, sort_keys=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A command in a sandbox that already runs: at the supervisor's socket, through the API, through the SDK.
+
+Beside `subprocess.run(["sh", "-c", "true"])`, which is what an agent's framework without a sandbox would do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from bench import ground, peers
+from bench.measure import Contender, Progress, Report, Table, median, percentile, ratio, rounds
+from bench.wire import SUCCESS, Wire
+from carrel.client import Client, Sandbox
+
+ROUNDS = 1000
+SHELL = ("sh", "-c", "true")
+
+
+async def run(progress: Progress) -> Report:
+    """Measure."""
+    async with ground.sandboxes() as boxes, ground.server() as server:
+        at_socket = Wire(ground.reach(await boxes.start()))
+        with Client(server.url, server.token) as client, client.sandbox() as box:
+            at_api = Wire(server.address)
+            try:
+                contenders: dict[str, Contender] = {
+                    "plain subprocess": _plain,
+                    "carrel, supervisor socket": _raw(at_socket, ground.RUN_TRUE),
+                    "carrel, API": _raw(at_api, server.run_true(box.id)),
+                    "carrel, SDK": _sdk(box),
+                }
+                samples = await rounds(contenders, ROUNDS, warm_up=30, progress=progress)
+            finally:
+                at_api.close()
+                at_socket.close()
+    plain = samples["plain subprocess"]
+    table = Table(
+        f"`true` in a running sandbox, {ROUNDS} rounds",
+        ("", "median ms", "p99 ms", "p99 / median", "× subprocess"),
+    )
+    for name, taken in samples.items():
+        p99 = percentile(taken, 99)
+        table.add(name, median(taken) * 1e3, p99 * 1e3, p99 / median(taken), ratio(taken, plain))
+    report = Report({"exec_subprocess_ms": median(plain) * 1e3}, [table])
+    for key in ("socket", "api", "sdk"):
+        taken = samples[{"socket": "carrel, supervisor socket", "api": "carrel, API", "sdk": "carrel, SDK"}[key]]
+        report.figures |= {
+            f"exec_{key}_ms": median(taken) * 1e3,
+            f"exec_{key}_p99_ms": percentile(taken, 99) * 1e3,
+            f"exec_{key}_p99_vs_median": percentile(taken, 99) / median(taken),
+            f"exec_{key}_vs_subprocess": ratio(taken, plain),
+        }
+    report.figures["exec_subprocess_p99_vs_median"] = percentile(plain, 99) / median(plain)
+    return report
+
+
+async def _plain() -> float:
+    await asyncio.sleep(0)  # lets an interrupt in
+    return peers.once(SHELL)
+
+
+def _raw(wire: Wire, message: bytes) -> Contender:
+    async def turn() -> float:
+        began = time.perf_counter()
+        body = wire.call(message)
+        took = time.perf_counter() - began
+        assert SUCCESS in body, body
+        return took
+
+    return turn
+
+
+def _sdk(box: Sandbox) -> Contender:
+    async def turn() -> float:
+        began = time.perf_counter()
+        result = box.commands.run("true")
+        took = time.perf_counter() - began
+        assert result.exit_code == 0, result
+        return took
+
+    return turn

@@ -1,0 +1,73 @@
+"""From the request for a sandbox to the end of its first command, beside one-shot peers.
+
+`provider.start()` and `/bin/true` over the supervisor's socket, with memory and process limits on. The peers run
+`/bin/true` and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from bench import ground, peers
+from bench.measure import Contender, Progress, Report, Table, median, percentile, ratio, rounds
+from bench.wire import Wire
+
+ROUNDS = 150
+SETTLE_S = 0.008
+"""Between turns: what the one before has left to the kernel, or a spare being made, belongs to nobody's time."""
+
+
+async def run(progress: Progress) -> Report:
+    """Measure."""
+    peers.require()
+    async with ground.sandboxes() as warm, ground.sandboxes(spares=False) as cold:
+        contenders: dict[str, Contender] = {name: _peer(command) for name, command in peers.ONE_SHOTS.items()}
+        contenders["carrel"] = _carrel(warm)
+        contenders["carrel, no spare"] = _carrel(cold)
+        samples = await rounds(contenders, ROUNDS, warm_up=3, progress=progress)
+    bwrap = samples["bubblewrap"]
+    table = Table(f"start to first command finished, {ROUNDS} rounds", ("", "median ms", "p99 ms", "× bubblewrap"))
+    for name, taken in samples.items():
+        table.add(name, median(taken) * 1e3, percentile(taken, 99) * 1e3, ratio(taken, bwrap))
+    ours, unspared = samples["carrel"], samples["carrel, no spare"]
+    return Report(
+        {
+            "start_ms": median(ours) * 1e3,
+            "start_p99_ms": percentile(ours, 99) * 1e3,
+            "start_vs_bwrap": ratio(ours, bwrap),
+            "start_cold_ms": median(unspared) * 1e3,
+            "start_cold_vs_bwrap": ratio(unspared, bwrap),
+            "start_bwrap_ms": median(bwrap) * 1e3,
+            "start_unshare_ms": median(samples["unshare, 7 namespaces"]) * 1e3,
+            "start_subprocess_ms": median(samples["plain subprocess"]) * 1e3,
+        },
+        [table],
+    )
+
+
+def _peer(command: Sequence[str]) -> Contender:
+    async def turn() -> float:
+        await asyncio.sleep(SETTLE_S)
+        return peers.once(command)
+
+    return turn
+
+
+def _carrel(boxes: ground.Sandboxes) -> Contender:
+    async def turn() -> float:
+        launch = boxes.workspace()
+        await asyncio.sleep(SETTLE_S)
+        began = time.perf_counter()
+        handle = await boxes.start(launch)
+        wire = Wire(ground.reach(handle))
+        try:
+            wire.call(ground.RUN_BIN_TRUE)
+            took = time.perf_counter() - began
+        finally:
+            wire.close()
+        await boxes.remove(handle)
+        return took
+
+    return turn

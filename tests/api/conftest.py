@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+
+from carrel.config import Settings, load
+from carrel.server import Running, running
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    path = tempfile.mkdtemp(prefix="carrel-t-")
+    flags = {"data_dir": path, "port": 0, "max_body_mb": 1, "sandbox.allow_process": True}
+    yield load(flags, environ={})
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def server(settings: Settings) -> AsyncIterator[Running]:
+    async with running(settings) as server:
+        yield server
+
+
+@pytest.fixture
+async def http(server: Running) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"authorization": f"Bearer {server.token}"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+async def box(http: httpx.AsyncClient) -> str:
+    answer = await http.post("/v1/sandboxes", json={"context_id": "box", "trust": "high"})
+    assert answer.status_code == 201, answer.text
+    return f"/v1/sandboxes/{answer.json()['id']}"

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from carrel.config import Settings
+from carrel.errors import InvalidRequest
+from carrel.server import Running, running
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}, {"authorization": "Bearer "}],
+)
+async def test_without_the_token(server: Running, headers: dict[str, str]) -> None:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers) as client:
+        for path in ("/v1/sandboxes", "/v1/host", "/nothing", f"/v1/sandboxes?token={server.token}"):
+            answer = await client.get(path)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["field"] == "Authorization"
+            assert answer.json()["code"] == "unauthorized"
+
+
+async def test_open_pages(server: Running) -> None:
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
+            assert (await client.get(path)).status_code == 200
+
+
+async def test_other_hosts_and_origins_are_refused(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/v1/sandboxes", headers={"host": "evil.example:7070"})
+    assert (answer.status_code, answer.json()["field"]) == (400, "Host")
+    answer = await http.get("/v1/sandboxes", headers={"origin": "http://evil.example"})
+    assert (answer.status_code, answer.json()["field"]) == (400, "Origin")
+    assert (await http.get("/v1/sandboxes", headers={"host": "localhost:1"})).status_code == 200
+
+
+async def test_without_auth_only_on_loopback(settings: Settings) -> None:
+    async with running(settings.model_copy(update={"auth": False})) as server:
+        assert server.token is None
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/v1/sandboxes")).status_code == 200
+    with pytest.raises(InvalidRequest) as caught:
+        async with running(settings.model_copy(update={"auth": False, "host": "0.0.0.0"})):
+            pass
+    assert caught.value.field == "auth"

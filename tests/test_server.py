@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from carrel.config import Settings, load
+from carrel.errors import Conflict, PlatformError
+from carrel.server import is_loopback, running
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    path = tempfile.mkdtemp(prefix="carrel-t-")
+    yield load({"data_dir": path, "port": 0}, environ={})
+    shutil.rmtree(path)
+
+
+async def test_what_it_leaves_and_takes_away(settings: Settings) -> None:
+    data = Path(settings.data_dir)
+    async with running(settings) as server:
+        assert json.loads((data / "server.json").read_text()) == {"url": server.url, "pid": os.getpid()}
+        token = (data / "token").read_text().strip()
+        assert token == server.token and token.startswith("carrel_")
+        assert stat.S_IMODE((data / "token").stat().st_mode) == 0o600
+        with pytest.raises(Conflict) as caught:
+            async with running(settings):
+                pass
+        assert caught.value.field == "data_dir"
+    assert not (data / "server.json").exists()
+    async with running(settings) as server:
+        assert server.token == token, "the token is kept"
+    async with running(settings.model_copy(update={"token": "my-own-token"})) as server:
+        assert server.token == "my-own-token"
+
+
+async def test_a_taken_port(settings: Settings) -> None:
+    async with running(settings) as server:
+        port = int(server.url.rpartition(":")[2])
+        other = tempfile.mkdtemp(prefix="carrel-t-")
+        try:
+            with pytest.raises(PlatformError) as caught:
+                async with running(settings.model_copy(update={"port": port, "data_dir": other})):
+                    pass
+            assert caught.value.field == "port"
+        finally:
+            shutil.rmtree(other)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("example.org", False)],
+)
+def test_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signals_end_everything(settings: Settings, number: signal.Signals) -> None:
+    code = "import sys; from carrel.config import load; from carrel.server import serve; serve(load({'port': 0, 'data_dir': sys.argv[1]}, environ={}))"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, settings.data_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            said = b""
+            while b"try " not in said:
+                line = await process.stdout.readline()
+                assert line, "it ended early"
+                said += line
+        place = json.loads((Path(settings.data_dir) / "server.json").read_text())
+        token = (Path(settings.data_dir) / "token").read_text().strip()
+        assert place["url"].encode() in said and token.encode() in said and place["pid"] == process.pid
+        headers = {"authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(base_url=place["url"], headers=headers, timeout=30) as client:
+            made = await client.post("/v1/sandboxes", json={})
+            if made.status_code == 201:
+                path = f"/v1/sandboxes/{made.json()['id']}/commands"
+                waiting = asyncio.ensure_future(client.post(path, json={"command": "sleep 1000"}))
+                while not (await client.get(path)).json()["items"]:
+                    await asyncio.sleep(0.02)
+                process.send_signal(number)
+                answer = (await asyncio.gather(waiting, return_exceptions=True))[0]
+                assert isinstance(answer, httpx.HTTPError) or answer.status_code == 502
+            else:
+                process.send_signal(number)
+        async with asyncio.timeout(20):
+            _, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        assert b"Traceback" not in errors
+        assert not (Path(settings.data_dir) / "server.json").exists()
+        assert os.listdir(os.path.join(settings.data_dir, "workspaces")) == [".trash"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
