@@ -1,4 +1,4 @@
-"""`python -m bench [NAME…] [--json]`: runs benchmarks, shows tables, keeps the figures in `bench/results/latest.json`."""
+"""`python -m bench [NAME…] [--json]`: runs benchmarks, shows tables, keeps figures in `bench/results/latest.json`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BENCHMARKS = {
 
 def module_of(name: str) -> Module:
     """The module of a benchmark."""
-    return importlib.import_module(f"bench.{name}")  # type: ignore[return-value]
+    return importlib.import_module(f"bench.{name}")
 
 
 def parser() -> argparse.ArgumentParser:

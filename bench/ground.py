@@ -1,4 +1,4 @@
-"""What the benchmarks stand on: sandboxes of a provider, a running server, and the promise that both are gone afterwards."""
+"""What the benchmarks stand on: sandboxes of a provider and a running server, both gone when the block ends."""
 
 from __future__ import annotations
 

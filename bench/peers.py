@@ -53,7 +53,7 @@ def at_once(command: Sequence[str], count: int) -> float:
     began = time.perf_counter()
     try:
         for _ in range(count):
-            running.append(subprocess.Popen(command))
+            running.append(subprocess.Popen(command))  # noqa: PERF401 - each must be known if the next fails
         failed = sum(process.wait() != 0 for process in running)
         took = time.perf_counter() - began
     finally:
@@ -80,7 +80,7 @@ def rate(command: Sequence[str], clients: int, seconds: float) -> float:
         began = time.perf_counter()
         ends = began + seconds
         for _ in range(clients):
-            running.add(os.posix_spawn(program, command, os.environ))
+            running.add(os.posix_spawn(program, [*command], os.environ))
         while running:
             pid, status = os.waitpid(-1, 0)
             if pid not in running:
@@ -90,7 +90,7 @@ def rate(command: Sequence[str], clients: int, seconds: float) -> float:
                 raise BenchFailed(f"'{command[0]}' failed under load with status {status}")
             done += 1
             if time.perf_counter() < ends:
-                running.add(os.posix_spawn(program, command, os.environ))
+                running.add(os.posix_spawn(program, [*command], os.environ))
         return done / (time.perf_counter() - began)
     finally:
         for pid in running:

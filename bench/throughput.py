@@ -1,4 +1,4 @@
-"""Megabytes per second: a command's output, a file down, a file up; at the socket and through the SDK, beside a pipe."""
+"""Megabytes per second: a command's output, files down and up; at the socket and through the SDK, beside a pipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def run(progress: Progress) -> Report:
             try:
                 # Whoever reads needs a file that is there, and all later rounds replace one.
                 _upload(wire, content)
-                box.files.write("big", bytes(content))
+                box.files.write("big", content)
                 contenders: dict[str, Contender] = {
                     "output, plain pipe": _turn(_pipe),
                     "output, socket": _turn(lambda: _output(wire)),
@@ -127,4 +127,4 @@ def _sdk_download(box: Sandbox) -> int:
 
 
 def _sdk_upload(box: Sandbox, content: memoryview) -> int:
-    return box.files.write("big", content.obj).size
+    return box.files.write("big", content).size

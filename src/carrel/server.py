@@ -27,7 +27,10 @@ from carrel.api import create_app
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, InvalidRequest, PlatformError
+from carrel.models import HostReport
+from carrel.providers import open_providers
 from carrel.providers.base import Provider
+from carrel.providers.doctor import host_report
 from carrel.workspaces.layout import Layout
 
 log = logging.getLogger("carrel.server")
@@ -211,6 +214,11 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
             finally:
                 await asyncio.gather(task, return_exceptions=True)
                 listener.close()
+
+
+def local_host_report(allow_process: bool = False) -> HostReport:
+    """What this host can do, without a server: nothing is started or written."""
+    return host_report(open_providers("/", "/", allow_process=allow_process))
 
 
 def _welcome(server: Running) -> str:

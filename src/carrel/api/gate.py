@@ -7,6 +7,7 @@ body.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -23,6 +24,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 STREAMED = re.compile(r"/v1/sandboxes/[^/]+/files/content")
 SUBPROTOCOL = "carrel"
 TOKEN_SUBPROTOCOL = b"carrel.token."
+_MAX_DISCARD, _MAX_DISCARD_S = 64 * 1024 * 1024, 2.0
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _WANTED = frozenset({b"authorization", b"host", b"origin", b"content-length", b"sec-websocket-protocol"})
 
@@ -68,6 +70,8 @@ class Gate:
             if started:  # the status is gone already: a broken body is all that can tell of it
                 log.warning("%s broke off: %s", scope["path"], error)
             else:
+                if isinstance(error, TooLarge) and scope["type"] == "http":
+                    await _discard(receive)
                 await _refuse(scope, send, error)
         except Exception:
             log.exception("%s failed", scope["path"])
@@ -150,6 +154,20 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+async def _discard(receive: Receive) -> None:
+    """Take some more of a body that is too large: a caller cut off while sending would not see the answer."""
+    left = _MAX_DISCARD
+    try:
+        async with asyncio.timeout(_MAX_DISCARD_S):
+            while left > 0:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                left -= len(message.get("body", b""))
+    except TimeoutError:
+        return
 
 
 async def _refuse(scope: Scope, send: Send, error: CarrelError) -> None:

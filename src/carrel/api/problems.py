@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -124,6 +124,8 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 
 async def _carrel(request: Request, error: Exception) -> Response:
     assert isinstance(error, CarrelError)
+    if not isinstance(request, Request):
+        raise error  # a WebSocket that is not open yet: the gate answers
     if error.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, error)
     return answer(error)
@@ -132,6 +134,11 @@ async def _carrel(request: Request, error: Exception) -> Response:
 async def _validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return answer(invalid(error.errors()))
+
+
+async def _socket_validation(socket: Request, error: Exception) -> Response:
+    assert isinstance(error, WebSocketRequestValidationError)
+    raise invalid(error.errors())
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -165,5 +172,6 @@ def install(app: FastAPI) -> None:
     """Make the app answer every failure with a problem."""
     app.add_exception_handler(CarrelError, _carrel)
     app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(WebSocketRequestValidationError, _socket_validation)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unexpected)

@@ -336,6 +336,9 @@ class SupervisorConnection:
         finally:
             wire.release()
 
+    async def _send_whole(self, method: str, path: str, body: bytes, stall: float, max_bytes: int) -> Json:
+        return self._object(await self.request(method, path, body, deadline=stall, max_bytes=max_bytes))
+
     async def upload(
         self,
         method: str,
@@ -346,8 +349,16 @@ class SupervisorConnection:
         max_bytes: int = MAX_JSON,
     ) -> Json:
         """Send a body of any length as it comes; `stall` bounds how long the supervisor may take nothing."""
+        first = bytearray()
+        async for chunk in chunks:
+            first += chunk
+            if len(first) > SMALL_BODY:
+                break
+        else:
+            return await self._send_whole(method, path, bytes(first), stall, max_bytes)
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(max_bytes)
+        spare = wire.duplicate()
         try:
             transport = wire.transport
             assert transport is not None

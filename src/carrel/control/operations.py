@@ -89,7 +89,9 @@ def _segment(value: str) -> str:
         or not value.isascii()
         or not value.replace("-", "").replace("_", "").isalnum()
     ):
-        raise InvalidRequest("a command id has letters, digits, '-' and '_'", field="command_id")
+        raise InvalidRequest(
+            "a command id has letters, digits, '-' and '_'", field="command_id", hint="take the id the start gave"
+        )
     return value
 
 

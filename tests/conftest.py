@@ -1,0 +1,121 @@
+"""Every test is watched for what it leaves behind, and may have real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Test folders are no packages: what they share is found by its plain name.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from leaks import Leaks, complain
+from sandboxes import KINDS, Box, House, Supervisor, parent
+
+_LEAKS = pytest.StashKey[Leaks]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    leaks = config.stash[_LEAKS] = Leaks()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(leaks.directory)
+    if config.option.basetemp is None:
+        config.option.basetemp = str(leaks.directory / "t")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_LEAKS].remove_directory()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, Any, Any]:
+    """What a fixture of a wider scope makes is not a leak of the test that happens to be the first to use it."""
+    if fixturedef.scope == "function":
+        return (yield)
+    leaks = request.config.stash[_LEAKS]
+    before = leaks.look()
+    value = yield
+    leaks.keep(before)
+    return value
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    item.stash[_BEFORE] = item.config.stash[_LEAKS].look()
+    yield
+
+
+_BEFORE: pytest.StashKey[Any] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    if _BEFORE in item.stash and (found := item.config.stash[_LEAKS].since(item.stash[_BEFORE])):
+        pytest.fail(complain(found), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    yield
+    if found := session.config.stash[_LEAKS].at_the_end():
+        print("\n" + complain(found), file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+async def _open(house: House) -> dict[str, Any]:
+    handle = await house.provider.start(house.launch())
+    await house.provider.close()
+    return {"handle": handle, "zygote": parent(int(handle["pid"] or 0))}
+
+
+async def _close(house: House, kept: dict[str, Any]) -> None:
+    provider = house.another_provider()
+    await provider.remove(kept["handle"])
+    await provider.close()
+
+
+@pytest.fixture(scope="session")
+def houses() -> Iterator[dict[str, House]]:
+    """A zygote for each kind of provider that all tests share: one sandbox keeps it from ending."""
+    found, kept = {}, {}
+    for kind in KINDS:
+        found[kind] = House(kind, Path(tempfile.mkdtemp(prefix="h")))
+        found[kind].directory.chmod(0o755)
+        kept[kind] = asyncio.run(_open(found[kind]))
+    yield found
+    for kind, house in found.items():
+        asyncio.run(_close(house, kept[kind]))
+        deadline = time.monotonic() + 10
+        while os.waitpid(kept[kind]["zygote"], os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        shutil.rmtree(house.directory)
+
+
+@pytest.fixture(params=KINDS)
+async def house(request: pytest.FixtureRequest, houses: dict[str, House]) -> AsyncIterator[House]:
+    """A provider of each kind, on the shared zygote."""
+    house = House(request.param, houses[request.param].directory)
+    yield house
+    await house.provider.close()
+
+
+@pytest.fixture
+async def box(house: House) -> AsyncIterator[Box]:
+    """A sandbox of each kind of provider."""
+    limits = {"processes": 128, "memory_mb": 512} if house.kind == "namespace" else {}
+    async with house.box(**limits) as box:
+        yield box
+
+
+@pytest.fixture
+def supervisor(box: Box) -> Supervisor:
+    """The supervisor of a sandbox of each kind."""
+    return box.supervisor

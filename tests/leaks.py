@@ -1,0 +1,222 @@
+"""What a test left behind: processes, mounts, cgroups, temporary files, descriptors.
+
+Only what this run made is judged, so that two runs at once do not accuse each other: the run is a child subreaper, so
+every process it made stays below it whatever it does, and everything temporary lies in a directory of this run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_GROUP = re.compile(r"^carrel-(\d+)-(\d+)$")
+_PR_SET_CHILD_SUBREAPER = 36
+PATIENCE_S = 5.0
+
+Process = tuple[int, int]  # pid and start time: together they name a process for good
+
+
+@dataclass
+class State:
+    """What there is at one moment."""
+
+    processes: dict[Process, str] = field(default_factory=dict)
+    mounts: set[str] = field(default_factory=set)
+    entries: set[str] = field(default_factory=set)
+    descriptors: Counter[str] = field(default_factory=Counter)
+
+
+class Leaks:
+    """Compares the state before and after, leaving out what fixtures of a wider scope keep on purpose."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Short, because socket paths below it end at 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="ct-", dir=os.environ.get("TMPDIR", "/tmp")))
+        self.directory.chmod(0o755)
+        self._kept = State()
+        self._seen: set[Process] = set()  # every process of ours that was ever looked at: dead ones may own a cgroup
+        self._groups_before = {path for path, _owner in _cgroups()}
+        self._first = self.look()
+
+    def look(self) -> State:
+        """The state now."""
+        processes = _below(os.getpid())
+        self._seen |= processes.keys()
+        return State(processes, self._mounts(), self._entries(), _descriptors())
+
+    def keep(self, before: State) -> None:
+        """What came since `before` belongs to a fixture that lives on."""
+        now = self.look()
+        for process in now.processes.keys() - before.processes.keys():
+            self._kept.processes[process] = now.processes[process]
+        self._kept.mounts |= now.mounts - before.mounts
+        self._kept.entries |= now.entries - before.entries
+        self._kept.descriptors += now.descriptors - before.descriptors
+
+    def since(self, before: State, patience: float = PATIENCE_S) -> list[str]:
+        """What is there now, was not before, and is kept by nobody; one line each."""
+        until = time.monotonic() + patience
+        while True:
+            found = self._compare(before)
+            if not found or time.monotonic() > until:
+                return found
+            gc.collect()  # an object that waits for the collector is no leak
+            time.sleep(0.02)
+
+    def at_the_end(self) -> list[str]:
+        """Everything of this run that is still there once all fixtures are gone."""
+        self._kept = State()
+        first = State(self._first.processes, self._first.mounts, self._first.entries, _descriptors())
+        found = self.since(first)
+        until = time.monotonic() + PATIENCE_S
+        while (groups := self._groups_of_the_gone()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return found + [f"cgroup {path}" for path in groups]
+
+    def remove_directory(self) -> None:
+        """Remove the temporary files of this run."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _compare(self, before: State) -> list[str]:
+        _reap_orphans(before)
+        now = self.look()
+        found = []
+        roots = {pid for pid, _started in self._kept.processes}
+        parents = {pid: parent for pid, (parent, _state, _started) in _table().items()}
+        for process, name in now.processes.items():
+            if process in before.processes or process in self._kept.processes:
+                continue
+            if not _is_below(process[0], roots, parents):
+                found.append(f"process {process[0]}: {name}")
+        found += [f"mount {point}" for point in sorted(now.mounts - before.mounts - self._kept.mounts)]
+        found += [f"temporary {name}" for name in sorted(now.entries - before.entries - self._kept.entries)]
+        leaked = now.descriptors - before.descriptors - self._kept.descriptors
+        found += [f"descriptor {target} ({count})" for target, count in leaked.items()]
+        return found
+
+    def _mounts(self) -> set[str]:
+        points = (line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+        return {point for point in points if point.startswith(str(self.directory))}
+
+    def _entries(self) -> set[str]:
+        return {entry for entry in os.listdir(self.directory) if entry != "t"}
+
+    def _groups_of_the_gone(self) -> list[str]:
+        alive = {(pid, started) for pid, (_parent, _state, started) in _table().items()}
+        return [
+            path
+            for path, owner in _cgroups()
+            if path not in self._groups_before and owner in self._seen and owner not in alive
+        ]
+
+
+@contextmanager
+def watched(leaks: Leaks) -> Iterator[list[str]]:
+    """The leaks of a block, in a list that is filled at its end."""
+    before, found = leaks.look(), list[str]()
+    yield found
+    found += leaks.since(before)
+
+
+def _table() -> dict[int, tuple[int, str, int]]:
+    """Every process: its parent, its state, and when it started."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
+                found[int(name)] = (int(fields[1]), fields[0], int(fields[19]))
+            except (OSError, IndexError, ValueError):
+                continue
+    return found
+
+
+def _below(root: int) -> dict[Process, str]:
+    """The living processes below `root`."""
+    table = _table()
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _state, _started) in table.items():
+        children.setdefault(parent, []).append(pid)
+    found, pending = {}, [root]
+    while pending:
+        for pid in children.get(pending.pop(), ()):
+            pending.append(pid)
+            if table[pid][1] not in "ZX":
+                found[pid, table[pid][2]] = _command_line(pid)
+    return found
+
+
+def _is_below(pid: int, roots: set[int], parents: dict[int, int]) -> bool:
+    while pid > 1:
+        if pid in roots:
+            return True
+        pid = parents.get(pid, 0)
+    return False
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    except OSError:
+        return "?"
+
+
+def _reap_orphans(before: State) -> None:
+    """Bury what was orphaned to this process; children that somebody here waits for are buried by then."""
+    old = {pid for pid, _started in before.processes}
+    for pid, (parent, state, _started) in _table().items():
+        if parent == os.getpid() and state == "Z" and pid not in old:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
+
+
+def _descriptors() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        # Numbers of pipes and sockets differ each time; how many of them there are must not.
+        found[target.partition(":")[0] if target.startswith(("pipe:", "socket:")) else target] += 1
+    found[f"/proc/{os.getpid()}/fd"] = 0
+    return +found
+
+
+def _cgroups() -> list[tuple[str, Process]]:
+    """The groups that zygotes made, each with the process that owns it."""
+    found = []
+    top = "/sys/fs/cgroup"
+    for path in (top, *(entry.path for entry in _directories(top))):
+        for entry in _directories(path):
+            if match := _GROUP.match(entry.name):
+                found.append((entry.path, (int(match[1]), int(match[2]))))
+    return found
+
+
+def _directories(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def complain(found: list[str]) -> str:
+    """The words for people."""
+    return "left behind:\n  " + "\n  ".join(found)
+
+

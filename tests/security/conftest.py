@@ -1,0 +1,336 @@
+"""Real servers to attack, as root and as an ordinary user, and things of the host that no attack may reach.
+
+An attack is a function that runs inside a sandbox and returns evidence of a breach, or None. Against the namespace
+provider it must bring none. Where an attack can be tried on the process provider without harm it must bring evidence
+there: so a test that could never fail is found out. Attacks aim only at what is made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carrel import Client
+from carrel.client import Sandbox
+from carrel.models import CommandResult
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parent.parent / "src"
+USER = 64_321  # nobody on any distribution; it has no name and no home
+ROOT = os.geteuid() == 0
+HEAVY = {"ruff", "mypy", "mypyc", "uv", "pip", "setuptools", "hypothesis", "pytest", "_pytest", "pygments", "jedi"}
+
+
+def as_user(command: list[str]) -> list[str]:
+    """The command as an ordinary user; as it is when we are one."""
+    if not ROOT:
+        return command
+    return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs", "--", *command]
+
+
+# things of the host
+
+
+@dataclass
+class Host:
+    """What the host has that a sandbox must not reach: all of it made for the tests, and open to every user."""
+
+    directory: Path
+    token: str
+    process: int
+    tcp: int
+    udp: int
+    abstract: str
+    touched: list[str] = field(default_factory=list)
+
+    @property
+    def secret(self) -> str:
+        """A file any user of the host can read; it holds the token."""
+        return str(self.directory / "secret")
+
+    @property
+    def drop(self) -> str:
+        """A directory any user of the host can write."""
+        return str(self.directory / "drop")
+
+    @property
+    def unix(self) -> str:
+        """A Unix socket any user of the host can connect to."""
+        return str(self.directory / "socket")
+
+    def dropped(self) -> list[str]:
+        """What has been written where anybody may write; forgotten then."""
+        found = sorted(os.listdir(self.drop))
+        for name in found:
+            os.unlink(f"{self.drop}/{name}")
+        return found
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[Host]:
+    """Canaries on the host."""
+    directory = Path(tempfile.mkdtemp(prefix="carrel-canary-"))
+    directory.chmod(0o755)
+    token = f"canary-{secrets.token_hex(12)}"
+    (directory / "secret").write_text(token)
+    (directory / "secret").chmod(0o644)
+    (directory / "drop").mkdir()
+    (directory / "drop").chmod(0o777)
+    code = "import signal; signal.pause()"
+    process = subprocess.Popen(
+        as_user([sys.executable, "-c", code, token]), env={"CANARY": token, "PATH": os.environ["PATH"]}
+    )
+    listeners = {
+        "tcp": socket.socket(socket.AF_INET, socket.SOCK_STREAM),
+        "udp": socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+        "abstract": socket.socket(socket.AF_UNIX, socket.SOCK_STREAM),
+        "unix": socket.socket(socket.AF_UNIX, socket.SOCK_STREAM),
+    }
+    listeners["tcp"].bind(("127.0.0.1", 0))
+    listeners["udp"].bind(("127.0.0.1", 0))
+    abstract = f"carrel-canary-{secrets.token_hex(8)}"
+    listeners["abstract"].bind(f"\0{abstract}")
+    listeners["unix"].bind(str(directory / "socket"))
+    (directory / "socket").chmod(0o666)
+    canaries = Host(
+        directory,
+        token,
+        process.pid,
+        listeners["tcp"].getsockname()[1],
+        listeners["udp"].getsockname()[1],
+        abstract,
+    )
+    stop, stopped = socket.socketpair()
+    watcher = threading.Thread(target=_listen, args=(listeners, stopped, canaries))
+    watcher.start()
+    try:
+        yield canaries
+    finally:
+        stop.close()
+        watcher.join()
+        for one in (*listeners.values(), stopped):
+            one.close()
+        process.kill()
+        process.wait()
+        shutil.rmtree(directory)
+
+
+def _listen(listeners: dict[str, socket.socket], stopped: socket.socket, canaries: Host) -> None:
+    import select
+
+    for name in ("tcp", "abstract", "unix"):
+        listeners[name].listen(16)
+    while True:
+        ready, _, _ = select.select([*listeners.values(), stopped], [], [])
+        if stopped in ready:
+            return
+        for name, listener in listeners.items():
+            if listener not in ready:
+                continue
+            if name == "udp":
+                data, sender = listener.recvfrom(1024)
+                listener.sendto(canaries.token.encode(), sender)
+            else:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(canaries.token.encode())
+            canaries.touched.append(name)
+
+
+# servers
+
+
+@dataclass
+class Server:
+    """A running server and how to reach it."""
+
+    data_dir: Path
+    client: Client
+    pid: int
+
+
+def _readable(directory: Path) -> str:
+    """A PYTHONPATH the ordinary user can read: ours, or a copy where the checkout is closed to others."""
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    probe = [os.path.realpath(sys.executable), "-I", "-c", f"import os; os.listdir({str(SOURCE)!r}); os.listdir({site!r})"]
+    if subprocess.run(as_user(probe), capture_output=True, check=False).returncode == 0:
+        return f"{SOURCE}:{site}"
+    copy = directory / "packages"
+    shutil.copytree(site, copy, ignore=lambda _path, names: [name for name in names if name in HEAVY], symlinks=True)
+    shutil.copytree(SOURCE, directory / "src")
+    return f"{directory / 'src'}:{copy}"
+
+
+@contextlib.contextmanager
+def serving(*, user: bool) -> Iterator[Server]:
+    directory = Path(tempfile.mkdtemp(prefix="carrel-attacked-"))
+    command = [sys.executable, "-m", "carrel"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
+    if user and ROOT:
+        directory.chmod(0o755)
+        environment |= {"PYTHONPATH": _readable(directory), "HOME": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
+        command[0] = os.path.realpath(sys.executable)
+        (directory / "data").mkdir()
+        os.chown(directory / "data", USER, USER)
+    data = directory / "data"
+    command += ["serve", "--port", "0", "--data-dir", str(data), "--set", "sandbox.allow_process=true"]
+    log = (directory / "log").open("wb")
+    process = subprocess.Popen(
+        as_user(command) if user else command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (data / "server.json").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("the server did not start:\n" + (directory / "log").read_text())
+            time.sleep(0.02)
+        url = json.loads((data / "server.json").read_text())["url"]
+        with Client(url, (data / "token").read_text().strip()) as client:
+            yield Server(data, client, process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+            log.close()
+            shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session")
+def root_server() -> Iterator[Server]:
+    if not ROOT:
+        pytest.skip("the server as root: the tests do not run as root")
+    with serving(user=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def user_server() -> Iterator[Server]:
+    with serving(user=True) as server:
+        yield server
+
+
+# attacks
+
+
+class Attacker:
+    """Somebody who controls what runs in one sandbox, and what the test knows of the host."""
+
+    def __init__(self, setting: str, server: Server, host: Host):
+        self.setting = setting
+        self.sealed = setting != "process"
+        self.server = server
+        self.host = host
+        self._opened: list[Sandbox] = []
+        self._box: Sandbox | None = None
+
+    @property
+    def box(self) -> Sandbox:
+        """The attacker's own sandbox."""
+        if self._box is None:
+            self._box = self.another()
+        return self._box
+
+    def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
+        """One more sandbox of the same kind on the same server."""
+        if not self.sealed:
+            options |= {"provider": "process", "trust": "high", "network": "host"}
+        opened = self.server.client.sandbox(context_id, **options)
+        self._opened.append(opened)
+        return opened
+
+    def with_limits(self, **limits: float) -> Sandbox:
+        """The attacker's own sandbox, with these limits."""
+        self._box = self.another(limits=limits)
+        return self._box
+
+    def run(self, attack: Callable[..., object], *, box: Sandbox | None = None, timeout: float = 30, **arguments: object) -> Any:
+        """What an attack brings when it runs inside. A refusal by the kernel is None; a fault in the attack fails."""
+        result = self.start(attack, box=box, timeout=timeout, **arguments)
+        return self.outcome(result)
+
+    def start(self, attack: Callable[..., object], *, box: Sandbox | None = None, timeout: float = 30, **arguments: object) -> CommandResult:
+        """Run an attack and give the raw result."""
+        return (box or self.box).commands.run(self.words(attack, **arguments), timeout=timeout)
+
+    @staticmethod
+    def words(attack: Callable[..., object], **arguments: object) -> list[str]:
+        """The command that performs an attack."""
+        shipped = (HERE / "inside.py").read_text()
+        code = f"""
+import sys, types
+inside = types.ModuleType("inside"); exec({shipped!r}, inside.__dict__); sys.modules["inside"] = inside
+exec({textwrap.dedent(inspect.getsource(attack))!r})
+inside.perform({attack.__name__}, {arguments!r})
+"""
+        return ["/usr/bin/python3", "-I", "-c", code]
+
+    @staticmethod
+    def outcome(result: CommandResult) -> Any:
+        """Evidence, or None when the kernel refused or ended the attack."""
+        marked = [line[2:] for line in result.stdout.splitlines() if line.startswith("@@")]
+        if not marked:
+            assert result.signal is not None, f"the attack did not run: {result.stdout}{result.stderr}"
+            return None
+        answer = json.loads(marked[-1])
+        assert "broken" not in answer, answer.get("broken")
+        return answer.get("evidence")
+
+    def expect(self, evidence: object) -> None:
+        """No breach in a sandbox, and a breach without one."""
+        if self.sealed:
+            assert not evidence, f"BREACH ({self.setting}): {evidence!r}"
+        else:
+            assert evidence, "the process provider does not isolate, and this attack did not notice"
+
+    def attempt(self, attack: Callable[..., object], **arguments: Any) -> None:
+        """Run an attack and judge it."""
+        self.expect(self.run(attack, **arguments))
+
+    def close(self) -> None:
+        for opened in self._opened:
+            if opened.ephemeral:
+                opened.terminate(reason="end of the test")
+            else:
+                opened._connection.call("DELETE", opened._path)
+
+
+def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
+    server = request.getfixturevalue("root_server" if setting == "root" else "user_server")
+    attacker = Attacker(setting, server, host)
+    try:
+        yield attacker
+    finally:
+        attacker.close()
+
+
+@pytest.fixture(params=["root", "user"])
+def attacker(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
+    """In a sandbox of the namespace provider: every attack must fail."""
+    yield from _attacker(request.param, request, host)
+
+
+@pytest.fixture(params=["root", "user", "process"])
+def compared(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
+    """As `attacker`, and also with no isolation at all, where the same attack must succeed."""
+    yield from _attacker(request.param, request, host)

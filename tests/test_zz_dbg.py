@@ -1,0 +1,5 @@
+import os
+async def test_a():
+    pass
+def test_b():
+    pass
