@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bench.measure import BenchFailed
 from bench.wire import TRUE_BODY, Address, answer_size, body_of, request
+from carrel.errors import CarrelError
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.models import Network
 from carrel.providers import Handle, Launch, Provider, open_providers
@@ -191,6 +192,8 @@ async def server() -> AsyncIterator[Server]:
                 await asyncio.sleep(0.02)
             url = str(json.loads((data / "server.json").read_text())["url"])
             yield Server(url, (data / "token").read_text().strip())
+        except CarrelError as error:
+            raise BenchFailed(f"{error}\n{(place / 'server.log').read_text()[-1000:]}") from error
         finally:
             process.send_signal(signal.SIGTERM)
             try:

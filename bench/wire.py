@@ -100,7 +100,7 @@ class Wire:
     def drain(self, message: bytes, *, chunked: bool) -> tuple[int, bytes]:
         """Send a request and count the bytes of a large answer without keeping them; also its last bytes.
 
-        A chunked answer is known to have ended by its last bytes, which is enough for output of zeros.
+        A chunked answer is known to have ended by its last bytes, which is enough for output without carriage returns.
         """
         self._socket.sendall(message)
         buffer = bytearray(LARGE)

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +17,17 @@ import pytest
 # Test folders are no packages: what they share is found by its plain name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from leaks import Leaks, complain
+from leaks import Leaks, Watch
 from sandboxes import KINDS, Box, House, Supervisor, parent
-
-_LEAKS = pytest.StashKey[Leaks]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    leaks = config.stash[_LEAKS] = Leaks()
+    leaks = Leaks()
     os.environ["TMPDIR"] = tempfile.tempdir = str(leaks.directory)
     if config.option.basetemp is None:
         config.option.basetemp = str(leaks.directory / "t")
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[_LEAKS].remove_directory()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, Any, Any]:
-    """What a fixture of a wider scope makes is not a leak of the test that happens to be the first to use it."""
-    if fixturedef.scope == "function":
-        return (yield)
-    leaks = request.config.stash[_LEAKS]
-    before = leaks.look()
-    value = yield
-    leaks.keep(before)
-    return value
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    item.stash[_BEFORE] = item.config.stash[_LEAKS].look()
-    yield
-
-
-_BEFORE: pytest.StashKey[Any] = pytest.StashKey()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    yield
-    if _BEFORE in item.stash and (found := item.config.stash[_LEAKS].since(item.stash[_BEFORE])):
-        pytest.fail(complain(found), pytrace=False)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
-    yield
-    if found := session.config.stash[_LEAKS].at_the_end():
-        print("\n" + complain(found), file=sys.stderr)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    # A plugin, because hooks of a conftest are not called for fixtures of the whole session.
+    config.pluginmanager.register(Watch(leaks))
 
 
 async def _open(house: House) -> dict[str, Any]:

@@ -11,13 +11,16 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 _GROUP = re.compile(r"^carrel-(\d+)-(\d+)$")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,7 +54,7 @@ class Leaks:
 
     def look(self) -> State:
         """The state now."""
-        processes = _below(os.getpid())
+        processes = below(os.getpid())
         self._seen |= processes.keys()
         return State(processes, self._mounts(), self._entries(), _descriptors())
 
@@ -121,12 +124,43 @@ class Leaks:
         ]
 
 
-@contextmanager
-def watched(leaks: Leaks) -> Iterator[list[str]]:
-    """The leaks of a block, in a list that is filled at its end."""
-    before, found = leaks.look(), list[str]()
-    yield found
-    found += leaks.since(before)
+class Watch:
+    """The pytest plugin: each test is compared with the moment before it, the whole session with its start."""
+
+    def __init__(self, leaks: Leaks):
+        self._leaks = leaks
+        self._before = State()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        """What a fixture of a wider scope makes is not a leak of the test that happens to be the first to use it."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before = self._leaks.look()
+        value = yield
+        self._leaks.keep(before)
+        return value
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None, None, None]:
+        self._before = self._leaks.look()
+        yield
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, None, None]:
+        yield
+        if found := self._leaks.since(self._before):
+            pytest.fail(_complaint(found), pytrace=False)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        yield
+        if found := self._leaks.at_the_end():
+            print("\nThe whole session " + _complaint(found), file=sys.stderr)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_unconfigure(self) -> None:
+        self._leaks.remove_directory()
 
 
 def _table() -> dict[int, tuple[int, str, int]]:
@@ -142,7 +176,7 @@ def _table() -> dict[int, tuple[int, str, int]]:
     return found
 
 
-def _below(root: int) -> dict[Process, str]:
+def below(root: int) -> dict[Process, str]:
     """The living processes below `root`."""
     table = _table()
     children: dict[int, list[int]] = {}
@@ -186,6 +220,8 @@ def _reap_orphans(before: State) -> None:
 def _descriptors() -> Counter[str]:
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
+        if int(name) <= 2:  # moved about by pytest while it captures
+            continue
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
@@ -215,8 +251,5 @@ def _directories(path: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def complain(found: list[str]) -> str:
-    """The words for people."""
+def _complaint(found: list[str]) -> str:
     return "left behind:\n  " + "\n  ".join(found)
-
-

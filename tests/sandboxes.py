@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx
 
+from leaks import below
+
 from carrel.isolation import probe
 from carrel.models import Network
 from carrel.providers import Handle, Launch, Provider, open_providers
@@ -127,6 +129,10 @@ class Box:
     def pid(self) -> int:
         """The supervisor, as the host sees it."""
         return int(self.handle["pid"] or 0)
+
+    def count(self, words: str) -> int:
+        """How many processes of this sandbox have a command line that starts with these words."""
+        return sum(line.startswith(words) for line in below(self.pid).values())
 
     def isolated(self) -> bool:
         return self.kind == "namespace"

@@ -17,7 +17,7 @@ import pytest
 
 from carrel.config import Settings, load
 from carrel.errors import Conflict, PlatformError
-from carrel.server import is_loopback, running
+from carrel.server import is_loopback, local_host_report, running
 
 
 @pytest.fixture
@@ -66,9 +66,17 @@ def test_is_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
+def test_the_host_can_be_asked_without_a_server() -> None:
+    report = local_host_report()
+    assert {"namespace", "process"} <= {provider.name for provider in report.providers}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signals_end_everything(settings: Settings, number: signal.Signals) -> None:
-    code = "import sys; from carrel.config import load; from carrel.server import serve; serve(load({'port': 0, 'data_dir': sys.argv[1]}, environ={}))"
+    code = (
+        "import sys; from carrel.config import load; from carrel.server import serve;"
+        "serve(load({'port': 0, 'data_dir': sys.argv[1]}, environ={}))"
+    )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, settings.data_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -50,7 +50,9 @@ async def test_streams(http: httpx.AsyncClient, box: str) -> None:
     assert events[-1]["result"]["exit_code"] == 2
     assert events[-1]["offset"] == 5
     answer = await http.get(
-        f"{box}/commands/{command}/output", params={"offset": 3, "follow": "false"}, headers={"accept": "text/event-stream"}
+        f"{box}/commands/{command}/output",
+        params={"offset": 3, "follow": "false"},
+        headers={"accept": "text/event-stream"},
     )
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in answer.text.split("\n\n") if line]
@@ -97,9 +99,7 @@ async def test_names_that_are_not_utf8(http: httpx.AsyncClient, box: str) -> Non
 async def test_execute_tools_host(http: httpx.AsyncClient, box: str) -> None:
     answer = await http.post(f"{box}/execute", json={"code": "echo hi > output/o; cat output/o"})
     assert answer.json()["output"] == "hi\n"
-    answer = await http.post(
-        f"{box}/tools", json={"tool_name": "create_file", "params": {"path": "t", "content": "é"}}
-    )
+    answer = await http.post(f"{box}/tools", json={"tool_name": "create_file", "params": {"path": "t", "content": "é"}})
     assert answer.json()["result"]["size"] == 2
     report = (await http.get("/v1/host")).json()
     assert report["providers"] and report["checks"]
@@ -112,7 +112,9 @@ async def test_openapi_is_complete_and_true(http: httpx.AsyncClient) -> None:
     for methods in document["paths"].values():
         for operation in methods.values():
             operations[operation["operationId"]] = operation
-    assert {"deploy_or_resume", "run_command", "tool_request", "terminate", "write_file", "send_input"} <= set(operations)
+    assert {"deploy_or_resume", "run_command", "tool_request", "terminate", "write_file", "send_input"} <= set(
+        operations
+    )
     assert len(operations) == sum(len(methods) for methods in document["paths"].values())
     for name, operation in operations.items():
         if name not in {"healthz", "readyz"}:

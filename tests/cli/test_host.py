@@ -14,7 +14,7 @@ def test_doctor_needs_no_server(alone: Carrel) -> None:
     assert done.returncode == (0 if isolating else 1)
     for check in report["checks"]:
         assert check["why"]
-        assert check["status"] == "ok" or check["remedy"]
+        assert check["status"] != "missing" or check["remedy"]
     text = alone("doctor").stdout.decode()
     assert "PRIMITIVE" in text
     assert "process UNSAFE" in text

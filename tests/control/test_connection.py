@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from carrel.control import connection as module
 from carrel.control.connection import SupervisorConnection, problem_from
-from carrel.errors import CarrelError, FileMissing, PlatformError, SandboxLost
+from carrel.errors import AlreadyExists, CarrelError, FileMissing, PlatformError, SandboxLost
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -248,7 +248,7 @@ async def test_upload_refused_early(data_dir: str) -> None:
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
-            yield b"z" * 1000
+            yield b"z" * 10_000
             await asyncio.sleep(0)
 
     async with supervisor(data_dir, saying(http(body, 404))) as (client, _):
@@ -271,3 +271,23 @@ async def test_many_at_once_are_refused(data_dir: str, monkeypatch: pytest.Monke
             *[client.request_json("GET", "/x", deadline=0.1) for _ in range(3)], return_exceptions=True
         )
         assert sorted(type(each).__name__ for each in results) == ["LimitExceeded", "SandboxLost", "SandboxLost"]
+
+
+async def test_a_refusal_before_the_body_was_taken_is_seen(data_dir: str) -> None:
+    body = json.dumps({"code": "already_exists", "detail": "no"}).encode()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_head(reader)
+        writer.write(http(body, 409))
+        writer.close()  # with most of the body unread: the sender's next write fails
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b"z" * 65536
+
+    async with supervisor(data_dir, answer) as (client, _):
+        for _ in range(10):
+            with pytest.raises(AlreadyExists):
+                await client.upload("PUT", "/x", chunks())
+            with pytest.raises(AlreadyExists):
+                await client.request("PUT", "/x", b"z" * 5_000_000)

@@ -56,7 +56,11 @@ def test_nonsense_is_refused(wire: bytes) -> None:
         FrameReader().feed(wire)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=12) | st.text(max_size=6).map(str.encode))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=12) | st.text(max_size=6).map(str.encode))
+    )
+)
 def test_pieces_lose_nothing_and_offsets_are_places_to_go_on(chunks: list[tuple[str, bytes]]) -> None:
     cutter = TextCutter(7)
     pieces = [piece for stream, data in chunks for piece in cutter.feed(Chunk(stream, data))] + cutter.flush()

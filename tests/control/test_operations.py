@@ -31,7 +31,7 @@ async def test_commands(plane: ControlPlane, box: str) -> None:
     info = await do.start_command(box, CommandRequest(command="cat", interactive=True))
     await do.send_input(box, info.id, b"hello", close=True)
     chunks = await collect(do.command_output(box, info.id))
-    assert [chunk.stream for chunk in chunks][0] == "open"
+    assert chunks[0].stream == "open"
     assert b"".join(chunk.data for chunk in chunks if chunk.stream == "stdout") == b"hello"
     assert chunks[-1].stream == "end"
     assert (await do.command_result(box, info.id)).stdout == "hello"
@@ -45,7 +45,9 @@ async def test_commands(plane: ControlPlane, box: str) -> None:
 
 
 async def test_the_default_deadline_is_applied(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest.model_validate({"context_id": "s", "limits": {"timeout_s": 0.3}}))
+    await plane.sessions.deploy_or_resume(
+        SandboxRequest.model_validate({"context_id": "s", "limits": {"timeout_s": 0.3}})
+    )
     result = await plane.operations.run_command("s", CommandRequest(command="echo partial; sleep 1000"))
     assert result.timed_out and result.stdout == "partial\n"
 
@@ -82,7 +84,9 @@ async def test_names_that_are_not_utf8(plane: ControlPlane, box: str) -> None:
 async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:
     do = plane.operations
     encoded = base64.b64encode(b"\0\1").decode()
-    made = await do.tool_request(box, ToolRequest(tool_name="create_file", params={"path": "b", "content_base64": encoded}))
+    made = await do.tool_request(
+        box, ToolRequest(tool_name="create_file", params={"path": "b", "content_base64": encoded})
+    )
     assert made.result["size"] == 2
     ran = await do.execute(box, ExecuteRequest(code="cat in > output/out; echo ok", files={"in": encoded}))
     assert ran.output == "ok\n" and "output/out" in ran.files_produced
@@ -143,7 +147,9 @@ async def test_the_door_decides_and_records(settings: Settings) -> None:
         await plane.close()
 
 
-async def test_a_forged_answer_is_a_lost_sandbox(plane: ControlPlane, box: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_forged_answer_is_a_lost_sandbox(
+    plane: ControlPlane, box: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = await plane.sessions.find(box)
     for forged in (b"{}", b"[]", b'{"id":"x","stdout":5}', b"nonsense"):
 

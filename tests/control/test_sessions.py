@@ -6,7 +6,16 @@ import os
 import pytest
 
 from carrel.control.plane import ControlPlane
-from carrel.errors import CarrelError, Conflict, InvalidRequest, LimitExceeded, NotFound, NotRunning, PlatformError, Unsupported
+from carrel.errors import (
+    CarrelError,
+    Conflict,
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    NotRunning,
+    PlatformError,
+    Unsupported,
+)
 from carrel.models import CommandRequest, Limits, Network, SandboxRequest, State, Trust
 from carrel.providers.base import Launch
 
@@ -81,7 +90,11 @@ async def test_the_same_key_gives_the_same_sandbox(plane: ControlPlane) -> None:
     ("request_", "error", "field"),
     [
         (SandboxRequest(context_id="c", provider="hypervisor"), InvalidRequest, "provider"),
-        (SandboxRequest(context_id="c", provider="process", network=Network.NONE, trust=Trust.HIGH), Unsupported, "provider"),
+        (
+            SandboxRequest(context_id="c", provider="process", network=Network.NONE, trust=Trust.HIGH),
+            Unsupported,
+            "provider",
+        ),
         (SandboxRequest(provider="process", trust=Trust.HIGH, limits=Limits(cpus=1)), Unsupported, "provider"),
         (SandboxRequest(network=Network.BRIDGE), Unsupported, "provider"),
     ],

@@ -57,9 +57,7 @@ def _routes(plane: ControlPlane, version: str) -> FastAPI:
 
 def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document."""
-    document = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
-    )
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for model in (problems.Problem, commands.EVENT_MODEL):

@@ -60,9 +60,7 @@ _ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema"
             "required": True,
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/CommandRequest"}}},
         },
-        "parameters": [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "maxLength": 128}}
-        ],
+        "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "maxLength": 128}}],
     },
 )
 async def run_command(request: Request) -> Response:
@@ -181,9 +179,7 @@ async def get_command_output(
         }
     },
 )
-async def send_input(
-    id: SandboxId, cid: CommandId, plane: Plane, request: Request, close: bool = False
-) -> Response:
+async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Request, close: bool = False) -> Response:
     """The raw body is written; with `close` the input ends after it."""
     await plane.operations.send_input(id, cid, await request.body(), close=close, actor=ACTOR)
     return Response(status_code=204)
@@ -201,9 +197,7 @@ async def send_input(
 async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, plane: Plane) -> Response:
     """To the process group, or with `tree` to every process of the command."""
     if not body.signal.isalnum():
-        raise InvalidRequest(
-            "a signal has a name such as TERM", field="signal", hint="use TERM, KILL, INT, HUP, …"
-        )
+        raise InvalidRequest("a signal has a name such as TERM", field="signal", hint="use TERM, KILL, INT, HUP, …")
     await plane.operations.signal_command(id, cid, body, ACTOR)
     return Response(status_code=204)
 

@@ -46,9 +46,7 @@ def known_query(request: Request) -> None:
     for name in request.query_params:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(sorted(known)) or 'none'}"
-            )
+            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(sorted(known)) or 'none'}"
             raise InvalidRequest(f"there is no query parameter '{name[:100]}'", field=name[:100], hint=hint)
 
 

@@ -56,8 +56,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that can fail in these ways, besides those every route has."""
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     declared: dict[int | str, dict[str, Any]] = {
-        status: {"description": _MEANING[status], "content": content}
-        for status in sorted({400, 401, *statuses})
+        status: {"description": _MEANING[status], "content": content} for status in sorted({400, 401, *statuses})
     }
     declared["default"] = {"description": "carrel or its host failed", "content": content}
     return declared
@@ -68,9 +67,7 @@ def encode(problem: Mapping[str, object]) -> bytes:
     return json.dumps(problem, default=str).encode()
 
 
-def answer(
-    error: CarrelError, status: int | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
+def answer(error: CarrelError, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
     """The answer for an error."""
     body = error.problem()
     if status is not None:
@@ -102,22 +99,18 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     kind, location = str(first.get("type", "")), tuple(first.get("loc", ()))
     message = str(first.get("msg", "not valid"))
     field = _name(location)
-    if (
-        kind in {"json_invalid", "model_attributes_type", "model_type", "dict_type"} and field in {"", "0"}
-    ) or (kind == "json_invalid"):
+    if (kind in {"json_invalid", "model_attributes_type", "model_type", "dict_type"} and field in {"", "0"}) or (
+        kind == "json_invalid"
+    ):
         why = str((first.get("ctx") or {}).get("error", message))[:200]
-        return InvalidRequest(
-            f"the body is not a JSON object: {why}", field="body", hint="send a JSON object"
-        )
+        return InvalidRequest(f"the body is not a JSON object: {why}", field="body", hint="send a JSON object")
     if kind == "extra_forbidden":
         name = field.rpartition(".")[2]
         near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'?" if near else "leave it out; /docs lists the fields"
         return InvalidRequest(f"there is no field '{field}'", field=field, hint=hint)
     if kind == "missing":
-        return InvalidRequest(
-            f"'{field or 'body'}' is missing", field=field or "body", hint="add it; see /docs"
-        )
+        return InvalidRequest(f"'{field or 'body'}' is missing", field=field or "body", hint="add it; see /docs")
     hint = f"{message}; see /docs"
     return InvalidRequest(f"'{field}' is not valid: {message}", field=field, hint=hint, findings=len(errors))
 
@@ -153,9 +146,7 @@ async def _http(request: Request, error: Exception) -> Response:
         return answer(problem, 405, error.headers)
     if error.status_code == 404:
         return answer(
-            NotFound(
-                f"no such resource: {request.method} {request.url.path[:200]}", field="path", hint="see /docs"
-            )
+            NotFound(f"no such resource: {request.method} {request.url.path[:200]}", field="path", hint="see /docs")
         )
     status = error.status_code if 400 <= error.status_code < 500 else 400
     return answer(InvalidRequest(str(error.detail)[:500], hint="see /docs"), status)

@@ -55,9 +55,7 @@ async def list_sandboxes(
 ) -> Response:
     """Newest first."""
     states = None if state is None else [state]
-    return as_json(
-        await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
-    )
+    return as_json(await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id))
 
 
 @router.get(

@@ -25,6 +25,7 @@ MAX_PROBLEM = 16 * 1024
 MAX_OPEN = 512
 MAX_IDLE = 16
 HIGH_WATER = 256 * 1024
+SMALL_BODY = 32 * 1024
 CONNECT_TIMEOUT = 5.0
 _HEADS = {method: f"{method} ".encode() for method in ("GET", "POST", "PUT", "DELETE")}
 _HOST = b" HTTP/1.1\r\nhost: supervisor\r\n"
@@ -132,12 +133,7 @@ class _Wire(asyncio.Protocol):
             self.fail(_lost("answered twice"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if (
-            not self.headers_done
-            and name.lower() == b"content-length"
-            and value.isdigit()
-            and len(value) < 19
-        ):
+        if not self.headers_done and name.lower() == b"content-length" and value.isdigit() and len(value) < 19:
             self.length = int(value)
 
     def on_headers_complete(self) -> None:
@@ -200,10 +196,27 @@ class _Wire(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
 
-    async def finish(self, deadline: float) -> bytes:
+    def duplicate(self) -> int:
+        """A second descriptor of the socket, for `finish`; the caller closes it."""
+        assert self.transport is not None
+        return os.dup(self.transport.get_extra_info("socket").fileno())
+
+    def _rescue(self, spare: int) -> None:
+        """A refusal sent before the body was taken still lies in the socket, behind the write that failed."""
+        failure, self.failure = self.failure, None
+        try:
+            self._parser.feed_data(os.read(spare, MAX_HEAD + MAX_PROBLEM))
+        except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade):
+            pass
+        if not self.complete or self.failure is not None:
+            self.failure = failure
+
+    async def finish(self, deadline: float, spare: int = -1) -> bytes:
         """The whole answer."""
         while not self.complete and self.failure is None:
             await self._wait(deadline)
+        if self.failure is not None and not self.complete and self.closed and spare >= 0:
+            self._rescue(spare)
         if self.failure is not None:
             raise self.failure
         return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
@@ -247,13 +260,7 @@ class _Wire(asyncio.Protocol):
         """Give the connection back when the exchange ended well, else end it."""
         self._busy = False
         self._parser = None
-        if (
-            self.complete
-            and self.failure is None
-            and not self.closed
-            and not self._paused
-            and self._can_write
-        ):
+        if self.complete and self.failure is None and not self.closed and not self._paused and self._can_write:
             self._owner.keep(self)
         elif self.transport is not None:
             self.transport.abort()
@@ -321,6 +328,7 @@ class SupervisorConnection:
         """Send a body, get the body of a successful answer; a problem answer becomes its error."""
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(max_bytes)
+        spare = wire.duplicate() if body is not None and len(body) > SMALL_BODY else -1
         try:
             transport = wire.transport
             assert transport is not None
@@ -329,15 +337,14 @@ class SupervisorConnection:
             else:
                 head = _HEADS[method] + path.encode("ascii") + _HOST
                 transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            answer = await wire.finish(deadline)
+            answer = await wire.finish(deadline, spare)
             if not 200 <= wire.status < 300:
                 raise problem_from(wire.status, answer[:MAX_PROBLEM])
             return answer
         finally:
+            if spare >= 0:
+                os.close(spare)
             wire.release()
-
-    async def _send_whole(self, method: str, path: str, body: bytes, stall: float, max_bytes: int) -> Json:
-        return self._object(await self.request(method, path, body, deadline=stall, max_bytes=max_bytes))
 
     async def upload(
         self,
@@ -355,16 +362,16 @@ class SupervisorConnection:
             if len(first) > SMALL_BODY:
                 break
         else:
-            return await self._send_whole(method, path, bytes(first), stall, max_bytes)
+            return self._object(await self.request(method, path, bytes(first), deadline=stall, max_bytes=max_bytes))
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(max_bytes)
         spare = wire.duplicate()
         try:
             transport = wire.transport
             assert transport is not None
-            transport.write(
-                _HEADS[method] + path.encode("ascii") + _HOST + b"transfer-encoding: chunked\r\n\r\n"
-            )
+            head = _HEADS[method] + path.encode("ascii") + _HOST + b"transfer-encoding: chunked\r\n\r\n"
+            transport.writelines((head, b"%x\r\n" % len(first), bytes(first), b"\r\n"))
+            await wire.drain(stall)
             async for chunk in chunks:
                 if wire.complete or wire.failure is not None:
                     break
@@ -372,9 +379,10 @@ class SupervisorConnection:
                     transport.writelines((b"%x\r\n" % len(chunk), chunk, b"\r\n"))
                     await wire.drain(stall)
             else:
-                transport.write(b"0\r\n\r\n")
+                if not wire.closed:
+                    transport.write(b"0\r\n\r\n")
             early = wire.complete
-            answer = await wire.finish(stall)
+            answer = await wire.finish(stall, spare)
             if early:
                 wire.closed = True  # the rest of the body was not sent: this connection cannot be used again
                 transport.abort()
@@ -382,6 +390,7 @@ class SupervisorConnection:
                 raise problem_from(wire.status, answer[:MAX_PROBLEM])
             return self._object(answer)
         finally:
+            os.close(spare)
             wire.release()
 
     async def download(self, path: str, *, deadline: float = 30.0, idle: float | None = 60.0) -> Download:

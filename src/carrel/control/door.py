@@ -74,9 +74,7 @@ def refusal(operation: Operation, decision: Decision) -> Denied:
     """The refusal object that every protocol shows."""
     asks = decision.verdict == "ask"
     reason = decision.reason or (
-        "this needs a person's approval, and nobody can give it here"
-        if asks
-        else "policy denies this operation"
+        "this needs a person's approval, and nobody can give it here" if asks else "policy denies this operation"
     )
     return Denied(
         reason,

@@ -83,12 +83,7 @@ def _check(model: type[M], answer: object) -> M:
 
 
 def _segment(value: str) -> str:
-    if (
-        not value
-        or len(value) > 128
-        or not value.isascii()
-        or not value.replace("-", "").replace("_", "").isalnum()
-    ):
+    if not value or len(value) > 128 or not value.isascii() or not value.replace("-", "").replace("_", "").isalnum():
         raise InvalidRequest(
             "a command id has letters, digits, '-' and '_'", field="command_id", hint="take the id the start gave"
         )
@@ -214,9 +209,7 @@ class Operations:
     ) -> AsyncIterator[Chunk]:
         """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         path = f"/commands/{_segment(command_id)}/output{_query(offset=offset, follow=follow)}"
-        async with self._door(
-            name, "shell", "command_output", {"id": command_id, "offset": offset}, actor
-        ) as box:
+        async with self._door(name, "shell", "command_output", {"id": command_id, "offset": offset}, actor) as box:
             stream = await box.connection.download(path, idle=None if follow else SHORT)
             reader = FrameReader()
             try:
@@ -235,14 +228,10 @@ class Operations:
     ) -> None:
         """Bytes for the standard input of a command."""
         path = f"/commands/{_segment(command_id)}/stdin{_query(close=close)}"
-        async with self._door(
-            name, "shell", "send_input", {"id": command_id, "bytes": len(data)}, actor
-        ) as box:
+        async with self._door(name, "shell", "send_input", {"id": command_id, "bytes": len(data)}, actor) as box:
             await box.connection.request("POST", path, data, deadline=86_400, max_bytes=_SMALL)
 
-    async def signal_command(
-        self, name: str, command_id: str, request: SignalRequest, actor: str = ""
-    ) -> None:
+    async def signal_command(self, name: str, command_id: str, request: SignalRequest, actor: str = "") -> None:
         """A signal for a command."""
         path = f"/commands/{_segment(command_id)}/signal"
         arguments = {"id": command_id, "signal": request.signal}
@@ -458,9 +447,7 @@ def _create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
         )
     path, text, encoded, mode = (params.get(key) for key in ("path", "content", "content_base64", "mode"))
     if not isinstance(path, str):
-        raise InvalidRequest(
-            "create_file needs a path", field="params.path", hint="give a path in the workspace"
-        )
+        raise InvalidRequest("create_file needs a path", field="params.path", hint="give a path in the workspace")
     if mode is not None and not isinstance(mode, str):
         raise InvalidRequest("the mode is text such as '644'", field="params.mode", hint="quote it")
     if (text is None) == (encoded is None):

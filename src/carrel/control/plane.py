@@ -63,9 +63,7 @@ class ControlPlane:
         plane: ControlPlane | None = None
         try:
             if providers is None:
-                providers = open_providers(
-                    layout.run, layout.workspaces, allow_process=settings.sandbox.allow_process
-                )
+                providers = open_providers(layout.run, layout.workspaces, allow_process=settings.sandbox.allow_process)
             plane = cls(settings, layout, database, providers, decide=decide, record=record)
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, layout)

@@ -77,9 +77,7 @@ class LiveSandbox:
 class Sessions:
     """Every session of this server."""
 
-    def __init__(
-        self, settings: Settings, store: SessionStore, layout: Layout, providers: Mapping[str, Provider]
-    ):
+    def __init__(self, settings: Settings, store: SessionStore, layout: Layout, providers: Mapping[str, Provider]):
         self._settings = settings
         self._store = store
         self._layout = layout
@@ -105,9 +103,7 @@ class Sessions:
         raise NotRunning(
             f"sandbox '{name}' is {record.state}",
             field="id",
-            hint="deploy_or_resume starts it again"
-            if record.state is not State.TERMINATED
-            else "make a new one",
+            hint="deploy_or_resume starts it again" if record.state is not State.TERMINATED else "make a new one",
         )
 
     async def get(self, name: str) -> SandboxInfo:
@@ -346,14 +342,10 @@ class Sessions:
             record = await self._record(record.id)
             if record.state in LIVE:
                 event = Event.STOP if error is None else Event.FAIL
-                record = await self._end(
-                    record, Event.TERMINATE if record.ephemeral else event, reason, error
-                )
+                record = await self._end(record, Event.TERMINATE if record.ephemeral else event, reason, error)
         return record.info()
 
-    async def _end(
-        self, record: SessionRecord, event: Event, reason: str, error: str | None = None
-    ) -> SessionRecord:
+    async def _end(self, record: SessionRecord, event: Event, reason: str, error: str | None = None) -> SessionRecord:
         state = next_state(record.state, event)
         box = self._live.get(record.id)
         if box is not None:

@@ -85,6 +85,8 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool) -> None
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:
     """Wait for the request: what is asked for, with the listening socket and the workspace as descriptors."""
     message, fds, _flags, _address = socket.recv_fds(orders, MAX_MESSAGE, 2)
+    for descriptor in fds:  # whoever inherits the listening socket can answer in the place of the supervisor
+        os.set_inheritable(descriptor, False)
     if not message:
         os._exit(0)  # the zygote has gone; nobody will ask any more
     return Spec(**json.loads(message)), fds

@@ -159,9 +159,7 @@ class SessionStore:
 
     async def of_context(self, context_id: str) -> SessionRecord | None:
         """The record of a context that is not terminated."""
-        return await self._one(
-            and_(sessions.c.context_id == context_id, sessions.c.state != State.TERMINATED.value)
-        )
+        return await self._one(and_(sessions.c.context_id == context_id, sessions.c.state != State.TERMINATED.value))
 
     async def of_key(self, idempotency_key: str) -> SessionRecord | None:
         """The record a creation with that idempotency key made."""

@@ -12,6 +12,7 @@ import binascii
 import codecs
 import gc
 import json
+import math
 import os
 import socket
 import tempfile
@@ -104,16 +105,15 @@ class Supervisor:
             isinstance(command, list) and command and all(isinstance(part, str) for part in command)
         ):
             raise InvalidRequest("'command' must be text or a list of texts", field="command")
-        env = body.get("env") or {}
+        env = {} if body.get("env") is None else body["env"]
         if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
             raise InvalidRequest("'env' must map names to texts", field="env")
-        if any("=" in name or "\0" in name + value for name, value in env.items()):
-            raise InvalidRequest("'env' has a name with '=' or a NUL", field="env")
-        text = command if isinstance(command, str) else "".join(command)
-        if "\0" in text:
-            raise InvalidRequest("'command' has a NUL character", field="command")
+        if any(not name or "=" in name for name in env):
+            raise InvalidRequest("'env' has a name that is empty or has a '='", field="env")
+        _passable("env", "".join((*env, *env.values())))
+        _passable("command", command if isinstance(command, str) else "".join(command))
         timeout, stdin, size = body.get("timeout"), body.get("stdin"), body.get("terminal")
-        if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
             raise InvalidRequest("'timeout' must be a number above 0", field="timeout")
         if stdin is not None and not isinstance(stdin, str):
             raise InvalidRequest("'stdin' must be text", field="stdin")
@@ -121,6 +121,8 @@ class Supervisor:
         if not isinstance(limit, int) or not 0 <= limit <= _MAX_LIMIT:
             raise InvalidRequest(f"'output_limit' must be from 0 to {_MAX_LIMIT}", field="output_limit")
         cwd = body.get("cwd")
+        if cwd is not None and not isinstance(cwd, str):
+            raise InvalidRequest("'cwd' must be text", field="cwd")
         merged = {**self._env, **env}
         if size is not None:
             merged.setdefault("TERM", "xterm-256color")
@@ -129,7 +131,7 @@ class Supervisor:
             directory=self.files.open_directory(cwd) if cwd else self._directory,
             env=merged,
             timeout=timeout,
-            stdin=None if stdin is None else stdin.encode(errors="surrogateescape"),
+            stdin=None if stdin is None else _encode("stdin", stdin),
             interactive=bool(body.get("interactive")),
             output_limit=limit,
             terminal=None if size is None else _size(size),
@@ -169,15 +171,17 @@ class Supervisor:
 
     async def _stdin(self, request: Request) -> Response:
         command = self.commands.get(request.args[0])
-        async for chunk in request.chunks():
-            await self.commands.send(command, chunk)
-        if request.flag("close"):
-            self.commands.close_stdin(command)
+        async with command.feeding:
+            async for chunk in request.chunks():
+                await self.commands.send(command, chunk)
+            if request.flag("close"):
+                self.commands.close_stdin(command)
         return Response(204)
 
     async def _signal(self, request: Request) -> Response:
         command = self.commands.get(request.args[0])
         body = await request.json()
+        await command.begun.wait()
         self.commands.signal(command, str(body.get("signal", "TERM")), tree=bool(body.get("tree")))
         return Response(204)
 
@@ -237,6 +241,19 @@ def _size(value: object) -> tuple[int, int]:
         if isinstance(rows, int) and isinstance(cols, int) and 0 < rows <= 1000 and 0 < cols <= 1000:
             return rows, cols
     raise InvalidRequest("a terminal needs 'rows' and 'cols' from 1 to 1000", field="terminal")
+
+
+def _encode(field: str, text: str) -> bytes:
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"'{field}' has a character that cannot be encoded", field=field) from None
+
+
+def _passable(field: str, text: str) -> None:
+    """Refuse what the kernel cannot take as an argument or a variable."""
+    if b"\0" in _encode(field, text):
+        raise InvalidRequest(f"'{field}' has a NUL character", field=field)
 
 
 def _decode(path: str, text: object) -> bytes:

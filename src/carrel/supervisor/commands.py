@@ -167,6 +167,7 @@ class Commands:
             finally:
                 os.pwrite(self._oom_score_fd, b"0", 0)
             self._by_pid[command.pid] = command
+            command.begun.set()
             self._direct = self._last_direct = command
             self._close_slave(command)
             return
@@ -252,11 +253,13 @@ class Commands:
             command.deadline.cancel()
         command.status = status
         command.ended = time.monotonic()
+        command.begun.set()
         if self._direct is command:
             self._direct = None
         self.close_stdin(command)
         if command.terminal_fd >= 0:
             self._stop_reading(command, command.terminal_fd)
+            self._loop.remove_writer(command.terminal_fd)
             os.close(command.terminal_fd)
             command.terminal_fd = -1
         command.output.end()
@@ -297,7 +300,7 @@ class Commands:
         """Send a signal to the command's process group, or with `tree` to every process of it."""
         text = name.upper()
         number = _SIGNALS.get(text if text.startswith("SIG") else f"SIG{text}")
-        if number is None and text.isdigit() and 0 < int(text) < 65:
+        if number is None and text.isascii() and text.isdigit() and 0 < int(text) < 65:
             number = int(text)
         if number is None:
             raise InvalidRequest(
@@ -351,11 +354,13 @@ class Commands:
         try:
             await asyncio.wait({ready, command.finished}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._loop.remove_writer(descriptor)
+            if descriptor in {command.terminal_fd, command.stdin_fd}:
+                self._loop.remove_writer(descriptor)
 
     def close_stdin(self, command: Command) -> None:
         """Close standard input, so that the program sees its end."""
         if command.stdin_fd >= 0:
+            self._loop.remove_writer(command.stdin_fd)  # its number may soon be another's
             os.close(command.stdin_fd)
             command.stdin_fd = -1
 
@@ -387,7 +392,7 @@ class Commands:
         ended = [command for command in self._commands.values() if not command.running]
         spare = len(ended) - REMEMBERED
         for command in ended:
-            if spare <= 0 and self._budget.left > OUTPUT_BUDGET // 4:
+            if spare <= 0 and self._budget.left > self._budget.limit // 4:
                 return
             spare -= 1
             del self._commands[command.id]
@@ -408,6 +413,7 @@ class Commands:
         elif command is not None:
             if event == "started":
                 command.pid = value
+                command.begun.set()
                 self._close_slave(command)
             elif event == "ended":
                 self._finish(command, value)

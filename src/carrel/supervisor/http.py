@@ -178,6 +178,8 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._buffered = 0
         self._header_bytes = 0
+        self._in_head = False
+        self._head_bytes = 0
         self._paused = False
         self._can_write = asyncio.Event()
         self._can_write.set()
@@ -218,6 +220,11 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             cause = error.__context__  # the parser wraps what its callbacks raise
             self._refuse(cause if isinstance(cause, CarrelError) else InvalidRequest(f"not HTTP: {error}"))
+        else:
+            # A header is reported only when it is whole: one that never ends would be kept by the parser for ever.
+            self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
+            if self._head_bytes > 4 * MAX_HEADERS:
+                self._refuse(TooLarge(f"the headers are longer than {MAX_HEADERS} bytes"))
 
     # httptools callbacks
 
@@ -225,6 +232,7 @@ class Connection(asyncio.Protocol):
         """Called by the parser."""
         self._url = b""
         self._header_bytes = 0
+        self._in_head = True
 
     def on_url(self, url: bytes) -> None:
         """Called by the parser."""
@@ -240,6 +248,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
+        self._in_head = False
         path, _, query = self._url.decode("latin-1").partition("?")
         pairs = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
         if "%" in path:

@@ -12,7 +12,7 @@ class Budget:
     """Bytes that all outputs of a sandbox may hold together, so that they cannot fill its memory."""
 
     def __init__(self, limit: int):
-        self.left = limit
+        self.limit = self.left = limit
 
 
 class Output:

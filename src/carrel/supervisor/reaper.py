@@ -108,13 +108,21 @@ class Runner:
         self.on_event = on_event
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         gc.freeze()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _run(theirs, ours, oom_score_fd)
-            finally:
-                os._exit(1)
-        theirs.close()
+        # The descriptor is of the supervisor's score for good, so a runner can only inherit a score of its own.
+        os.pwrite(oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    _run(theirs, ours)
+                finally:
+                    os._exit(1)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            os.pwrite(oom_score_fd, b"0", 0)
+            theirs.close()
         ours.setblocking(False)
         self.socket = ours
 
@@ -156,7 +164,7 @@ class Runner:
             pass
 
 
-def _run(orders: socket.socket, other_end: socket.socket, oom_score_fd: int) -> None:
+def _run(orders: socket.socket, other_end: socket.socket) -> None:
     """The runner process: a child subreaper that starts a program, waits for it and for all it left behind."""
     import ctypes  # already loaded before the fork
 
@@ -165,7 +173,6 @@ def _run(orders: socket.socket, other_end: socket.socket, oom_score_fd: int) -> 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.PyDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     keep = {0, 1, 2, orders.fileno()}
-    os.pwrite(oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in keep:
             try:
@@ -178,6 +185,8 @@ def _run(orders: socket.socket, other_end: socket.socket, oom_score_fd: int) -> 
 
     while True:
         word, fds, _flags, _address = socket.recv_fds(orders, 64, 8)
+        for descriptor in fds:  # `recv_fds` ignores its flags, so MSG_CMSG_CLOEXEC would do nothing
+            os.set_inheritable(descriptor, False)
         if word != b"start":
             return
         fields = os.pread(fds[0], os.fstat(fds[0]).st_size, 0).decode(errors="surrogateescape").split("\0")

@@ -116,9 +116,7 @@ class Layout:
             "disk_usage_bytes": 0,
         }
         temporary = f".context-{secrets.token_hex(8)}"
-        out = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd
-        )
+        out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
         try:
             with os.fdopen(out, "wb") as file:
                 file.write(json.dumps(value, indent=1).encode() + b"\n")
@@ -134,10 +132,13 @@ class Layout:
     def _created(fd: int) -> str | None:
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with os.fdopen(os.open(CONTEXT_FILE, flags, dir_fd=fd), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            handle = os.open(CONTEXT_FILE, flags, dir_fd=fd)
+            try:
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
                     return None
-                value = json.loads(file.read(4096))
+                value = json.loads(os.read(handle, 4096))
+            finally:
+                os.close(handle)
             return datetime.fromisoformat(value["created_at"]).isoformat()
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None

@@ -60,9 +60,7 @@ def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None =
             elif info.st_ino not in linked:
                 linked.add(info.st_ino)
                 total += info.st_blocks * 512
-            if (stop_bytes is not None and total > stop_bytes) or (
-                stop_entries is not None and entries > stop_entries
-            ):
+            if (stop_bytes is not None and total > stop_bytes) or (stop_entries is not None and entries > stop_entries):
                 complete = False
                 break
             if stat.S_ISDIR(info.st_mode):
