@@ -112,6 +112,7 @@ class TerminateRequest(Request):
     """Why a sandbox ends."""
 
     reason: str = Field(default="", max_length=1000)
+    delete_files: bool = Field(default=False, description="delete a durable workspace too")
 
 
 class TerminalSize(Request):

@@ -19,7 +19,10 @@ async def test_a_life(http: httpx.AsyncClient) -> None:
     ended = await http.post("/v1/sandboxes/a:b/terminate", json={"reason": "done"})
     assert ended.json()["state"] == "terminated"
     assert (await http.get("/v1/sandboxes", params={"state": "terminated"})).json()["items"]
-    assert (await http.delete(f"/v1/sandboxes/{made.json()['id']}")).status_code == 204
+    deleted = await http.post("/v1/sandboxes/a:b/terminate", json={"delete_files": True})
+    assert deleted.status_code == 404, "an ended context has no session any more"
+    named = f"/v1/sandboxes/{made.json()['id']}/terminate"
+    assert (await http.post(named, json={"delete_files": True})).status_code == 200
 
 
 async def test_commands(http: httpx.AsyncClient, box: str) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.responses import HTMLResponse
 
 from carrel.api import commands, files, host, problems, sandboxes, terminals, tools
 from carrel.api.gate import Gate
+from carrel.api.page import page
 from carrel.control.plane import ControlPlane
 
 DESCRIPTION = """A private, durable, governed workspace for every AI agent.
@@ -37,6 +39,7 @@ def _routes(plane: ControlPlane, version: str) -> FastAPI:
         title="carrel",
         version=version,
         description=DESCRIPTION,
+        docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
@@ -52,6 +55,7 @@ def _routes(plane: ControlPlane, version: str) -> FastAPI:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+    app.add_route("/docs", lambda _request: HTMLResponse(page(openapi())), include_in_schema=False)
     return app
 
 

@@ -35,7 +35,7 @@ async def deploy_or_resume(
     """The running sandbox of a context, started on its workspace if need be; without a context a throw-away
     one.
     """
-    info, started = await plane.sessions.deploy_or_resume(body, idempotency_key)
+    info, started = await plane.operations.deploy_or_resume(body, idempotency_key, ACTOR)
     return as_json(info, 201 if started else 200)
 
 
@@ -78,22 +78,9 @@ async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
     responses={200: {"model": SandboxInfo}, **problems(404, 502)},
 )
 async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
-    """The sandbox ends with everything in it. A durable workspace stays; an ephemeral one goes."""
-    return as_json(await plane.sessions.terminate(id, body.reason if body else ""))
-
-
-@router.delete(
-    "/{id}",
-    operation_id="delete_sandbox",
-    summary="End a session and delete its workspace",
-    status_code=204,
-    response_model=None,
-    responses=problems(404, 502),
-)
-async def delete_sandbox(id: SandboxId, plane: Plane) -> Response:
-    """Also the files of a durable workspace are deleted."""
-    await plane.sessions.terminate(id, "deleted", delete_workspace=True)
-    return Response(status_code=204)
+    """The sandbox ends with everything in it. A durable workspace stays unless asked otherwise."""
+    request = body or TerminateRequest()
+    return as_json(await plane.operations.terminate(id, request, ACTOR))
 
 
 @router.get(

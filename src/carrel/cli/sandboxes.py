@@ -117,14 +117,16 @@ def rm(
         typer.Argument(metavar="CONTEXT…", help="Context or sandbox ids.", autocompletion=options.contexts),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every sandbox.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="Delete the workspaces too.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     reason: Annotated[str, typer.Option(help="Kept in the record.")] = "carrel rm",
     json: options.Json = False,
 ) -> None:
-    """Terminate sandboxes and everything in them.
+    """Terminate sandboxes and everything that runs in them. Workspaces stay unless you say --files.
 
     \b
     carrel rm conversation-42
+    carrel rm --files conversation-42
     carrel rm --all --yes
     """
     if bool(contexts) == everything:
@@ -148,10 +150,10 @@ def rm(
                     tell(error.detail, error.hint)
                     failed = True
         if chosen and not yes:
-            _ask([info.context_id or info.id for info in chosen])
+            _ask([info.context_id or info.id for info in chosen], files=files)
         for info in chosen:
             try:
-                removed.append(client.attach(info).terminate(reason=reason))
+                removed.append(client.attach(info).terminate(reason=reason, delete_files=files))
             except CarrelError as error:
                 tell(f"{info.context_id or info.id}: {error.detail}", error.hint)
                 failed = True
@@ -163,11 +165,11 @@ def rm(
     raise typer.Exit(1 if failed else 0)
 
 
-def _ask(names: list[str]) -> None:
+def _ask(names: list[str], *, files: bool) -> None:
     from carrel.cli.shown import plain
 
     if not sys.stdin.isatty():
         raise typer.BadParameter("nobody is here to confirm it", param_hint="--yes")
     shown = ", ".join(plain(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    if not typer.confirm(f"Terminate {shown}?", err=True):
+    if not typer.confirm(f"Terminate {shown}{' and delete the files' if files else ''}?", err=True):
         raise typer.Exit(1)

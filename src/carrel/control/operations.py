@@ -11,8 +11,8 @@ import base64
 import binascii
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -54,9 +54,12 @@ from carrel.models import (
     FileList,
     MkdirRequest,
     MoveRequest,
+    SandboxInfo,
+    SandboxRequest,
     SignalRequest,
     SupervisorHealth,
     TerminalSize,
+    TerminateRequest,
     ToolRequest,
     ToolResult,
 )
@@ -154,6 +157,40 @@ class Operations:
             if actor != SELF:
                 box.used = True
                 box.last_activity = time.time()
+            self._record(operation, decision, outcome)
+
+    # sessions
+
+    async def deploy_or_resume(
+        self, request: SandboxRequest, idempotency_key: str | None = None, actor: str = ""
+    ) -> tuple[SandboxInfo, bool]:
+        """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
+        arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
+        with self._session_door("deploy_or_resume", arguments, actor, "", request.context_id):
+            return await self._sessions.deploy_or_resume(request, idempotency_key)
+
+    async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
+        """End a session for good."""
+        with self._session_door("terminate", request.model_dump(), actor, name, None):
+            return await self._sessions.terminate(name, request.reason, delete_workspace=request.delete_files)
+
+    @contextmanager
+    def _session_door(
+        self, name: str, arguments: Mapping[str, object], actor: str, sandbox_id: str, context_id: str | None
+    ) -> Iterator[None]:
+        operation = Operation("session", name, arguments, actor, sandbox_id, context_id)
+        decision = self._decide(operation)
+        if decision.verdict != "allow":
+            error = refusal(operation, decision)
+            self._record(operation, decision, Outcome(error.code))
+            raise error
+        outcome = DONE
+        try:
+            yield
+        except CarrelError as failure:
+            outcome = Outcome(failure.code)
+            raise
+        finally:
             self._record(operation, decision, outcome)
 
     # commands

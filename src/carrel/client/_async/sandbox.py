@@ -69,9 +69,10 @@ class AsyncSandbox:
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return await AsyncTerminal.open(self._connection, self._path, rows, cols, words)
 
-    async def terminate(self, *, reason: str = "") -> SandboxInfo:
-        """End the sandbox and everything in it."""
-        return await self._connection.post(SandboxInfo, f"{self._path}/terminate", encoded({"reason": reason}))
+    async def terminate(self, *, reason: str = "", delete_files: bool = False) -> SandboxInfo:
+        """End the sandbox and everything that runs in it. A kept workspace stays unless `delete_files`."""
+        body = encoded({"reason": reason, "delete_files": delete_files})
+        return await self._connection.post(SandboxInfo, f"{self._path}/terminate", body)
 
     async def __aenter__(self) -> AsyncSandbox:
         return self

@@ -1,0 +1,86 @@
+"""Health, code execution with files, and requests the supervisor does not know."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from sandboxes import Box, Supervisor
+
+
+async def test_health(supervisor: Supervisor) -> None:
+    answer = await supervisor.ask("GET", "/health")
+    assert answer.pop("uptime_s") >= 0
+    assert answer == {"status": "ok", "state": "idle", "commands_running": 0, "capacity": 64}
+    await supervisor.start("sleep 60")
+    answer = await supervisor.ask("GET", "/health")
+    assert (answer["state"], answer["commands_running"]) == ("busy", 1)
+
+
+async def test_execute_with_files_in_and_out(box: Box) -> None:
+    data = bytes(range(256))
+    body = {
+        "code": "cat in/data.bin > copy; mkdir -p made; echo x > made/deep; echo $A; echo err >&2; exit 4",
+        "files": {"in/data.bin": base64.b64encode(data).decode(), "same": ""},
+        "env": {"A": "value"},
+        "timeout": 10,
+    }
+    (box.workspace / "old").write_text("before")
+    answer = await box.supervisor.ask("POST", "/execute", body)
+    produced = answer.pop("files_produced")
+    assert answer.pop("execution_time_ms") > 0
+    assert answer == {
+        "output": "value\n",
+        "stderr": "err\n",
+        "exit_code": 4,
+        "signal": None,
+        "timed_out": False,
+        "truncated": False,
+    }
+    assert sorted(item["path"] if isinstance(item, dict) else item for item in produced) == ["copy", "made/deep"]
+    assert (box.workspace / "copy").read_bytes() == data
+
+
+async def test_execute_has_a_deadline(supervisor: Supervisor) -> None:
+    answer = await supervisor.ask("POST", "/execute", {"code": "echo a; echo b > f; sleep 60", "timeout": 0.3})
+    assert (answer["timed_out"], answer["output"], answer["signal"]) == (True, "a\n", "SIGKILL")
+    assert len(answer["files_produced"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"code": "true", "language": "python"}, 422, "language"),
+        ({"code": "true", "files": []}, 400, "files"),
+        ({"code": "true", "files": ["a"]}, 400, "files"),
+        ({"code": "true", "files": {"a": "not base64!"}}, 400, "files"),
+        ({"code": "true", "files": {"a": "é"}}, 400, "files"),
+        ({"code": "true", "files": {"a": 1}}, 400, "files"),
+        ({"code": "true", "files": {"../a": ""}}, 400, "path"),
+        ({"code": 1}, 400, "command"),
+        ({}, 400, "command"),
+    ],
+)
+async def test_execute_refuses(supervisor: Supervisor, body: dict[str, object], status: int, field: str) -> None:
+    problem = await supervisor.refused("POST", "/execute", body)
+    assert (problem["status"], problem["field"]) == (status, field)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/"), ("POST", "/health"), ("GET", "/commands/"), ("PUT", "/commands/c1"), ("GET", "/commands/c1/x/y")],
+)
+async def test_unknown_routes(supervisor: Supervisor, method: str, path: str) -> None:
+    assert (await supervisor.refused(method, path))["code"] == "not_found"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"\xff", b"[" * 100_000])
+async def test_bodies_that_are_no_json_object(supervisor: Supervisor, body: bytes) -> None:
+    problem = await supervisor.refused("POST", "/commands", body)
+    assert (problem["code"], problem["field"]) == ("invalid_request", "body")
+
+
+@pytest.mark.parametrize("offset", ["-1", "x", "1" * 30, "²"])
+async def test_offsets_that_are_no_numbers(supervisor: Supervisor, offset: str) -> None:
+    name = await supervisor.start("true")
+    assert (await supervisor.refused("GET", f"/commands/{name}/output", offset=offset))["field"] == "offset"

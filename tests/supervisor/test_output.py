@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrel.supervisor.output import END, STDERR, STDOUT, Budget, Output
+
+writes = st.lists(st.tuples(st.sampled_from([STDOUT, STDERR]), st.binary(max_size=20)), max_size=30)
+
+
+@given(writes, st.integers(0, 200), st.integers(0, 200), st.integers(1, 7))
+def test_what_is_kept_is_a_prefix_of_what_was_written(
+    written: list[tuple[int, bytes]], limit: int, left: int, size: int
+) -> None:
+    budget = Budget(left)
+    output = Output(limit, budget)
+    for stream, data in written:
+        output.add(stream, data)
+    everything = b"".join(data for _, data in written)
+    kept = min(len(everything), limit, left)
+    assert (len(output), output.dropped, budget.left) == (kept, len(everything) - kept, left - kept)
+
+    tagged = [(stream, byte) for stream, data in written for byte in data][:kept]
+    expected = tuple(bytes(byte for kind, byte in tagged if kind == stream) for stream in (STDOUT, STDERR))
+    assert output.whole() == expected
+
+    seen: list[tuple[int, int]] = []
+    while (piece := output.read(len(seen), size))[0] != END:
+        assert 0 < len(piece[1]) <= size
+        seen += [(piece[0], byte) for byte in piece[1]]
+    assert seen == tagged
+
+    output.release()
+    assert (budget.left, len(output), output.read(0, 10)) == (left, 0, (END, b""))
+    output.add(STDOUT, b"late")
+    assert len(output) == 0
+
+
+async def test_every_waiter_is_woken_by_bytes_and_by_the_end() -> None:
+    output = Output(10, Budget(10))
+    for wake in (lambda: output.add(STDOUT, b"x"), lambda: output.add(STDOUT, b"x" * 100), output.end):
+        waiters = [asyncio.create_task(output.changed()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        wake()
+        await asyncio.wait(waiters, timeout=5)
+        assert [waiter.cancelled() for waiter in waiters] == [True, False, False]
+    assert output.ended
