@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 import pytest
-from sandboxes import Box, Supervisor
+from sandboxes import Box, Supervisor, until
 
 
 async def test_health(supervisor: Supervisor) -> None:
@@ -26,6 +26,7 @@ async def test_execute_with_files_in_and_out(box: Box) -> None:
         "timeout": 10,
     }
     (box.workspace / "old").write_text("before")
+    await until(lambda: _now(box) > (box.workspace / "old").stat().st_ctime_ns, what="a tick of the file system")
     answer = await box.supervisor.ask("POST", "/execute", body)
     produced = answer.pop("files_produced")
     assert answer.pop("execution_time_ms") > 0
@@ -39,6 +40,15 @@ async def test_execute_with_files_in_and_out(box: Box) -> None:
     }
     assert sorted(item["path"] if isinstance(item, dict) else item for item in produced) == ["copy", "made/deep"]
     assert (box.workspace / "copy").read_bytes() == data
+
+
+def _now(box: Box) -> int:
+    beside = box.workspace.parent / "tick"
+    beside.write_text("")
+    try:
+        return beside.stat().st_ctime_ns
+    finally:
+        beside.unlink()
 
 
 async def test_execute_has_a_deadline(supervisor: Supervisor) -> None:

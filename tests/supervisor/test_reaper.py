@@ -91,7 +91,7 @@ async def test_a_fork_bomb_is_bounded_and_ended(houses: dict[str, House]) -> Non
             supervisor = box.supervisor
             other = await supervisor.start("exec sleep 8888")
             await supervisor.run("true")  # a runner is ready
-            bomb = await supervisor.start("b() { b | b & }; b; sleep 7777", timeout=1)
+            bomb = await supervisor.start("b() { b | b & }; b; exec sleep 7777", timeout=1)
             most = 0
 
             async def over() -> bool:
@@ -103,6 +103,11 @@ async def test_a_fork_bomb_is_bounded_and_ended(houses: dict[str, House]) -> Non
             assert most <= 70
             assert (await supervisor.result(bomb))["timed_out"]
             await until(lambda: box.count("/bin/sh") == 0, 20, "the end of its processes")
+            left = await supervisor.start("b() { b | b & }; b")  # ends at once, its processes do not
+            await supervisor.result(left)
+            await until(lambda: box.count("/bin/sh") > 20, 20, "many of them")
+            await supervisor.ask("DELETE", f"/commands/{left}")
+            await until(lambda: box.count("/bin/sh") == 0, 20, "the end of them")
             assert (await supervisor.info(other))["running"]
             assert (await supervisor.run("echo on"))["stdout"] == "on\n"
     finally:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from carrel.errors import PlatformError
 
 _OWN = re.compile(r"^carrel-(\d+)-(\d+)$")
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # how mountinfo writes white space and backslashes
 PERIOD_US = 100_000
 
 
@@ -76,7 +77,7 @@ def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
         fields, kind = left.split(" "), right.split(" ")
         if len(fields) < 5 or len(kind) < 3:
             continue
-        point = fields[4].encode().decode("unicode_escape")
+        point = _ESCAPED.sub(lambda octal: chr(int(octal[1], 8)), fields[4])
         if kind[0] == "cgroup2":
             found.append(Hierarchy(_nearest_writable(point, own_v2), 2, ("memory", "cpu")))
         elif kind[0] == "cgroup":
@@ -240,22 +241,49 @@ def start_time(pid: int, proc: str = "/proc") -> int:
         return 0
 
 
-def _sweep(path: str) -> None:
-    """Remove the empty groups of zygotes that are gone."""
-    for entry in os.scandir(path):
+def sweep() -> bool:
+    """Remove the empty groups of zygotes that are gone; False when one that is all but empty is still held."""
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        mounts = file.read()
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        own = file.read()
+    done = True
+    for hierarchy in hierarchies(mounts, own):
+        try:
+            done = _sweep(hierarchy.path) and done
+        except OSError:
+            continue
+    return done
+
+
+def _sweep(path: str) -> bool:
+    done = True
+    for entry in _groups(path):
         match = _OWN.match(entry.name)
         if match is None or start_time(int(match[1])) == int(match[2]):
             continue
-        for child in os.scandir(entry.path):
-            if child.is_dir(follow_symlinks=False):
-                try:
-                    os.rmdir(child.path)
-                except OSError:
-                    pass
-        try:
-            os.rmdir(entry.path)
-        except OSError:
-            pass
+        for group in (*_groups(entry.path), entry):
+            try:
+                os.rmdir(group.path)
+            except OSError:
+                done = done and (bool(_groups(group.path)) or _has_processes(group.path))
+    return done
+
+
+def _groups(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:  # another swept it
+        return []
+
+
+def _has_processes(path: str) -> bool:
+    try:
+        with open(f"{path}/cgroup.procs", "rb") as file:
+            return bool(file.read(1))
+    except OSError:
+        return False
 
 
 def _write(path: str, value: str, directory: int | None = None) -> None:

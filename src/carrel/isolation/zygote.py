@@ -193,7 +193,7 @@ class Zygote:
         self._stopping = True
         self._spares.clear()
         for child in self._children.values():
-            _kill(child.pid)
+            self._end(child)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -243,6 +243,10 @@ class Zygote:
                 self._start(connection, seq, sandbox.Spec(**body), fds[0])
             elif op == "remove":
                 self._remove(connection, seq, body["id"])
+            elif op == "end":  # a sandbox without isolation whose own zygote is gone
+                if cgroups.start_time(int(body["pid"])) == int(body["start_time"]) != 0:
+                    self._end_below(int(body["pid"]))
+                self._answer(connection, seq)
             elif op == "usage":
                 named = self._named.get(body["id"])
                 usage = self._cgroups.usage(named.group) if named else {}
@@ -290,6 +294,7 @@ class Zygote:
                     os.close(descriptor)
         except (OSError, PlatformError) as error:
             child.asked_by = None  # answered here; the burial is quiet
+            del self._named[spec.id]
             _kill(child.pid)
             raise PlatformError(f"sandbox {spec.id} could not be set up: {error}") from error
 
@@ -359,6 +364,8 @@ class Zygote:
         """In the child: never returns."""
         try:
             seat.sit()
+            if seat.tasks and self._isolate:  # the first one was rooted where the zygote is, and would tell of it
+                linux.unshare(linux.CLONE_NEWCGROUP)
             sandbox.forget_signals()
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces})
@@ -408,6 +415,8 @@ class Zygote:
             self._spares.remove(child)
             self._spares_wanted = 0  # whoever asks next gets the reason
             print(f"no more spare sandboxes: {words}", file=sys.stderr, flush=True)  # noqa: T201 - our log
+        if self._named.get(child.name) is child and not child.waiting:
+            del self._named[child.name]  # whoever is told of the failure may try again at once
         self._answer(child.asked_by, child.seq, error=f"sandbox {child.name} did not start: {words}")
         _kill(child.pid)
 
@@ -417,10 +426,22 @@ class Zygote:
             self._answer(connection, seq, known=False)
             return
         child.waiting.append((connection, seq))
-        if not child.reaped:
-            if not self._isolate:  # no PID namespace ends them with their first process
-                self._supervisor.end_below(child.pid)
-            _kill(child.pid)
+        self._end(child)
+
+    def _end(self, child: Child) -> None:
+        if child.reaped:
+            return
+        if not self._isolate:
+            self._end_below(child.pid)
+        _kill(child.pid)
+
+    def _end_below(self, pid: int) -> None:
+        """End what no PID namespace ends with its first process, which must not start more meanwhile."""
+        try:
+            os.kill(pid, signal.SIGSTOP)
+        except ProcessLookupError:
+            return
+        self._supervisor.end_below(pid)
 
     def _reap(self) -> None:
         while True:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from carrel.providers.base import Capability
-from carrel.providers.zygote_provider import ZygoteProvider
+from carrel.providers.base import Capability, Handle
+from carrel.providers.zygote_provider import ZygoteProvider, number
 
 
 class ProcessProvider(ZygoteProvider):
@@ -21,3 +21,8 @@ class ProcessProvider(ZygoteProvider):
     def capabilities(self) -> frozenset[Capability]:
         """See `Provider.capabilities`: commands and terminals work, nothing is held back."""
         return frozenset({Capability.NETWORK_HOST, Capability.TERMINAL, Capability.SURVIVES_RESTART})
+
+    async def _kill(self, handle: Handle) -> None:
+        """The first process does not take the others along, so another zygote ends them first."""
+        await self._zygote.request("end", pid=number(handle, "pid"), start_time=number(handle, "start_time"))
+        await super()._kill(handle)

@@ -8,7 +8,7 @@ import signal
 import socket
 
 from carrel.errors import PlatformError
-from carrel.isolation.cgroups import start_time
+from carrel.isolation import cgroups
 from carrel.providers.base import Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
 
@@ -58,6 +58,8 @@ class ZygoteProvider(Provider):
             )
         except BaseException as error:
             _unlink(path)
+            if isinstance(error, asyncio.CancelledError):  # nobody waits for the sandbox that is being made
+                self._zygote.tell("remove", id=launch.id)
             if isinstance(error, OSError):
                 raise PlatformError(f"the sandbox's socket could not be made: {error}") from error
             raise
@@ -73,7 +75,7 @@ class ZygoteProvider(Provider):
 
     async def alive(self, handle: Handle) -> bool:
         """See `Provider.alive`."""
-        return start_time(_number(handle, "pid")) == _number(handle, "start_time") != 0
+        return cgroups.start_time(number(handle, "pid")) == number(handle, "start_time") != 0
 
     async def remove(self, handle: Handle) -> None:
         """See `Provider.remove`."""
@@ -85,7 +87,7 @@ class ZygoteProvider(Provider):
     async def _kill(self, handle: Handle) -> None:
         """End a sandbox whose zygote is gone."""
         try:
-            process = os.pidfd_open(_number(handle, "pid"))
+            process = os.pidfd_open(number(handle, "pid"))
         except ProcessLookupError:
             return
         loop = asyncio.get_running_loop()
@@ -101,13 +103,18 @@ class ZygoteProvider(Provider):
         finally:
             loop.remove_reader(process)
             os.close(process)
+        for _ in range(200):  # its groups are held for a moment by processes on their way out
+            if await asyncio.to_thread(cgroups.sweep):
+                break
+            await asyncio.sleep(0.005)
 
     async def close(self) -> None:
         """See `Provider.close`."""
         await self._zygote.close()
 
 
-def _number(handle: Handle, key: str) -> int:
+def number(handle: Handle, key: str) -> int:
+    """A field of a handle that is a number; -1 when it is none."""
     value = handle.get(key)
     return value if isinstance(value, int) else -1
 

@@ -53,6 +53,15 @@ class ZygoteClient:
         except PlatformError:
             return {}
 
+    def tell(self, op: str, **body: Any) -> None:
+        """Ask without waiting for the answer."""
+        self._seq += 1
+        if self._socket is not None:
+            try:
+                self._socket.send(json.dumps({"seq": self._seq, "op": op, **body}).encode())
+            except OSError:
+                self._lost()
+
     async def _ask(
         self, connection: socket.socket, op: str, fds: tuple[int, ...], body: dict[str, Any]
     ) -> dict[str, Any]:
@@ -114,6 +123,11 @@ class ZygoteClient:
 
     def _spawn(self) -> socket.socket:
         """Start a zygote on a listener made here, so that connecting to it cannot be too early."""
+        if self._process is not None:  # the one before, which has died
+            try:
+                self._process.wait(1)
+            except subprocess.TimeoutExpired:
+                self._process.returncode = 0  # it does not listen, but may still have sandboxes: not ours to end
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             if os.path.lexists(self._path):
@@ -180,12 +194,12 @@ class ZygoteClient:
 
     async def close(self) -> None:
         """Hang up. A zygote without sandboxes then ends by itself, and is waited for; one with sandboxes stays."""
-        if self._socket is None:
-            return
-        try:
-            description = await self._ask(self._socket, "describe", (), {})
-        except PlatformError:
-            description = {}
+        description: dict[str, Any] = {}
+        if self._socket is not None:
+            try:
+                description = await self._ask(self._socket, "describe", (), {})
+            except PlatformError:
+                pass
         self._hang_up()
         if self._process is not None and not description.get("sandboxes"):
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import codecs
 import gc
 import json
@@ -211,7 +210,7 @@ class Supervisor:
         body = await request.json()
         if body.get("language", "shell") != "shell":
             raise Unsupported("only shell code can be executed here", field="language", hint="use language 'shell'")
-        files = body.get("files") or {}
+        files = {} if body.get("files") is None else body["files"]
         if not isinstance(files, dict):
             raise InvalidRequest("'files' must map paths to base64 text", field="files")
         decoded = {path: _decode(path, text) for path, text in files.items()}
@@ -259,7 +258,7 @@ def _passable(field: str, text: str) -> None:
 def _decode(path: str, text: object) -> bytes:
     try:
         return base64.b64decode(text, validate=True) if isinstance(text, str) else b"" if text is None else _bad(path)
-    except binascii.Error:
+    except ValueError:
         return _bad(path)
 
 

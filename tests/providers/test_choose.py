@@ -1,0 +1,103 @@
+"""Which provider is right for what is asked: every combination of trust, name and what the host has."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from carrel.errors import CarrelError, InvalidRequest, ProviderUnavailable, Unsupported
+from carrel.models import Trust
+from carrel.providers import Capability, Handle, Launch, Provider, choose, open_providers
+
+
+class Known(Provider):
+    """A provider as the choice sees it."""
+
+    def __init__(self, name: str, level: int, there: bool = True):
+        self.name, self.isolation_level, self.unsafe = name, level, level == 0
+        self._missing = None if there else "something is not there"
+
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset()
+
+    def missing(self) -> str | None:
+        return self._missing
+
+    async def start(self, launch: Launch) -> Handle:
+        raise NotImplementedError
+
+    async def alive(self, handle: Handle) -> bool:
+        raise NotImplementedError
+
+    async def remove(self, handle: Handle) -> None:
+        raise NotImplementedError
+
+
+def host(*providers: Known) -> dict[str, Provider]:
+    return {provider.name: provider for provider in providers}
+
+
+PROCESS, NAMESPACE, GVISOR = Known("process", 0), Known("namespace", 1), Known("gvisor", 2)
+BROKEN = Known("namespace", 1, there=False)
+
+
+@pytest.mark.parametrize(
+    ("providers", "name", "trust", "expected"),
+    [
+        (host(PROCESS, NAMESPACE), "auto", Trust.HIGH, "namespace"),
+        (host(PROCESS, NAMESPACE), "auto", Trust.MEDIUM, "namespace"),
+        (host(PROCESS, NAMESPACE), "auto", Trust.LOW, ProviderUnavailable),
+        (host(PROCESS, NAMESPACE, GVISOR), "auto", Trust.LOW, "gvisor"),
+        (host(PROCESS, NAMESPACE, GVISOR), "auto", Trust.HIGH, "gvisor"),
+        (host(PROCESS, BROKEN), "auto", Trust.HIGH, "process"),
+        (host(PROCESS, BROKEN), "auto", Trust.MEDIUM, ProviderUnavailable),
+        (host(PROCESS, BROKEN), "auto", Trust.LOW, ProviderUnavailable),
+        (host(BROKEN), "auto", Trust.HIGH, ProviderUnavailable),
+        (host(), "auto", Trust.HIGH, ProviderUnavailable),
+        (host(PROCESS, NAMESPACE), "process", Trust.HIGH, "process"),
+        (host(PROCESS, NAMESPACE), "process", Trust.MEDIUM, Unsupported),
+        (host(PROCESS, NAMESPACE), "process", Trust.LOW, Unsupported),
+        (host(NAMESPACE), "process", Trust.HIGH, Unsupported),
+        (host(PROCESS, NAMESPACE), "namespace", Trust.HIGH, "namespace"),
+        (host(PROCESS, NAMESPACE), "namespace", Trust.MEDIUM, "namespace"),
+        (host(PROCESS, NAMESPACE), "namespace", Trust.LOW, Unsupported),
+        (host(BROKEN), "namespace", Trust.MEDIUM, ProviderUnavailable),
+        (host(NAMESPACE), "docker", Trust.MEDIUM, InvalidRequest),
+        (host(NAMESPACE), "", Trust.MEDIUM, InvalidRequest),
+    ],
+)
+def test_choose(
+    providers: dict[str, Provider], name: str, trust: Trust, expected: str | type[CarrelError]
+) -> None:
+    if isinstance(expected, str):
+        assert choose(providers, name, trust).name == expected
+        return
+    with pytest.raises(expected) as caught:
+        choose(providers, name, trust)
+    assert type(caught.value) is expected
+    assert caught.value.field in {"provider", "trust"}
+    assert caught.value.hint
+
+
+def test_nothing_weaker_than_the_trust_allows_is_ever_chosen() -> None:
+    least = {Trust.HIGH: 0, Trust.MEDIUM: 1, Trust.LOW: 2}
+    every = [Known(f"p{level}{there}", level, there) for level in range(4) for there in (True, False)]
+    for size in range(4):
+        for some in itertools.combinations(every, size):
+            for trust in Trust:
+                usable = [p.isolation_level for p in some if p.missing() is None and p.isolation_level >= least[trust]]
+                try:
+                    got = choose(host(*some), "auto", trust)
+                except ProviderUnavailable:
+                    assert usable == []
+                else:
+                    assert got.isolation_level == max(usable)
+                    assert got.missing() is None
+
+
+def test_the_process_provider_is_there_only_when_allowed() -> None:
+    assert list(open_providers("/run", "/ws", allow_process=False)) == ["namespace"]
+    assert list(open_providers("/run", "/ws", allow_process=True)) == ["namespace", "process"]
+
+

@@ -1,0 +1,264 @@
+"""Attacks of one sandbox on another: on its files, its memory, its processes, and on the one that comes next."""
+
+import os
+
+import pytest
+
+
+@pytest.fixture
+def victim(attacker):
+    """A neighbour on the same server with a secret in every place it has."""
+    box = attacker.another(env={"VICTIM": attacker.host.token})
+    token = attacker.host.token
+    box.files.write("secret", token)
+    box.commands.run(f"for d in /tmp /dev/shm /home/agent; do echo {token} > $d/secret; done; chmod 777 /tmp /dev/shm", check=True)
+    return box
+
+
+def test_files(compared):
+    """Read the files of another sandbox."""
+    box = compared.another()
+    box.files.write("secret", compared.host.token)
+    path = str(compared.server.data_dir / "workspaces" / f"eph-{box.id}" / "secret")
+    assert os.path.exists(path)
+
+    def attack(path, token):
+        return token in open(path).read()
+
+    compared.attempt(attack, path=path, token=compared.host.token)
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm", "/home/agent", "/workspace", "/run", "/var/tmp"])
+def test_shared_places(attacker, victim, place):
+    """Find another sandbox's files in a place that looks shared."""
+
+    def attack(place, token):
+        import os
+
+        for folder, _directories, names in os.walk(place):
+            for name in names:
+                if token in open(f"{folder}/{name}", errors="replace").read():
+                    return f"{folder}/{name}"
+        return None
+
+    attacker.attempt(attack, place=place, token=attacker.host.token)
+
+
+def test_shared_tmp(compared):
+    """Leave something in `/tmp` for another sandbox."""
+    name = f"/tmp/carrel-test-{compared.box.id}"
+    other = compared.another()
+    compared.box.commands.run(["touch", name], check=True)
+    seen = other.commands.run(["test", "-e", name]).ok
+    compared.box.commands.run(["rm", name], check=True)
+    compared.expect(seen)
+
+
+def test_processes(compared):
+    """See the processes of another sandbox."""
+    marker = f"61{compared.host.tcp}"
+    sleeper = compared.another().commands.start(["sleep", marker])
+
+    def attack(marker):
+        import os
+
+        from inside import first_that_works, read
+
+        pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+        return first_that_works(*(lambda pid=pid: marker in read(f"/proc/{pid}/cmdline").split("\0")[1:2] for pid in pids))
+
+    compared.attempt(attack, marker=marker)
+    sleeper.kill()
+
+
+def test_environment(compared):
+    """Read the environment of another sandbox's processes."""
+    victim = compared.another(env={"VICTIM": compared.host.token})
+    sleeper = victim.commands.start("exec sleep 60")
+
+    def attack(token):
+        import os
+
+        from inside import first_that_works, read
+
+        pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+        return first_that_works(*(lambda pid=pid: f"VICTIM={token}" in read(f"/proc/{pid}/environ", 100_000) for pid in pids))
+
+    compared.attempt(attack, token=compared.host.token)
+    sleeper.kill()
+
+
+def test_abstract_sockets(compared):
+    """Connect to an abstract Unix socket of another sandbox."""
+    name = f"carrel-neighbour-{compared.host.tcp}"
+    code = f"import socket; s=socket.socket(1); s.bind('\\0{name}'); s.listen(); print('ready', flush=True); s.accept(); import time; time.sleep(60)"
+    listener = compared.another().commands.start(["/usr/bin/python3", "-c", code])
+    next(iter(listener.stream()))
+
+    def attack(name):
+        import socket
+
+        with socket.socket(socket.AF_UNIX) as one:
+            one.connect("\0" + name)
+            return True
+
+    compared.attempt(attack, name=name)
+    listener.kill()
+
+
+def test_tcp_between_sandboxes(compared):
+    """Connect to a service in another sandbox."""
+    code = "import socket; s=socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); s.accept(); import time; time.sleep(60)"
+    listener = compared.another().commands.start(["/usr/bin/python3", "-c", code])
+    port = int(next(iter(listener.stream())).text)
+
+    def attack(port):
+        import socket
+
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        return True
+
+    compared.attempt(attack, port=port)
+    listener.kill()
+
+
+SHARE = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True); libc.shmat.restype = ctypes.c_void_p
+key, act = int(sys.argv[1]), sys.argv[2]
+if act == "make":
+    number = libc.shmget(key, 4096, 0o1666); at = libc.shmat(number, None, 0)
+    ctypes.memmove(at, b"shared", 6); print("made" if number >= 0 else "no")
+elif act == "read":
+    number = libc.shmget(key, 4096, 0)
+    print(ctypes.string_at(libc.shmat(number, None, 0), 6).decode() if number >= 0 else "none")
+else:
+    libc.shmctl(libc.shmget(key, 4096, 0), 0, None)
+"""
+
+
+def test_shared_memory(compared):
+    """Share memory with another sandbox by a System V key."""
+    key = str(0x43000000 + compared.host.tcp)
+    other = compared.another()
+    assert compared.box.commands.run(["python3", "-c", SHARE, key, "make"]).stdout == "made\n"
+    seen = other.commands.run(["python3", "-c", SHARE, key, "read"]).stdout
+    compared.box.commands.run(["python3", "-c", SHARE, key, "remove"])
+    compared.expect(seen == "shared\n")
+
+
+def test_shared_memory_of_the_next(attacker):
+    """Leave shared memory for the sandbox that comes next."""
+    key = str(0x42000000 + attacker.host.tcp)
+    first = attacker.another()
+    assert first.commands.run(["python3", "-c", SHARE, key, "make"]).stdout == "made\n"
+    first.terminate()
+    assert attacker.box.commands.run(["python3", "-c", SHARE, key, "read"]).stdout == "none\n"
+
+
+QUEUE = """
+import ctypes, os, sys
+libc = ctypes.CDLL("librt.so.1", use_errno=True)
+queue = libc.mq_open(sys.argv[1].encode(), os.O_RDWR | (os.O_CREAT if sys.argv[2] == "make" else 0), 0o666, None)
+print("none" if queue < 0 else "open")
+"""
+
+
+def test_message_queues(attacker):
+    """Share a POSIX message queue with another sandbox."""
+    name = f"/carrel-{attacker.host.tcp}"
+    assert attacker.box.commands.run(["python3", "-c", QUEUE, name, "make"]).stdout == "open\n"
+    assert attacker.another().commands.run(["python3", "-c", QUEUE, name, "read"]).stdout == "none\n"
+
+
+def test_same_user_on_the_host(attacker):
+    """Be the same user as another sandbox on the host, so that one hole opens both."""
+    if attacker.setting == "user":
+        pytest.skip("an ordinary user has one id on the host: `carrel doctor` says so")
+    uids = set()
+    for box in (attacker.box, attacker.another()):
+        command = box.commands.start(["sleep", f"62{attacker.host.udp}"])
+        uids.add(_host_uid(["sleep", f"62{attacker.host.udp}"], uids))
+        command.kill()
+    assert len(uids) == 2
+    assert not uids & {0, 1000}
+
+
+def _host_uid(argv, known):
+    while True:
+        for pid in os.listdir("/proc"):
+            if pid.isdigit():
+                try:
+                    words = open(f"/proc/{pid}/cmdline").read().split("\0")[:-1]
+                    uid = os.stat(f"/proc/{pid}").st_uid
+                except OSError:
+                    continue
+                if words == argv and uid not in known:
+                    return uid
+
+
+def test_leave_a_program_for_the_next(attacker):
+    """Have the next sandbox run a program of ours by its `PATH` or its home."""
+    first = attacker.another()
+    first.commands.run("mkdir -p ~/bin ~/.local/bin; for p in ~/bin/ls ~/.local/bin/ls /tmp/ls ./ls; do echo 'echo evil' > $p; chmod +x $p; done; echo 'echo evil' > ~/.profile; echo 'echo evil' > ~/.bashrc", check=True)
+    first.terminate()
+    assert "evil" not in attacker.box.commands.run("ls; bash -lic ls; sh -lc ls").stdout
+
+
+def test_path_has_no_workspace(attacker):
+    """Have a plain command name run a file of the workspace."""
+    path = attacker.box.commands.run("echo $PATH").stdout.strip().split(":")
+    assert all(folder.startswith("/") and not folder.startswith(("/workspace", "/tmp", "/home")) for folder in path)
+    for name in ("ls", "id", "sh"):
+        attacker.box.files.write(name, "#!/bin/sh\necho evil\n", mode=0o755)
+    assert attacker.box.commands.run(["id", "-u"]).stdout.strip().isdigit()
+
+
+def test_modified_root(attacker):
+    """Change the root that the next sandbox starts from."""
+    first = attacker.another()
+    first.commands.run("for d in / /etc /usr /usr/bin /var /var/lib /root /home /run /opt /dev /proc; do touch $d/evil; done 2>/dev/null")
+    first.terminate()
+    assert attacker.box.commands.run("find / -xdev -name evil 2>/dev/null").stdout == ""
+
+
+def test_leftover_mounts(attacker):
+    """Find mounts that a sandbox before has left."""
+    count = int(attacker.box.commands.run("wc -l < /proc/self/mountinfo").stdout)
+    for _ in range(3):
+        with attacker.server.client.sandbox() as box:
+            assert int(box.commands.run("wc -l < /proc/self/mountinfo").stdout) == count
+
+
+def test_sandbox_of_another_context(attacker):
+    """Reach the workspace of another context by a name that looks like a path."""
+    from carrel.errors import CarrelError
+
+    for name in ("../x", "a/b", ".", "..", "a\0b", "%2e%2e", ".trash"):
+        with pytest.raises(CarrelError) as caught:
+            attacker.another(name)
+        assert caught.value.status < 500
+
+
+def test_names_that_collide(attacker):
+    """Get the workspace of another context by a name that is written alike."""
+    first = attacker.another(f"a:{attacker.box.id}")
+    first.files.write("secret", b"x")
+    for name in (f"a+{attacker.box.id}", f"A:{attacker.box.id}", f"a.{attacker.box.id}"):
+        try:
+            other = attacker.another(name)
+        except ValueError:
+            continue
+        except Exception as error:
+            assert getattr(error, "status", 500) < 500, error
+            continue
+        assert not other.files.exists("secret")
+
+
+def test_predictable_socket(attacker):
+    """Guess the socket of another sandbox: its name and its directory must both keep others out."""
+    run = attacker.server.data_dir / "run"
+    assert attacker.box.id
+    assert run.stat().st_mode & 0o077 == 0
+    for path in run.glob("*.sock"):
+        assert path.stat().st_mode & 0o077 == 0
