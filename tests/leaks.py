@@ -234,13 +234,13 @@ def _descriptors() -> Counter[str]:
 
 def _cgroups() -> list[tuple[str, Process]]:
     """The groups that zygotes made, each with the process that owns it."""
-    found = []
     top = "/sys/fs/cgroup"
-    for path in (top, *(entry.path for entry in _directories(top))):
-        for entry in _directories(path):
-            if match := _GROUP.match(entry.name):
-                found.append((entry.path, (int(match[1]), int(match[2]))))
-    return found
+    return [
+        (entry.path, (int(match[1]), int(match[2])))
+        for path in (top, *(entry.path for entry in _directories(top)))
+        for entry in _directories(path)
+        if (match := _GROUP.match(entry.name))
+    ]
 
 
 def _directories(path: str) -> list[os.DirEntry[str]]:

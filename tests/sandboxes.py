@@ -18,11 +18,10 @@ from typing import Any
 
 import httpx
 
-from leaks import below
-
 from carrel.isolation import probe
 from carrel.models import Network
 from carrel.providers import Handle, Launch, Provider, open_providers
+from leaks import below
 
 ROOT = os.geteuid() == 0
 KINDS = [name for name in ("namespace", "process") if name == "process" or probe.host().missing is None]

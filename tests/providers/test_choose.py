@@ -67,9 +67,7 @@ BROKEN = Known("namespace", 1, there=False)
         (host(NAMESPACE), "", Trust.MEDIUM, InvalidRequest),
     ],
 )
-def test_choose(
-    providers: dict[str, Provider], name: str, trust: Trust, expected: str | type[CarrelError]
-) -> None:
+def test_choose(providers: dict[str, Provider], name: str, trust: Trust, expected: str | type[CarrelError]) -> None:
     if isinstance(expected, str):
         assert choose(providers, name, trust).name == expected
         return
@@ -99,5 +97,3 @@ def test_nothing_weaker_than_the_trust_allows_is_ever_chosen() -> None:
 def test_the_process_provider_is_there_only_when_allowed() -> None:
     assert list(open_providers("/run", "/ws", allow_process=False)) == ["namespace"]
     assert list(open_providers("/run", "/ws", allow_process=True)) == ["namespace", "process"]
-
-

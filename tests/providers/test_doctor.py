@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from sandboxes import House
-
 from carrel.providers import open_providers
 from carrel.providers.doctor import host_report
+from sandboxes import House
 
 
 def test_the_report_covers_primitives_and_providers(houses: dict[str, House]) -> None:

@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from sandboxes import KINDS, ROOT, House, Supervisor, parent, provider, status, until
 
 from carrel.errors import PlatformError
+from sandboxes import KINDS, ROOT, House, Supervisor, parent, provider, status, until
 
 
 def groups(zygote: int) -> list[Path]:

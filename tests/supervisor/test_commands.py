@@ -7,6 +7,7 @@ import base64
 import time
 
 import pytest
+
 from sandboxes import Box, Supervisor, until
 
 
@@ -63,9 +64,7 @@ async def test_lists_are_not_interpreted(supervisor: Supervisor) -> None:
 @pytest.mark.parametrize(
     ("command", "code"), [(["no-such-program"], 127), (["./missing"], 127), (["/etc/passwd"], 126), (["/"], 126)]
 )
-async def test_what_cannot_run_is_a_result(
-    supervisor: Supervisor, command: list[str], code: int, beside: bool
-) -> None:
+async def test_what_cannot_run_is_a_result(supervisor: Supervisor, command: list[str], code: int, beside: bool) -> None:
     if beside:
         await supervisor.start("sleep 60")
     result = await supervisor.run(command)
@@ -93,9 +92,7 @@ async def test_interactive_stdin(supervisor: Supervisor) -> None:
 async def test_writers_that_wait_all_arrive(box: Box) -> None:
     supervisor = box.supervisor
     name = await supervisor.start("while ! [ -e go ]; do sleep 0.01; done; cat | wc -c", interactive=True)
-    writers = [
-        asyncio.create_task(supervisor.ask("POST", f"/commands/{name}/stdin", b"x" * 300_000)) for _ in range(3)
-    ]
+    writers = [asyncio.create_task(supervisor.ask("POST", f"/commands/{name}/stdin", b"x" * 300_000)) for _ in range(3)]
     await supervisor.ask("GET", "/health")
     (box.workspace / "go").touch()
     await asyncio.gather(*writers)
@@ -177,9 +174,7 @@ async def test_concurrency_has_a_limit(supervisor: Supervisor) -> None:
     names = await asyncio.gather(*(supervisor.start("read x; echo $x", interactive=True) for _ in range(64)))
     assert (await supervisor.ask("GET", "/health"))["commands_running"] == 64
     assert (await supervisor.refused("POST", "/commands", {"command": "true"}))["code"] == "limit_exceeded"
-    await asyncio.gather(
-        *(supervisor.ask("POST", f"/commands/{name}/stdin", f"{name}\n".encode()) for name in names)
-    )
+    await asyncio.gather(*(supervisor.ask("POST", f"/commands/{name}/stdin", f"{name}\n".encode()) for name in names))
     results = await asyncio.gather(*(supervisor.result(name) for name in names))
     assert [result["stdout"] for result in results] == [f"{name}\n" for name in names]
     assert (await supervisor.ask("GET", "/health"))["state"] == "idle"

@@ -130,7 +130,7 @@ async def test_keep_alive_and_pipelining() -> None:
 
 async def test_a_chunked_body_in_single_bytes() -> None:
     async with connected(Served()) as (reader, writer):
-        raw = b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\n{\"a\r\n4\r\n\":1}\r\n0\r\n\r\n"
+        raw = b'POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\n{"a\r\n4\r\n":1}\r\n0\r\n\r\n'
         for byte in raw:
             writer.write(bytes([byte]))
             await asyncio.sleep(0)
@@ -280,5 +280,3 @@ def _request(**query: str) -> Request:
 def test_flags(value: str, expected: bool) -> None:
     assert _request(f=value).flag("f") is expected
     assert _request().flag("f") is False
-
-

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sandboxes import Box, House, Supervisor, parent, status, until
 
 from carrel.supervisor.reaper import descendants
+from sandboxes import Box, House, Supervisor, parent, status, until
 
 # Each leaves processes that hold the command's output open and that a plain kill of the first process would miss.
 STUBBORN = {

@@ -19,7 +19,6 @@ from collections.abc import Callable
 _libc = ctypes.PyDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
-_python = ctypes.pythonapi
 
 ARCH = platform.machine()
 _NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -64,23 +63,16 @@ def _check(result: int, call: str) -> int:
 
 
 def fork_into(namespaces: int, cgroup_fd: int = -1) -> int:
-    """`os.fork`, with the child in new namespaces (and a version 2 cgroup) from its first instruction on.
+    """Fork, with the child in new namespaces (and a version 2 cgroup) from its first instruction on. 0 in the child.
 
-    libc's fork cannot take flags, so the interpreter's own fork hooks are called around the bare system call.
+    Only for a process that has never had a second thread. libc's fork takes no flags, so this is the bare system call;
+    and it runs no fork hooks of the interpreter: they mend locks and thread lists, which only threads can break, and
+    they write to 160 pages that each sandbox would then have to itself.
     """
     flags = namespaces | (CLONE_INTO_CGROUP if cgroup_fd >= 0 else 0)
     # flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size, cgroup
     arguments = struct.pack("=11Q", flags, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, max(cgroup_fd, 0))
-    _python.PyOS_BeforeFork()
-    pid = int(_syscall(_NR_CLONE3, arguments, len(arguments)))
-    code = ctypes.get_errno()
-    if pid == 0:
-        _python.PyOS_AfterFork_Child()
-        return 0
-    _python.PyOS_AfterFork_Parent()
-    if pid < 0:
-        raise OSError(code, f"clone3: {os.strerror(code)}")
-    return pid
+    return _check(int(_syscall(_NR_CLONE3, arguments, len(arguments))), "clone3")
 
 
 def unshare(flags: int) -> None:
@@ -180,6 +172,7 @@ def attempt(action: Callable[[], object], timeout_s: int = 5) -> str | None:
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(timeout_s)
         words = b""
         try:

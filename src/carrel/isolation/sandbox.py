@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import socket
 from dataclasses import dataclass, field
 
@@ -109,11 +108,3 @@ def _limit(spec: Spec) -> None:
         linux.lower_limit(resource.RLIMIT_DATA, spec.memory_mb * 1024 * 1024)
     if spec.disk_mb is not None:
         linux.lower_limit(resource.RLIMIT_FSIZE, spec.disk_mb * 1024 * 1024)
-
-
-def forget_signals() -> None:
-    """PID 1 gets only the signals it has handlers for: so it must have none of the zygote's."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])

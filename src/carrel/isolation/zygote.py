@@ -28,6 +28,8 @@ from carrel.isolation import cgroups, ids, linux, rootfs, sandbox, seccomp, stag
 
 MAX_MESSAGE = sandbox.MAX_MESSAGE
 SPARES = 2
+QUIET_S = 0.01
+LONG_S = 3600.0
 LINGER_S = 30.0
 RETRY_S = 0.002
 SETUP_DEADLINE_S = 30.0
@@ -37,7 +39,10 @@ class SupervisorModule(Protocol):
     """What the program that becomes the supervisor must have."""
 
     def prepare(self) -> object:
-        """Do in a new process all that can be done before its sandbox is known."""
+        """What every sandbox will use, made once, before the first fork."""
+
+    def take_over(self, prepared: object) -> set[int]:
+        """In a new process: make it this process's own; the descriptors that must stay open."""
 
     def main(self, born: sandbox.Born, prepared: object) -> None:
         """Serve a sandbox; never returns."""
@@ -84,6 +89,7 @@ class Zygote:
         self._connections: set[socket.socket] = set()
         self._cgroups = cgroups.Cgroups()
         self._program = b""
+        self._prepared: object = None
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
         self._idmap = False
@@ -92,6 +98,7 @@ class Zygote:
 
     def prepare(self, workspaces: str) -> None:
         """Leave the host's file system for a small one, and make there what all sandboxes share."""
+        self._prepared = self._supervisor.prepare()
         if self._isolate:
             self._program = seccomp.build()
             self._cgroups = cgroups.Cgroups.open()
@@ -142,8 +149,9 @@ class Zygote:
         wake_read.setblocking(False)
         wake_write.setblocking(False)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        # PID 1 of a sandbox gets the signals it has handlers for, also from inside, and it inherits these: so there is
+        # none but that for SIGCHLD, which does nothing by itself.
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self._stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -170,15 +178,19 @@ class Zygote:
 
     def _patience(self, idle_until: float) -> float | None:
         """How long the loop may sleep."""
-        if len(self._spares) < self._spares_wanted and self._connections and not self._stopping:
-            return 0.0
+        waits = [LONG_S if idle_until == math.inf else max(0.0, idle_until - time.monotonic())]
+        if self._lacks_spares():
+            waits.append(QUIET_S)  # those who wait for a sandbox now come before those who may want one next
         if any(child.reaped for child in self._children.values()):
-            return RETRY_S  # a group of a dead sandbox is still held by a process that is on its way out
+            waits.append(RETRY_S)  # a group of a dead sandbox is still held by a process that is on its way out
         if any(child.watched for child in self._named.values()):
-            return watchdog.INTERVAL_S
+            waits.append(watchdog.INTERVAL_S)
         if any(child.deadline < math.inf for child in self._children.values()):
-            return 1.0
-        return None if idle_until == math.inf else max(0.0, idle_until - time.monotonic())
+            waits.append(1.0)
+        return min(waits)
+
+    def _lacks_spares(self) -> bool:
+        return len(self._spares) < self._spares_wanted and bool(self._connections) and not self._stopping
 
     def _watch(self) -> None:
         """Look after memory where no cgroup does."""
@@ -237,6 +249,8 @@ class Zygote:
         try:
             body = json.loads(message)
             seq, op = int(body.pop("seq")), body.pop("op")
+            if self._stopping and op in {"start", "describe"}:
+                raise PlatformError("the zygote is stopping")
             if op == "start":
                 if len(fds) != 1:
                     raise PlatformError("a start request carries one listening socket")
@@ -271,8 +285,6 @@ class Zygote:
     def _start(self, connection: socket.socket, seq: int, spec: sandbox.Spec, listener: int) -> None:
         if spec.id in self._named:
             raise PlatformError(f"sandbox {spec.id} runs already")
-        if self._stopping:
-            raise PlatformError("the zygote is stopping")
         if "/" in spec.workspace or spec.workspace in {"", ".", ".."}:
             raise PlatformError(f"not a workspace name: {spec.workspace!r}")
         child = self._spares.pop() if self._spares else self._hatch()
@@ -300,7 +312,7 @@ class Zygote:
 
     def _refill(self) -> None:
         """Make a spare while nobody waits for anything."""
-        if len(self._spares) < self._spares_wanted and not self._stopping:
+        if self._lacks_spares():
             try:
                 self._spares.append(self._hatch())
             except (OSError, PlatformError) as error:
@@ -366,12 +378,11 @@ class Zygote:
             seat.sit()
             if seat.tasks and self._isolate:  # the first one was rooted where the zygote is, and would tell of it
                 linux.unshare(linux.CLONE_NEWCGROUP)
-            sandbox.forget_signals()
+            kept = self._supervisor.take_over(self._prepared)
             workspaces = -1 if self._isolate else self._workspaces
-            linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces})
+            linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
             if self._isolate:
                 sandbox.hatch(orders, root=self._root)
-            rehearsed = self._supervisor.prepare()
             spec, fds = sandbox.receive(orders)
             if self._isolate:
                 sandbox.settle(spec, fds[1], self._program, root=self._root)
@@ -389,7 +400,7 @@ class Zygote:
             orders.send(b"ready")
             orders.close()
             born = sandbox.Born(spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score)
-            self._supervisor.main(born, rehearsed)
+            self._supervisor.main(born, self._prepared)
         except BaseException as error:
             try:
                 orders.send(f"failed: {error}".encode()[:2000])
@@ -505,6 +516,8 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, CarrelError) as error:
         # Whoever waits at the listener learns the reason from the first connection.
         connection, _ = listener.accept()
+        connection.settimeout(SETUP_DEADLINE_S)
+        connection.recv(MAX_MESSAGE)  # unread, it would break the connection before the reason is read
         connection.send(json.dumps({"seq": 0, "error": str(error)}).encode())
         sys.exit(1)
     linux.hide_arguments()

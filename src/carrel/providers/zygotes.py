@@ -98,19 +98,25 @@ class ZygoteClient:
         async with self._lock:
             if self._socket is not None:
                 return self._socket
-            try:
+            try:  # one that is just ending still takes connections, but does not describe itself
                 connection = await self._reach()
-            except OSError:
-                connection = await asyncio.get_running_loop().run_in_executor(None, self._spawn)
-            self._open(connection)
+                return await self._greet(connection)
+            except (OSError, PlatformError):
+                self._hang_up()
+            connection = await asyncio.get_running_loop().run_in_executor(None, self._spawn)
             try:
-                self.description = await self._ask(connection, "describe", (), {})
+                return await self._greet(connection)
             except PlatformError as error:
+                self._hang_up()
                 raise ProviderUnavailable(
                     f"the {self._name} zygote did not start: {error.detail}",
                     hint=f"see {self._log}; run `carrel doctor`",
                 ) from error
-            return connection
+
+    async def _greet(self, connection: socket.socket) -> socket.socket:
+        self._open(connection)
+        self.description = await self._ask(connection, "describe", (), {})
+        return connection
 
     async def _reach(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import codecs
-import gc
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
 from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
+from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.output import END
 from carrel.supervisor.reaper import kill_below
 
@@ -56,8 +56,8 @@ class Supervisor:
 
     files: Files
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.commands = Commands(loop)
+    def __init__(self) -> None:
+        self.commands = Commands()
         self._started = time.monotonic()
         self._directory = -1
         self._env: dict[str, str] = {}
@@ -77,10 +77,10 @@ class Supervisor:
         ):
             self.router.add(method, pattern, handler)
 
-    def settle(self, born: Born) -> None:
+    def settle(self, loop: asyncio.AbstractEventLoop, born: Born) -> None:
         """Take charge of a sandbox."""
         budget = min(OUTPUT_BUDGET, (born.memory_mb or 1024) * 1024 * 1024 // 4)
-        self.commands.settle(born.oom_score_fd, budget)
+        self.commands.settle(loop, born.oom_score_fd, budget)
         self.files = Files(born.workspace)
         self.files.routes(self.router)
         self._started = time.monotonic()
@@ -308,25 +308,48 @@ def end_below(pid: int) -> None:
         time.sleep(0.001)
 
 
-def prepare() -> Supervisor:
-    """The loop and the supervisor, with the pages they will write to already this process's own."""
-    gc.freeze()
-    loop = asyncio.SelectorEventLoop()
-    asyncio.set_event_loop(loop)
-    supervisor = Supervisor(loop)
-    loop.run_until_complete(_converse(supervisor, (("GET /health", {}), ("GET /commands", {}))))
-    return supervisor
+class Prepared:
+    """The loop and the supervisor, made before any fork: what a child does not write to, it shares."""
+
+    def __init__(self) -> None:
+        self.loop = InheritedLoop()
+        self.supervisor = Supervisor()
+        self.supervisor.commands.watch(self.loop)
+
+
+def prepare() -> Prepared:
+    """In the zygote, once."""
+    return Prepared()
+
+
+def take_over(prepared: object) -> set[int]:
+    """In a new process, before its sandbox is known: make the loop its own, and run it once.
+
+    The run makes the pages that every request writes to this process's own now and not when a caller waits. Returns the
+    descriptors that must stay open.
+    """
+    assert isinstance(prepared, Prepared)
+    loop, router = prepared.loop, prepared.supervisor.router
+    kept = loop.take_over()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    loop.run_until_complete(loop.connect_accepted_socket(lambda: Connection(router, set()), theirs))
+    ours.send(b"GET /health HTTP/1.1\r\n\r\n")
+    loop.run_until_complete(loop.sock_recv(ours, 4096))
+    ours.close()
+    loop.run_until_complete(asyncio.sleep(0))
+    return kept
 
 
 def main(born: Born, prepared: object) -> None:
     """Serve the sandbox until it is killed."""
-    assert isinstance(prepared, Supervisor)
-    loop = asyncio.get_event_loop_policy().get_event_loop()
-    prepared.settle(born)
+    assert isinstance(prepared, Prepared)
+    loop, supervisor = prepared.loop, prepared.supervisor
+    supervisor.settle(loop, born)
     connections: set[asyncio.Task[None]] = set()
     born.listener.setblocking(False)
     loop.run_until_complete(
-        loop.create_unix_server(lambda: Connection(prepared.router, connections), sock=born.listener)
+        loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=born.listener)
     )
     loop.run_forever()
 
@@ -351,8 +374,9 @@ def warm() -> None:
         born = _Rehearsal(folder)
         loop = asyncio.SelectorEventLoop()
         try:
-            supervisor = Supervisor(loop)
-            supervisor.settle(born)
+            supervisor = Supervisor()
+            supervisor.commands.watch(loop)
+            supervisor.settle(loop, born)
             loop.run_until_complete(_converse(supervisor, _REHEARSAL))
             supervisor.commands.close()
             supervisor.files.close()

@@ -41,13 +41,14 @@ _SIGNALS = {number.name: number.value for number in signal.Signals}
 class Commands:
     """All commands of a sandbox."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
+    _loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
         self._oom_score_fd = -1
         self._budget = Budget(0)
         self._commands: dict[str, Command] = {}
         self._count = 0
-        self._pid = os.getpid()
+        self._pid = 0
         self._direct: Command | None = None  # runs with the supervisor itself as reaper of its processes
         self._last_direct: Command | None = None  # whose leftovers the supervisor may still have
         self._by_pid: dict[int, Command] = {}
@@ -58,10 +59,14 @@ class Commands:
         self._null = -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._children_file = ""
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hear of ended processes. Done before the fork: it is a thing of the loop, and not cheap."""
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
-    def settle(self, oom_score_fd: int, budget: int) -> None:
-        """Take charge of a sandbox: its PID and its files are known only now."""
+    def settle(self, loop: asyncio.AbstractEventLoop, oom_score_fd: int, budget: int) -> None:
+        """Take charge of a sandbox: its loop, its PID and its files are known only now."""
+        self._loop = loop
         self._oom_score_fd = oom_score_fd
         self._budget = Budget(budget)
         self._pid = os.getpid()

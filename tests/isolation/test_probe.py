@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from carrel.isolation.probe import Finding, Host, host
+
+
+def test_the_probe_prints_json_and_leaves_nothing() -> None:
+    run = subprocess.run([sys.executable, "-m", "carrel.isolation.probe"], capture_output=True, check=True)
+    answer = json.loads(run.stdout)
+    assert run.stderr == b""
+    assert {finding["status"] for finding in answer["findings"]} <= {"ok", "degraded", "missing"}
+    assert set(answer["controllers"]) <= {"memory", "cpu"}
+
+
+def test_the_host_is_examined_once() -> None:
+    assert host() is host()
+    assert all(finding.found and finding.why for finding in host().findings)
+
+
+def test_only_what_is_missing_stands_in_the_way() -> None:
+    fine, less = Finding("a", "ok", "works", "why"), Finding("b", "degraded", "little", "why")
+    lacking = Finding("c", "missing", "EPERM", "why", "do this")
+    assert Host((fine, less), ()).missing is None
+    assert Host((fine, less, lacking), ()).missing == "this host lacks c (EPERM); run `carrel doctor`"
+
+
+@pytest.mark.parametrize("broken", ["raise SystemExit('no')", "print('{}')", "print('[]')", "print('')"])
+def test_a_probe_that_fails_means_missing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.run
+
+    def run(_command: list[str], **more: object) -> subprocess.CompletedProcess[bytes]:
+        return real([sys.executable, "-c", broken], capture_output=True, check=False)
+
+    monkeypatch.setattr("carrel.isolation.probe.subprocess.run", run)
+    assert host.__wrapped__().missing is not None

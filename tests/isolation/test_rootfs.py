@@ -1,0 +1,115 @@
+"""Plans as whole values, and what carrying one out makes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrel.isolation import rootfs
+from carrel.isolation.rootfs import (
+    Bind,
+    Copy,
+    Device,
+    Directory,
+    Proc,
+    Symlink,
+    Terminals,
+    Text,
+    Tmpfs,
+    Workspace,
+)
+
+
+def test_the_private_plan() -> None:
+    assert rootfs.private_plan(512) == (
+        Tmpfs("/dev/shm", "32m", 4096, 0o1777, executable=False),
+        Tmpfs("/tmp", "128m", 65536, 0o1777),
+        Tmpfs("/home/agent", "128m", 65536, 0o755),
+        Workspace("/workspace"),
+    )
+    assert (Proc("/proc"), Terminals("/dev/pts")) == rootfs.COMMON_PLAN
+
+
+@given(st.none() | st.integers(1, 1 << 20))
+def test_memory_file_systems_stay_below_the_memory(memory_mb: int | None) -> None:
+    sizes = [int(step.size[:-1]) for step in rootfs.private_plan(memory_mb) if isinstance(step, Tmpfs)]
+    assert all(8 <= size <= 512 for size in sizes)
+    if memory_mb is not None and memory_mb >= 64:
+        assert sum(sizes) < memory_mb
+
+
+def test_the_base_plan_of_a_merged_host() -> None:
+    plan = rootfs.base_plan({"bin": "usr/bin", "lib64": None}, "/host")
+    assert [step for step in plan if isinstance(step, Bind)] == [
+        Bind("/host/usr", "/usr"),
+        Bind("/host/lib64", "/lib64"),
+    ]
+    assert Symlink("/bin", "usr/bin") in plan
+    assert plan.index(Directory("/lib64")) < plan.index(Bind("/host/lib64", "/lib64"))
+    assert {step.target for step in plan if isinstance(step, Device)} == {
+        f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")
+    }
+    assert Text("/etc/resolv.conf", "") in plan
+    copied = {step.source for step in plan if isinstance(step, Copy)}
+    assert all(source.startswith("/host/etc/") for source in copied)
+    assert not copied & {f"/host/etc/{name}" for name in ("passwd", "shadow", "hosts", "resolv.conf", "ssh", "sudoers")}
+
+
+def test_a_plan_makes_each_thing_once_and_parents_first() -> None:
+    plan = rootfs.base_plan(rootfs.host_links())
+    targets = [step.target for step in plan if not isinstance(step, Bind)]
+    assert len(targets) == len(set(targets))
+    made = {"/"}
+    for step in plan:
+        assert os.path.dirname(step.target) in made, step
+        if isinstance(step, Directory):
+            made.add(step.target)
+
+
+def test_host_links(tmp_path: Path) -> None:
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / "bin").symlink_to("usr/bin")
+    (tmp_path / "lib").mkdir()
+    assert rootfs.host_links(str(tmp_path)) == {"bin": "usr/bin", "lib": None}
+
+
+def test_only_what_everybody_may_read_is_copied(tmp_path: Path) -> None:
+    source, root = tmp_path / "source", tmp_path / "root"
+    (source / "open" / "closed").mkdir(parents=True)
+    root.mkdir()
+    (source / "open" / "public").write_text("public")
+    (source / "open" / "tool").write_text("#!")
+    (source / "open" / "tool").chmod(0o755)
+    (source / "open" / "private").write_text("secret")
+    (source / "open" / "private").chmod(0o640)
+    (source / "open" / "closed" / "public").write_text("not reachable")
+    (source / "open" / "closed").chmod(0o700)
+    (source / "open" / "link").symlink_to("/etc/shadow")
+    os.mkfifo(source / "open" / "pipe")
+    (source / "open" / "huge").write_bytes(b"")
+    os.truncate(source / "open" / "huge", rootfs.LARGEST_COPY + 1)
+    rootfs.carry_out(
+        (
+            Copy(str(source / "open"), "/copy"),
+            Copy(str(source / "missing"), "/none"),
+            Text("/t", "é"),
+            Directory("/d", 0o700),
+        ),
+        str(root),
+    )
+    assert sorted(os.listdir(root / "copy")) == ["link", "public", "tool"]
+    assert os.readlink(root / "copy" / "link") == "/etc/shadow"
+    assert (root / "copy" / "tool").stat().st_mode & 0o777 == 0o755
+    assert (root / "t").read_text() == "é"
+    assert (root / "d").stat().st_mode & 0o777 == 0o700
+    assert not (root / "none").exists()
+
+
+def test_the_first_step_that_fails_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        rootfs.carry_out((Symlink("/missing/link", "x"), Text("/after", "")), str(tmp_path))
+    assert os.listdir(tmp_path) == []

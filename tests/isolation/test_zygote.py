@@ -1,0 +1,85 @@
+"""The zygote as a process: spares, its own world, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from sandboxes import KINDS, House, Supervisor, parent, provider, until
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
+async def test_spares_are_kept_ready_and_taken() -> None:
+    async with provider("namespace") as house, house.box() as first:
+        zygote = parent(first.pid)
+        await until(lambda: len(children(zygote)) == 3, what="two spares")
+        spares = set(children(zygote)) - {first.pid}
+        async with house.box() as second:
+            assert second.pid in spares
+            await until(lambda: len(children(zygote)) == 4, what="a new spare")
+            for spare in set(children(zygote)) - {first.pid, second.pid}:
+                os.kill(spare, signal.SIGKILL)  # a spare that dies is no harm
+            await until(lambda: set(children(zygote)) == {first.pid, second.pid}, what="the end of the spares")
+            async with house.box() as third:
+                assert (await third.supervisor.run("echo on"))["stdout"] == "on\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_ends_by_itself_when_nobody_needs_it(kind: str) -> None:
+    async with provider(kind) as house:
+        async with house.box() as box:
+            zygote = parent(box.pid)
+        assert Path(f"/proc/{zygote}").exists()
+        await house.provider.close()
+        assert not Path(f"/proc/{zygote}").exists()
+        assert os.listdir(house.directory / "run") == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_told_to_end_it_takes_its_sandboxes_along(kind: str) -> None:
+    async with provider(kind) as house:
+        handle = await house.provider.start(house.launch())
+        supervisor = Supervisor(str(handle["socket"]))
+        await supervisor.start("(setsid sleep 4321 &) ; sleep 4321")
+        await supervisor.http.aclose()
+        os.kill(parent(int(handle["pid"] or 0)), signal.SIGTERM)
+
+        async def gone() -> bool:
+            return not await house.provider.alive(handle)
+
+        await until(gone)
+        await house.provider.remove(handle)
+
+
+async def test_its_command_line_names_nothing_of_the_host(houses: dict[str, House]) -> None:
+    for kind in KINDS:
+        house = House(kind, houses[kind].directory)
+        async with house.box() as box:
+            for pid in (box.pid, parent(box.pid)):
+                assert Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0") == b"carrel"
+        await house.provider.close()
+
+
+async def test_many_starts_and_ends_leave_no_descriptor_in_the_zygote(house: House) -> None:
+    async with house.box() as box:
+        zygote = Path(f"/proc/{parent(box.pid)}/fd")
+
+        def settled() -> int:
+            return len(list(zygote.iterdir()))
+
+        for _ in range(3):
+            async with house.box():
+                pass
+        spares = len(children(parent(box.pid)))
+        before = await until(settled)
+        for _ in range(10):
+            async with house.box():
+                pass
+        await until(lambda: len(children(parent(box.pid))) == spares and settled() <= before, what="as many as before")
