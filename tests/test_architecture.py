@@ -27,8 +27,9 @@ ALLOWED = {
     "testing": BASE | {"models", "client", "providers", "control"},
     "integrations": BASE | {"client", "models"},
     "cli": BASE | {"client", "models"},
+    "__main__": {"cli"},
 }
-LAZILY = {"cli": {"server", "config"}, "__init__": {"client", "models", "errors"}, "__main__": {"cli"}}
+LAZILY = {"cli": {"server", "config"}, "__init__": {"client", "models", "errors"}}
 """What may be imported inside a function only."""
 
 
@@ -66,7 +67,7 @@ def imports(path):
             if node.module == "carrel":
                 names = [f"carrel.{alias.name}" for alias in node.names]
         for name in names:
-            if name and name.startswith("carrel."):
+            if name and name.startswith("carrel.") and not name.endswith("__"):
                 yield name.split(".")[1], id(node) not in inside and id(node) not in type_checking
 
 

@@ -76,6 +76,10 @@ class Host:
         """A Unix socket any user of the host can connect to."""
         return str(self.directory / "socket")
 
+    def intact(self) -> bool:
+        """Whether the secret is as it was."""
+        return Path(self.secret).read_text() == self.token
+
     def dropped(self) -> list[str]:
         """What has been written where anybody may write; forgotten then."""
         found = sorted(os.listdir(self.drop))
@@ -309,10 +313,7 @@ inside.perform({attack.__name__}, {arguments!r})
 
     def close(self) -> None:
         for opened in self._opened:
-            if opened.ephemeral:
-                opened.terminate(reason="end of the test")
-            else:
-                opened._connection.call("DELETE", opened._path)
+            opened.terminate(reason="end of the test")
 
 
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from carrel.errors import CarrelError, PlatformError
@@ -41,7 +41,7 @@ class SupervisorModule(Protocol):
     def prepare(self) -> object:
         """What every sandbox will use, made once, before the first fork."""
 
-    def take_over(self, prepared: object) -> set[int]:
+    def take_over(self, prepared: object, *, rehearse: bool) -> set[int]:
         """In a new process: make it this process's own; the descriptors that must stay open."""
 
     def main(self, born: sandbox.Born, prepared: object) -> None:
@@ -287,7 +287,7 @@ class Zygote:
             raise PlatformError(f"sandbox {spec.id} runs already")
         if "/" in spec.workspace or spec.workspace in {"", ".", ".."}:
             raise PlatformError(f"not a workspace name: {spec.workspace!r}")
-        child = self._spares.pop() if self._spares else self._hatch()
+        child = self._spares.pop() if self._spares else self._hatch(rehearse=False)
         child.name, child.asked_by, child.seq = spec.id, connection, seq
         child.deadline = time.monotonic() + SETUP_DEADLINE_S
         self._named[spec.id] = child
@@ -300,7 +300,7 @@ class Zygote:
                 self._cgroups.limit(child.group, spec.memory_mb, spec.cpus)
                 fds.append(self._workspace_mount(spec.workspace, child.pid))
             try:
-                socket.send_fds(child.orders, [json.dumps(asdict(spec)).encode()], fds)
+                socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
             finally:
                 for descriptor in fds[1:]:
                     os.close(descriptor)
@@ -314,12 +314,12 @@ class Zygote:
         """Make a spare while nobody waits for anything."""
         if self._lacks_spares():
             try:
-                self._spares.append(self._hatch())
+                self._spares.append(self._hatch(rehearse=True))
             except (OSError, PlatformError) as error:
                 self._spares_wanted = 0  # whoever asks next gets the reason
                 print(f"no more spare sandboxes: {error}", file=sys.stderr, flush=True)  # noqa: T201 - our log
 
-    def _hatch(self) -> Child:
+    def _hatch(self, *, rehearse: bool) -> Child:
         self._count += 1
         group = f"s{self._count}"
         slot, lock = self._ids.take() if self._ids else (0, -1)
@@ -330,7 +330,8 @@ class Zygote:
             raise
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = linux.fork_into(linux.ALL_NAMESPACES, seat.into) if self._isolate else os.fork()
+            own = 0 if seat.into >= 0 else linux.CLONE_NEWCGROUP
+            pid = linux.fork_into(linux.ALL_NAMESPACES & ~own, seat.into) if self._isolate else os.fork()
         except OSError:
             self._cgroups.remove(group)
             ours.close()
@@ -338,7 +339,7 @@ class Zygote:
         else:
             if pid == 0:
                 ours.close()
-                self._become(theirs, lock, seat)
+                self._become(theirs, lock, seat, rehearse=rehearse)
         finally:  # the sandbox's own copy of the lock keeps its ids taken for as long as it lives
             theirs.close()
             seat.close()
@@ -372,13 +373,13 @@ class Zygote:
             raise
         return mount
 
-    def _become(self, orders: socket.socket, lock: int, seat: cgroups.Seat) -> None:
+    def _become(self, orders: socket.socket, lock: int, seat: cgroups.Seat, *, rehearse: bool) -> None:
         """In the child: never returns."""
         try:
             seat.sit()
-            if seat.tasks and self._isolate:  # the first one was rooted where the zygote is, and would tell of it
-                linux.unshare(linux.CLONE_NEWCGROUP)
-            kept = self._supervisor.take_over(self._prepared)
+            if self._isolate and seat.into < 0:
+                linux.unshare(linux.CLONE_NEWCGROUP)  # only now, so that it is rooted in the sandbox's own groups
+            kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
             if self._isolate:

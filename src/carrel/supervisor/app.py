@@ -322,15 +322,20 @@ def prepare() -> Prepared:
     return Prepared()
 
 
-def take_over(prepared: object) -> set[int]:
-    """In a new process, before its sandbox is known: make the loop its own, and run it once.
+def take_over(prepared: object, *, rehearse: bool) -> set[int]:
+    """In a new process, before its sandbox is known: make the loop its own, and with `rehearse` run it once.
 
     The run makes the pages that every request writes to this process's own now and not when a caller waits. Returns the
     descriptors that must stay open.
     """
     assert isinstance(prepared, Prepared)
-    loop, router = prepared.loop, prepared.supervisor.router
-    kept = loop.take_over()
+    kept = prepared.loop.take_over()
+    if rehearse:
+        _rehearse(prepared.loop, prepared.supervisor.router)
+    return kept
+
+
+def _rehearse(loop: asyncio.AbstractEventLoop, router: Router) -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     loop.run_until_complete(loop.connect_accepted_socket(lambda: Connection(router, set()), theirs))
@@ -338,7 +343,6 @@ def take_over(prepared: object) -> set[int]:
     loop.run_until_complete(loop.sock_recv(ours, 4096))
     ours.close()
     loop.run_until_complete(asyncio.sleep(0))
-    return kept
 
 
 def main(born: Born, prepared: object) -> None:

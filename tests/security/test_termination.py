@@ -1,0 +1,164 @@
+"""Attacks that try to live on: past a deadline, past the end of the sandbox, past the end of the server."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+HARD_TO_KILL = """
+import os, signal, sys, time
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+for _ in range(2):
+    if os.fork(): os._exit(0)
+    os.setsid()
+open("pid", "w").write(str(os.getpid()))
+beat = open("beat", "a")
+while True:
+    beat.write("x"); beat.flush(); time.sleep(0.01)
+"""
+
+
+def alive(marker):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker in path.read_text(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def marker(attacker):
+    return f"marker-{attacker.setting}-{os.urandom(6).hex()}"
+
+
+def daemon(box, marker):
+    """Start a process that leaves its session, its parent and every signal behind."""
+    box.commands.run(["/usr/bin/python3", "-c", HARD_TO_KILL, marker], check=True)
+    wait_for(lambda: box.files.exists("beat"))
+    assert alive(marker)
+
+
+def test_daemon_after_terminate(attacker, marker):
+    """Live on as a daemon after the sandbox was terminated."""
+    daemon(attacker.box, marker)
+    attacker.box.terminate()
+    assert alive(marker) == []
+
+
+def test_daemon_after_a_deadline(attacker, marker):
+    """Live on as a daemon after the command's deadline."""
+    code = HARD_TO_KILL.replace("if os.fork(): os._exit(0)", "if os.fork(): time.sleep(60)")
+    result = attacker.box.commands.run(["/usr/bin/python3", "-c", code, marker], timeout=1)
+    assert result.timed_out
+    wait_for(lambda: alive(marker) == [], 5)
+
+
+def test_daemon_after_kill(attacker, marker):
+    """Live on as a daemon after its command was killed."""
+    attacker.box.commands.start("sleep 60")  # so that it runs beside another command
+    command = attacker.box.commands.start(["/usr/bin/python3", "-c", HARD_TO_KILL.replace("os._exit(0)", "time.sleep(60)"), marker])
+    wait_for(lambda: attacker.box.files.exists("beat"))
+    command.kill()
+    wait_for(lambda: alive(marker) == [], 5)
+
+
+def test_write_after_the_end(attacker, marker):
+    """Keep writing to the workspace after the sandbox has ended."""
+    box = attacker.another(f"ending-{marker}")
+    daemon(box, marker)
+    place = next((attacker.server.data_dir / "workspaces").glob(f"ctx-ending-{marker}"))
+    box.terminate()
+    before = (place / "beat").stat().st_size
+    assert alive(marker) == []
+    time.sleep(0.3)
+    assert (place / "beat").stat().st_size == before > 0
+
+
+def test_next_session_of_the_context(attacker, marker):
+    """Meet the next sandbox of the same context with a process of the one before."""
+    box = attacker.another(f"again-{marker}")
+    daemon(box, marker)
+    box.terminate()
+    again = attacker.another(f"again-{marker}")
+    assert alive(marker) == []
+    size = again.files.stat("beat").size
+    assert again.commands.run("ps ax 2>/dev/null | grep -c [m]arker-").stdout.strip() in ("0", "")
+    assert again.files.stat("beat").size == size
+
+
+def test_stopped_processes(attacker, marker):
+    """Live on by being stopped when the end comes."""
+    attacker.box.commands.start(["sh", "-c", f"kill -STOP $$; : {marker}"])
+    wait_for(lambda: alive(marker))
+    attacker.box.terminate()
+    assert alive(marker) == []
+
+
+def test_traced_processes(attacker, marker):
+    """Live on by being held by a debugger when the end comes."""
+
+    def attack(marker):
+        import os
+        import time
+
+        from inside import call
+
+        if os.fork() == 0:
+            call("ptrace", 0, 0, 0, 0)
+            os.kill(os.getpid(), 19)
+        time.sleep(60)
+
+    attacker.box.commands.start(attacker.words(attack, marker=marker))
+    wait_for(lambda: len(alive(marker)) == 2)
+    attacker.box.terminate()
+    assert alive(marker) == []
+
+
+def test_fork_storm_at_the_end(attacker, marker):
+    """Outrun the killing by forking all the time."""
+    box = attacker.with_limits(processes=100)
+    code = "import os\nwhile True:\n  try:\n    if os.fork(): os._exit(0)\n  except OSError: pass"
+    box.commands.start(["python3", "-c", code, marker])
+    wait_for(lambda: alive(marker))
+    box.terminate()
+    wait_for(lambda: alive(marker) == [], 2)
+
+
+def test_terminal_after_hang_up(attacker, marker):
+    """Live on after the terminal was closed."""
+    with attacker.box.terminal() as terminal:
+        terminal.send(f"trap '' HUP TERM; sh -c 'trap \"\" HUP TERM; : {marker}; while :; do sleep 1; done'\n")
+        wait_for(lambda: alive(marker))
+    wait_for(lambda: alive(marker) == [], 5)
+
+
+def test_supervisor_killed_from_outside(attacker, marker):
+    """Live on when the supervisor dies: with PID 1 the whole sandbox must go."""
+    daemon(attacker.box, marker)
+    pid = int(alive(marker)[0])
+    first = _first_of_sandbox(pid)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: alive(marker) == [], 5)
+
+
+def _first_of_sandbox(pid):
+    """The PID 1 of the PID namespace a process lives in."""
+    while True:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+        if fields["NSpid"].split()[-1] == "1":
+            return int(pid)
+        pid = int(fields["PPid"])
