@@ -13,7 +13,8 @@ details{border:1px solid #d0d7de;border-radius:6px;margin:.5rem 0;padding:.4rem 
 .m{display:inline-block;width:4.5rem;font-weight:700} .GET{color:#0969da} .POST{color:#1a7f37} .PUT{color:#9a6700}
 .DELETE{color:#cf222e} .s{color:#57606a} table{border-collapse:collapse;margin:.5rem 0}
 td,th{border:1px solid #d0d7de;padding:.2rem .6rem;text-align:left;vertical-align:top}
-@media(prefers-color-scheme:dark){body{color:#e6edf3;background:#0d1117} td,th,details,h2{border-color:#30363d} .s{color:#8b949e}}
+@media(prefers-color-scheme:dark){
+body{color:#e6edf3;background:#0d1117} td,th,details,h2{border-color:#30363d} .s{color:#8b949e}}
 """
 
 
@@ -38,7 +39,8 @@ def _parts(document: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>objects</h2>"
     for name, schema in sorted(document["components"]["schemas"].items()):
         yield f"<details id=o-{escape(name)}><summary><code>{escape(name)}</code> "
-        yield f"<span class=s>{escape(schema.get('description', '').split('. ')[0])}</span></summary>{_fields(schema)}</details>"
+        words = schema.get("description", "").split(". ")[0]
+        yield f"<span class=s>{escape(words)}</span></summary>{_fields(schema)}</details>"
 
 
 def _operation(method: str, path: str, operation: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ _SHELL = "if command -v bash >/dev/null 2>&1; then exec bash -i; else exec sh -i
 _MAX_TEXT = 4096
 
 
-class _Ended(Exception):  # noqa: N818 - it tells of an end, not of an error
+class _Ended(Exception):
     pass
 
 

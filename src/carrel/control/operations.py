@@ -7,8 +7,6 @@ believed.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -32,6 +30,7 @@ from carrel.control.door import (
 )
 from carrel.control.frames import Chunk, FrameReader
 from carrel.control.sessions import LiveSandbox, Sessions
+from carrel.control.tools import TOOLS, create_file
 from carrel.errors import (
     CarrelError,
     InvalidPath,
@@ -395,13 +394,13 @@ class Operations:
 
     async def tool_request(self, name: str, request: ToolRequest, actor: str = "") -> ToolResult:
         """A named tool. There is one so far: `create_file`."""
-        if request.tool_name != "create_file":
+        if request.tool_name not in TOOLS:
             raise InvalidRequest(
                 f"there is no tool '{request.tool_name}'",
                 field="tool_name",
-                hint="the tools are: create_file",
+                hint=f"the tools are: {', '.join(TOOLS)}",
             )
-        path, content, mode = _create_file(request.params)
+        path, content, mode = create_file(request.params)
         info = await self.write_file(name, path, content, mode=mode, actor=actor)
         return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
 
@@ -472,33 +471,3 @@ async def _metered(box: LiveSandbox, content: AsyncIterator[bytes]) -> AsyncIter
     async for chunk in content:
         _room(box)
         yield chunk
-
-
-def _create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
-    unknown = sorted(set(params) - {"path", "content", "content_base64", "mode"})
-    if unknown:
-        raise InvalidRequest(
-            f"create_file has no parameter '{unknown[0][:100]}'",
-            field=f"params.{unknown[0][:100]}",
-            hint="it takes path, content or content_base64, and mode",
-        )
-    path, text, encoded, mode = (params.get(key) for key in ("path", "content", "content_base64", "mode"))
-    if not isinstance(path, str):
-        raise InvalidRequest("create_file needs a path", field="params.path", hint="give a path in the workspace")
-    if mode is not None and not isinstance(mode, str):
-        raise InvalidRequest("the mode is text such as '644'", field="params.mode", hint="quote it")
-    if (text is None) == (encoded is None):
-        raise InvalidRequest(
-            "create_file needs exactly one of content and content_base64",
-            field="params.content",
-            hint="content for text, content_base64 for bytes",
-        )
-    try:
-        if isinstance(text, str):
-            return path, text.encode(), mode
-        if isinstance(encoded, str):
-            return path, base64.b64decode(encoded, validate=True), mode
-    except (UnicodeEncodeError, binascii.Error, ValueError):
-        pass
-    field = "params.content" if text is not None else "params.content_base64"
-    raise InvalidRequest("the content is not text or not base64", field=field, hint="send a string")

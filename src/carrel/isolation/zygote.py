@@ -19,12 +19,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from carrel.errors import CarrelError, PlatformError
-from carrel.isolation import cgroups, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
+from carrel.isolation import cgroups, linux, sandbox, watchdog
+from carrel.isolation.nest import Child, Nest, SupervisorModule, kill
 
 MAX_MESSAGE = sandbox.MAX_MESSAGE
 SPARES = 2
@@ -35,43 +34,6 @@ RETRY_S = 0.002
 SETUP_DEADLINE_S = 30.0
 
 
-class SupervisorModule(Protocol):
-    """What the program that becomes the supervisor must have."""
-
-    def prepare(self) -> object:
-        """What every sandbox will use, made once, before the first fork."""
-
-    def take_over(self, prepared: object, *, rehearse: bool) -> set[int]:
-        """In a new process: make it this process's own; the descriptors that must stay open."""
-
-    def main(self, born: sandbox.Born, prepared: object) -> None:
-        """Serve a sandbox; never returns."""
-
-    def warm(self) -> None:
-        """Load everything that is otherwise loaded late."""
-
-    def end_below(self, pid: int) -> None:
-        """End every process below `pid`."""
-
-
-@dataclass(eq=False)
-class Child:
-    """A sandbox from its fork to the removal of its last trace; without a name it is a spare that waits for one."""
-
-    group: str
-    pid: int
-    orders: socket.socket
-    started: int
-    name: str = ""
-    asked_by: socket.socket | None = None
-    seq: int = 0
-    deadline: float = math.inf
-    ready: bool = False
-    reaped: bool = False
-    watched: watchdog.Watched | None = None
-    waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
-
-
 class Zygote:
     """The loop: requests in, sandboxes out, the dead buried."""
 
@@ -79,67 +41,23 @@ class Zygote:
         self._listener = listener
         self._supervisor = supervisor
         self._isolate = isolate
-        self._root = os.geteuid() == 0
+        self._nest = Nest(supervisor, isolate=isolate)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}  # by pid
         self._named: dict[str, Child] = {}
         self._spares: list[Child] = []
         self._spares_wanted = SPARES if isolate else 0
-        self._count = 0
         self._connections: set[socket.socket] = set()
-        self._cgroups = cgroups.Cgroups()
-        self._program = b""
-        self._prepared: object = None
-        self._ids: ids.HostIds | None = None
-        self._workspaces = -1
-        self._idmap = False
         self._stopping = False
         self._next_look = 0.0
 
     def prepare(self, workspaces: str) -> None:
-        """Leave the host's file system for a small one, and make there what all sandboxes share."""
-        self._prepared = self._supervisor.prepare()
-        if self._isolate:
-            self._program = seccomp.build()
-            self._cgroups = cgroups.Cgroups.open()
-            self._ids = ids.HostIds() if self._root else None
-            stage.enter(workspaces, root=self._root)
-            workspaces = stage.WORKSPACES
-        self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._idmap = self._ids is not None and self._can_idmap()
-
-    def _can_idmap(self) -> bool:
-        """Whether the file system of the workspaces lets owners be translated: tried, not guessed."""
-        read_end, write_end = os.pipe()
-        pid = linux.fork_into(linux.CLONE_NEWUSER)
-        if pid == 0:
-            os.close(write_end)
-            os.read(read_end, 1)
-            os._exit(0)
-        try:
-            linux.write_id_maps(f"/proc/{pid}", ids.maps(0, root=True, idmap=True))
-            os.close(self._workspace_mount("", pid))
-        except OSError:
-            return False
-        else:
-            return True
-        finally:
-            os.close(write_end)
-            os.close(read_end)
-            os.waitpid(pid, 0)
+        """Make ready for the first fork."""
+        self._nest.prepare(workspaces)
 
     def describe(self) -> dict[str, Any]:
         """What this zygote can do."""
-        return {
-            "pid": os.getpid(),
-            "isolate": self._isolate,
-            "controllers": sorted(self._cgroups.controllers),
-            "cgroups": self._cgroups.version,
-            "cgroups_reason": self._cgroups.reason,
-            "idmap": self._idmap,
-            "root": self._root,
-            "sandboxes": len(self._named),
-        }
+        return {"pid": os.getpid(), "sandboxes": len(self._named), **self._nest.describe()}
 
     # the loop
 
@@ -174,7 +92,7 @@ class Zygote:
                     self._refill()
             elif idle_until == math.inf:  # there was somebody, and now there is nobody and nothing to look after
                 self._stop()
-        self._cgroups.close()
+        self._nest.cgroups.close()
 
     def _patience(self, idle_until: float) -> float | None:
         """How long the loop may sleep."""
@@ -212,7 +130,7 @@ class Zygote:
         for child in self._children.values():
             if now > child.deadline:
                 child.deadline = now + SETUP_DEADLINE_S
-                _kill(child.pid)
+                kill(child.pid)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -263,7 +181,7 @@ class Zygote:
                 self._answer(connection, seq)
             elif op == "usage":
                 named = self._named.get(body["id"])
-                usage = self._cgroups.usage(named.group) if named else {}
+                usage = self._nest.cgroups.usage(named.group) if named else {}
                 if named and named.watched:
                     usage = {"memory_bytes": named.watched.used, "oom_kills": named.watched.kills}
                 self._answer(connection, seq, known=named is not None, **usage)
@@ -291,24 +209,19 @@ class Zygote:
         child.name, child.asked_by, child.seq = spec.id, connection, seq
         child.deadline = time.monotonic() + SETUP_DEADLINE_S
         self._named[spec.id] = child
-        if self._isolate and spec.memory_mb is not None and "memory" not in self._cgroups.controllers:
-            child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024)
-            spec = replace(spec, watched=True)
         try:
-            fds = [listener]
-            if self._isolate:
-                self._cgroups.limit(child.group, spec.memory_mb, spec.cpus)
-                fds.append(self._workspace_mount(spec.workspace, child.pid))
-            try:
-                socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
-            finally:
-                for descriptor in fds[1:]:
-                    os.close(descriptor)
+            self._nest.furnish(child, spec, listener)
         except (OSError, PlatformError) as error:
             child.asked_by = None  # answered here; the burial is quiet
             del self._named[spec.id]
-            _kill(child.pid)
+            kill(child.pid)
             raise PlatformError(f"sandbox {spec.id} could not be set up: {error}") from error
+
+    def _hatch(self, *, rehearse: bool) -> Child:
+        child = self._nest.hatch(rehearse=rehearse)
+        self._children[child.pid] = child
+        self._selector.register(child.orders, selectors.EVENT_READ, lambda _s: self._heard(child))
+        return child
 
     def _refill(self) -> None:
         """Make a spare while nobody waits for anything."""
@@ -318,97 +231,6 @@ class Zygote:
             except (OSError, PlatformError) as error:
                 self._spares_wanted = 0  # whoever asks next gets the reason
                 print(f"no more spare sandboxes: {error}", file=sys.stderr, flush=True)  # noqa: T201 - our log
-
-    def _hatch(self, *, rehearse: bool) -> Child:
-        self._count += 1
-        group = f"s{self._count}"
-        slot, lock = self._ids.take() if self._ids else (0, -1)
-        try:
-            seat = self._cgroups.make(group)
-        except PlatformError:
-            _close(lock)
-            raise
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            own = 0 if seat.into >= 0 else linux.CLONE_NEWCGROUP
-            pid = linux.fork_into(linux.ALL_NAMESPACES & ~own, seat.into) if self._isolate else os.fork()
-        except OSError:
-            self._cgroups.remove(group)
-            ours.close()
-            raise
-        else:
-            if pid == 0:
-                ours.close()
-                self._become(theirs, lock, seat, rehearse=rehearse)
-        finally:  # the sandbox's own copy of the lock keeps its ids taken for as long as it lives
-            theirs.close()
-            seat.close()
-            _close(lock)
-        child = Child(group, pid, ours, cgroups.start_time(pid))
-        self._children[pid] = child
-        self._selector.register(ours, selectors.EVENT_READ, lambda _s: self._heard(child))
-        if self._isolate:
-            try:
-                linux.write_id_maps(f"/proc/{pid}", ids.maps(slot, root=self._root, idmap=self._idmap))
-            except OSError as error:
-                _kill(pid)
-                raise PlatformError(f"the user ids of a sandbox could not be mapped: {error}") from error
-            ours.send(b"mapped")
-        return child
-
-    def _workspace_mount(self, name: str, pid: int) -> int:
-        mount = linux.open_tree(name, dir_fd=self._workspaces)
-        try:
-            attributes = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
-            if self._idmap or not name:
-                users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    linux.set_mount_attributes(mount, attributes | linux.MOUNT_ATTR_IDMAP, users)
-                finally:
-                    os.close(users)
-            else:
-                linux.set_mount_attributes(mount, attributes)
-        except OSError:
-            os.close(mount)
-            raise
-        return mount
-
-    def _become(self, orders: socket.socket, lock: int, seat: cgroups.Seat, *, rehearse: bool) -> None:
-        """In the child: never returns."""
-        try:
-            seat.sit()
-            if self._isolate and seat.into < 0:
-                linux.unshare(linux.CLONE_NEWCGROUP)  # only now, so that it is rooted in the sandbox's own groups
-            kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
-            workspaces = -1 if self._isolate else self._workspaces
-            linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            if self._isolate:
-                sandbox.hatch(orders, root=self._root)
-            spec, fds = sandbox.receive(orders)
-            if self._isolate:
-                sandbox.settle(spec, fds[1], self._program, root=self._root)
-                os.close(fds[1])
-                workspace, home = rootfs.WORKSPACE, rootfs.HOME
-            else:
-                os.setsid()
-                linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-                os.fchdir(workspaces)
-                os.chdir(spec.workspace)
-                os.close(workspaces)
-                workspace = home = os.getcwd()
-            score = sandbox.give_up_reach()
-            listener = socket.socket(fileno=fds[0])
-            orders.send(b"ready")
-            orders.close()
-            born = sandbox.Born(spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score)
-            self._supervisor.main(born, self._prepared)
-        except BaseException as error:
-            try:
-                orders.send(f"failed: {error}".encode()[:2000])
-            except OSError:
-                traceback.print_exc()
-        finally:
-            os._exit(1)
 
     def _heard(self, child: Child) -> None:
         try:
@@ -430,7 +252,7 @@ class Zygote:
         if self._named.get(child.name) is child and not child.waiting:
             del self._named[child.name]  # whoever is told of the failure may try again at once
         self._answer(child.asked_by, child.seq, error=f"sandbox {child.name} did not start: {words}")
-        _kill(child.pid)
+        kill(child.pid)
 
     def _remove(self, connection: socket.socket, seq: int, name: str) -> None:
         child = self._named.get(name)
@@ -445,7 +267,7 @@ class Zygote:
             return
         if not self._isolate:
             self._end_below(child.pid)
-        _kill(child.pid)
+        kill(child.pid)
 
     def _end_below(self, pid: int) -> None:
         """End what no PID namespace ends with its first process, which must not start more meanwhile."""
@@ -467,7 +289,7 @@ class Zygote:
                 self._children[pid].reaped = True
 
     def _bury(self, child: Child) -> None:
-        if not self._cgroups.remove(child.group):
+        if not self._nest.cgroups.remove(child.group):
             return
         if child.orders.fileno() >= 0:
             self._heard(child)
@@ -476,18 +298,6 @@ class Zygote:
             del self._named[child.name]
         for connection, seq in child.waiting:
             self._answer(connection, seq, known=True)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)
 
 
 def _drain(wake: socket.socket) -> None:

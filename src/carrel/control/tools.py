@@ -1,0 +1,42 @@
+"""Named tools: what their parameters mean. What they do is an operation like any other."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+
+from carrel.errors import InvalidRequest
+
+TOOLS = ("create_file",)
+
+
+def create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
+    """Path, content and mode of the file to make."""
+    unknown = sorted(set(params) - {"path", "content", "content_base64", "mode"})
+    if unknown:
+        raise InvalidRequest(
+            f"create_file has no parameter '{unknown[0][:100]}'",
+            field=f"params.{unknown[0][:100]}",
+            hint="it takes path, content or content_base64, and mode",
+        )
+    path, text, encoded, mode = (params.get(key) for key in ("path", "content", "content_base64", "mode"))
+    if not isinstance(path, str):
+        raise InvalidRequest("create_file needs a path", field="params.path", hint="give a path in the workspace")
+    if mode is not None and not isinstance(mode, str):
+        raise InvalidRequest("the mode is text such as '644'", field="params.mode", hint="quote it")
+    if (text is None) == (encoded is None):
+        raise InvalidRequest(
+            "create_file needs exactly one of content and content_base64",
+            field="params.content",
+            hint="content for text, content_base64 for bytes",
+        )
+    try:
+        if isinstance(text, str):
+            return path, text.encode(), mode
+        if isinstance(encoded, str):
+            return path, base64.b64decode(encoded, validate=True), mode
+    except (UnicodeEncodeError, binascii.Error, ValueError):
+        pass
+    field = "params.content" if text is not None else "params.content_base64"
+    raise InvalidRequest("the content is not text or not base64", field=field, hint="send a string")

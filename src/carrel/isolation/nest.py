@@ -1,0 +1,237 @@
+"""Where sandboxes are hatched: the zygote's part that forks, and what the forked child does until it is a supervisor.
+
+Knows how a sandbox is made, not who asks for one; the zygote's loop is the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import traceback
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from carrel.errors import PlatformError
+from carrel.isolation import cgroups, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
+
+# The cgroup namespace comes later: it is rooted in the groups a process is in when it is made.
+_AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
+
+
+class SupervisorModule(Protocol):
+    """What the program that becomes the supervisor must have."""
+
+    def prepare(self) -> object:
+        """What every sandbox will use, made once, before the first fork."""
+
+    def take_over(self, prepared: object, *, rehearse: bool) -> set[int]:
+        """In a new process: make it this process's own; the descriptors that must stay open."""
+
+    def main(self, born: sandbox.Born, prepared: object) -> None:
+        """Serve a sandbox; never returns."""
+
+    def warm(self) -> None:
+        """Load everything that is otherwise loaded late."""
+
+    def end_below(self, pid: int) -> None:
+        """End every process below `pid`."""
+
+
+@dataclass(eq=False)
+class Child:
+    """A sandbox from its fork to the removal of its last trace; without a name it is a spare that waits for one."""
+
+    group: str
+    pid: int
+    orders: socket.socket
+    started: int
+    name: str = ""
+    asked_by: socket.socket | None = None
+    seq: int = 0
+    deadline: float = math.inf
+    ready: bool = False
+    reaped: bool = False
+    watched: watchdog.Watched | None = None
+    waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
+
+
+class Nest:
+    """Makes children. Without `isolate` they are plain forks."""
+
+    def __init__(self, supervisor: SupervisorModule, *, isolate: bool):
+        self.cgroups = cgroups.Cgroups()
+        self._supervisor = supervisor
+        self._isolate = isolate
+        self._root = os.geteuid() == 0
+        self._count = 0
+        self._program = b""
+        self._prepared: object = None
+        self._ids: ids.HostIds | None = None
+        self._workspaces = -1
+        self._idmap = False
+
+    def prepare(self, workspaces: str) -> None:
+        """Leave the host's file system for a small one, and make there what all sandboxes share."""
+        self._prepared = self._supervisor.prepare()
+        if self._isolate:
+            self._program = seccomp.build()
+            self.cgroups = cgroups.Cgroups.open()
+            self._ids = ids.HostIds() if self._root else None
+            stage.enter(workspaces, root=self._root)
+            workspaces = stage.WORKSPACES
+        self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._idmap = self._ids is not None and self._can_idmap()
+
+    def _can_idmap(self) -> bool:
+        """Whether the file system of the workspaces lets owners be translated: tried, not guessed."""
+        read_end, write_end = os.pipe()
+        pid = linux.fork_into(linux.CLONE_NEWUSER)
+        if pid == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+        try:
+            linux.write_id_maps(f"/proc/{pid}", ids.maps(0, root=True, idmap=True))
+            os.close(self._workspace_mount("", pid))
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(write_end)
+            os.close(read_end)
+            os.waitpid(pid, 0)
+
+    def describe(self) -> dict[str, Any]:
+        """What sandboxes made here have."""
+        return {
+            "isolate": self._isolate,
+            "controllers": sorted(self.cgroups.controllers),
+            "cgroups": self.cgroups.version,
+            "cgroups_reason": self.cgroups.reason,
+            "idmap": self._idmap,
+            "root": self._root,
+        }
+
+    def furnish(self, child: Child, spec: sandbox.Spec, listener: int) -> None:
+        """Give a hatched child what was asked for: limits, workspace, and the socket it will listen on."""
+        if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
+            child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024)
+            spec = replace(spec, watched=True)
+        fds = [listener]
+        if self._isolate:
+            self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
+            fds.append(self._workspace_mount(spec.workspace, child.pid))
+        try:
+            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
+        finally:
+            for descriptor in fds[1:]:
+                os.close(descriptor)
+
+    def hatch(self, *, rehearse: bool) -> Child:
+        """Fork a child that does the first half and then waits; `rehearse` when there is time for it."""
+        self._count += 1
+        group = f"s{self._count}"
+        slot, lock = self._ids.take() if self._ids else (0, -1)
+        try:
+            seat = self.cgroups.make(group)
+        except PlatformError:
+            _close(lock)
+            raise
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            pid = linux.fork_into(_AT_FORK, seat.into) if self._isolate else os.fork()
+        except OSError:
+            self.cgroups.remove(group)
+            ours.close()
+            raise
+        else:
+            if pid == 0:
+                ours.close()
+                self._become(theirs, lock, seat, rehearse=rehearse)
+        finally:  # the sandbox's own copy of the lock keeps its ids taken for as long as it lives
+            theirs.close()
+            seat.close()
+            _close(lock)
+        child = Child(group, pid, ours, cgroups.start_time(pid))
+        if self._isolate:
+            try:
+                linux.write_id_maps(f"/proc/{pid}", ids.maps(slot, root=self._root, idmap=self._idmap))
+            except OSError as error:
+                kill(pid)
+                os.waitpid(pid, 0)
+                ours.close()
+                self.cgroups.remove(group)
+                raise PlatformError(f"the user ids of a sandbox could not be mapped: {error}") from error
+            ours.send(b"mapped")
+        return child
+
+    def _workspace_mount(self, name: str, pid: int) -> int:
+        mount = linux.open_tree(name, dir_fd=self._workspaces)
+        try:
+            attributes = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
+            if self._idmap or not name:
+                users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    linux.set_mount_attributes(mount, attributes | linux.MOUNT_ATTR_IDMAP, users)
+                finally:
+                    os.close(users)
+            else:
+                linux.set_mount_attributes(mount, attributes)
+        except OSError:
+            os.close(mount)
+            raise
+        return mount
+
+    def _become(self, orders: socket.socket, lock: int, seat: cgroups.Seat, *, rehearse: bool) -> None:
+        """In the child: never returns."""
+        try:
+            seat.sit()
+            if self._isolate:
+                linux.unshare(linux.CLONE_NEWCGROUP)
+            kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
+            workspaces = -1 if self._isolate else self._workspaces
+            linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
+            if self._isolate:
+                sandbox.hatch(orders, root=self._root)
+            spec, fds = sandbox.receive(orders)
+            if self._isolate:
+                sandbox.settle(spec, fds[1], self._program, root=self._root)
+                os.close(fds[1])
+                workspace, home = rootfs.WORKSPACE, rootfs.HOME
+            else:
+                os.setsid()
+                linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+                os.fchdir(workspaces)
+                os.chdir(spec.workspace)
+                os.close(workspaces)
+                workspace = home = os.getcwd()
+            score = sandbox.give_up_reach()
+            listener = socket.socket(fileno=fds[0])
+            orders.send(b"ready")
+            orders.close()
+            born = sandbox.Born(spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score)
+            self._supervisor.main(born, self._prepared)
+        except BaseException as error:
+            try:
+                orders.send(f"failed: {error}".encode()[:2000])
+            except OSError:
+                traceback.print_exc()
+        finally:
+            os._exit(1)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it is still there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
