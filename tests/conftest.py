@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from sandboxes import KINDS, Box, House, Supervisor, parent
 
 def pytest_configure(config: pytest.Config) -> None:
     leaks = Leaks()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is told to end still tears down
     os.environ["TMPDIR"] = tempfile.tempdir = str(leaks.directory)
     if config.option.basetemp is None:
         config.option.basetemp = str(leaks.directory / "t")

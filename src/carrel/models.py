@@ -79,7 +79,7 @@ class SandboxRequest(Request):
     network: Network | None = Field(default=None, description="None: the server's default, as far as it holds")
     limits: Limits = Field(default_factory=Limits)
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
-    labels: dict[str, str] = Field(default_factory=dict, max_length=32)
+    labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32)
 
 
 class SandboxInfo(Answer):

@@ -1,3 +1,5 @@
+"""A real server for each test. Whatever it answers, its OpenAPI document must have told of it."""
+
 from __future__ import annotations
 
 import shutil
@@ -9,6 +11,7 @@ import pytest
 
 from carrel.config import Settings, load
 from carrel.server import Running, running
+from refusals import Contract
 
 
 @pytest.fixture
@@ -25,10 +28,27 @@ async def server(settings: Settings) -> AsyncIterator[Running]:
         yield server
 
 
+_read: list[Contract] = []
+
+
 @pytest.fixture
-async def http(server: Running) -> AsyncIterator[httpx.AsyncClient]:
+async def contract(server: Running) -> Contract:
+    """The OpenAPI document: the same for every server, so asked for once."""
+    if not _read:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            _read.append(Contract((await client.get("/openapi.json")).json()))
+    return _read[0]
+
+
+@pytest.fixture
+async def http(server: Running, contract: Contract) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {server.token}"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
+
+    async def judge(answer: httpx.Response) -> None:
+        contract.judge(answer)
+
+    hooks = {"response": [judge]}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60, event_hooks=hooks) as client:
         yield client
 
 

@@ -1,140 +1,115 @@
 from __future__ import annotations
 
-import asyncio
 import json
+from typing import Any
 
 import httpx
+import pytest
 
+from carrel.control.door import Decision
 from carrel.server import Running
+from refusals import Contract, refused
+
+BODIES: dict[str, dict[str, Any]] = {
+    "deploy_or_resume": {"context_id": "other"},
+    "run_command": {"command": "true"},
+    "start_command": {"command": "true"},
+    "stream_command": {"command": "true"},
+    "execute": {"code": "true"},
+    "tool_request": {"tool_name": "create_file", "params": {"path": "x", "content": ""}},
+    "edit_file": {"path": "x", "old": "a", "new": "b"},
+    "move_file": {"source": "x", "destination": "y"},
+    "make_directory": {"path": "x"},
+}
+"""A good body for each operation that cannot do without one."""
+OPEN = {"healthz", "readyz"}
 
 
-async def test_a_life(http: httpx.AsyncClient) -> None:
-    made = await http.post("/v1/sandboxes", json={"context_id": "a:b"}, headers={"idempotency-key": "k"})
-    assert made.status_code == 201
-    again = await http.post("/v1/sandboxes", json={"context_id": "a:b"})
-    assert again.status_code == 200 and again.json()["id"] == made.json()["id"]
-    for name in (made.json()["id"], "a:b"):
-        assert (await http.get(f"/v1/sandboxes/{name}")).json()["state"] == "running"
-    assert (await http.get("/v1/sandboxes/a:b/health")).json()["status"] == "ok"
-    ended = await http.post("/v1/sandboxes/a:b/terminate", json={"reason": "done"})
-    assert ended.json()["state"] == "terminated"
-    assert (await http.get("/v1/sandboxes", params={"state": "terminated"})).json()["items"]
-    deleted = await http.post("/v1/sandboxes/a:b/terminate", json={"delete_files": True})
-    assert deleted.status_code == 404, "an ended context has no session any more"
-    named = f"/v1/sandboxes/{made.json()['id']}/terminate"
-    assert (await http.post(named, json={"delete_files": True})).status_code == 200
+def request(method: str, path: str, operation: dict[str, Any], box: str = "absent") -> dict[str, Any]:
+    """The arguments of a good request for an operation."""
+    sent: dict[str, Any] = {"method": method, "url": path.replace("{id}", box).replace("{cid}", "c1")}
+    if operation["operationId"] in BODIES:
+        sent["json"] = BODIES[operation["operationId"]]
+    elif "requestBody" in operation and "application/json" in operation["requestBody"]["content"]:
+        sent["json"] = {}
+    if any(each["name"] == "path" and each["required"] for each in operation.get("parameters", [])):
+        sent["params"] = {"path": "x"}
+    return sent
 
 
-async def test_commands(http: httpx.AsyncClient, box: str) -> None:
-    result = (await http.post(f"{box}/commands", json={"command": "echo é; exit 4"})).json()
-    assert (result["stdout"], result["exit_code"]) == ("é\n", 4)
-    started = await http.post(f"{box}/commands/start", json={"command": "cat", "interactive": True})
-    assert started.status_code == 201
-    command = f"{box}/commands/{started.json()['id']}"
-    assert (await http.post(f"{command}/stdin", params={"close": "true"}, content=b"\xff\n")).status_code == 204
-    result = (await http.get(f"{command}/result")).json()
-    assert result["stdout_base64"] == "/wo="
-    assert (await http.get(command)).json()["running"] is False
-    assert (await http.delete(command)).status_code == 204
-    assert (await http.get(command)).status_code == 404
-    sleeper = (await http.post(f"{box}/commands/start", json={"command": "sleep 999"})).json()["id"]
-    assert (await http.post(f"{box}/commands/{sleeper}/signal", json={"signal": "KILL"})).status_code == 204
-    assert (await http.get(f"{box}/commands/{sleeper}/result")).json()["signal"] == "SIGKILL"
-
-
-async def test_streams(http: httpx.AsyncClient, box: str) -> None:
-    body = {"command": "printf 'a\\303'; sleep 0.1; printf '\\251b'; printf '\\377' >&2; exit 2"}
-    async with http.stream("POST", f"{box}/commands/stream", json=body) as answer:
-        assert answer.headers["content-type"] == "application/x-ndjson"
-        command = answer.headers["carrel-command-id"]
-        events = [json.loads(line) async for line in answer.aiter_lines()]
-    assert "".join(event.get("text", "") for event in events if event["stream"] == "stdout") == "aéb"
-    assert [event["base64"] for event in events if event["stream"] == "stderr"] == ["/w=="]
-    assert events[-1]["result"]["exit_code"] == 2
-    assert events[-1]["offset"] == 5
-    answer = await http.get(
-        f"{box}/commands/{command}/output",
-        params={"offset": 3, "follow": "false"},
-        headers={"accept": "text/event-stream"},
-    )
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in answer.text.split("\n\n") if line]
-    assert json.loads(lines[0].removeprefix("data: "))["text"] == "b"
-
-
-async def test_a_caller_who_goes_away_leaves_no_stream(http: httpx.AsyncClient, server: Running, box: str) -> None:
-    async with http.stream("POST", f"{box}/commands/stream", json={"command": "echo x; sleep 999"}) as answer:
-        async for _ in answer.aiter_lines():
-            break
-    live = server.plane.sessions.live()[0]
-    async with asyncio.timeout(10):
-        while live.in_flight:
-            await asyncio.sleep(0.01)
-    assert [each["running"] for each in (await http.get(f"{box}/commands")).json()["items"]] == [True]
-
-
-async def test_files(http: httpx.AsyncClient, box: str) -> None:
-    data = bytes(range(256)) * 20_000
-    put = await http.put(f"{box}/files/content", params={"path": "deep/er/x", "mode": "640"}, content=data)
-    assert put.json()["size"] == len(data) and put.json()["mode"] == "640"
-    got = await http.get(f"{box}/files/content", params={"path": "deep/er/x"})
-    assert got.content == data and got.headers["content-length"] == str(len(data))
-    again = await http.put(f"{box}/files/content", params={"path": "deep/er/x", "exclusive": "true"}, content=b"")
-    assert again.status_code == 409
-    await http.put(f"{box}/files/content", params={"path": "t"}, content=b"one one")
-    edit = await http.post(f"{box}/files/edit", json={"path": "t", "old": "one", "new": "two"})
-    assert (edit.status_code, edit.json()["code"]) == (409, "edit_mismatch")
-    assert (await http.post(f"{box}/files/mkdir", json={"path": "new/dir"})).json()["kind"] == "directory"
-    moved = await http.post(f"{box}/files/move", json={"source": "t", "destination": "new/t"})
-    assert moved.json()["path"] == "new/t"
-    listed = await http.get(f"{box}/files", params={"path": "new", "recursive": "true"})
-    assert {each["path"] for each in listed.json()["items"]} == {"new/dir", "new/t"}
-    assert (await http.delete(f"{box}/files", params={"path": "new", "recursive": "true"})).status_code == 204
-    assert (await http.get(f"{box}/files/stat", params={"path": "new"})).status_code == 404
-
-
-async def test_names_that_are_not_utf8(http: httpx.AsyncClient, box: str) -> None:
-    await http.put(f"{box}/files/content?path=data/%FF", content=b"x")
-    assert [each["path"] for each in (await http.get(f"{box}/files?path=data")).json()["items"]] == ["data/\udcff"]
-    assert (await http.get(f"{box}/files/content?path=data/%FF")).content == b"x"
-
-
-async def test_execute_tools_host(http: httpx.AsyncClient, box: str) -> None:
-    answer = await http.post(f"{box}/execute", json={"code": "echo hi > output/o; cat output/o"})
-    assert answer.json()["output"] == "hi\n"
-    answer = await http.post(f"{box}/tools", json={"tool_name": "create_file", "params": {"path": "t", "content": "é"}})
-    assert answer.json()["result"]["size"] == 2
-    report = (await http.get("/v1/host")).json()
-    assert report["providers"] and report["checks"]
-
-
-async def test_openapi_is_complete_and_true(http: httpx.AsyncClient) -> None:
-    document = (await http.get("/openapi.json")).json()
-    text = json.dumps(document)
-    operations = {}
-    for methods in document["paths"].values():
-        for operation in methods.values():
-            operations[operation["operationId"]] = operation
+async def test_openapi_is_complete_and_true(contract: Contract) -> None:
+    document, text = contract.document, json.dumps(contract.document)
+    operations = {operation["operationId"]: operation for _, _, operation in contract.operations()}
     assert {"deploy_or_resume", "run_command", "tool_request", "terminate", "write_file", "send_input"} <= set(
         operations
     )
-    assert len(operations) == sum(len(methods) for methods in document["paths"].values())
+    assert len(operations) == len(contract.operations())
+    assert "HTTPValidation" not in text
     for name, operation in operations.items():
-        if name not in {"healthz", "readyz"}:
+        if name not in OPEN:
             problem = operation["responses"]["400"]["content"]["application/problem+json"]["schema"]
             assert problem == {"$ref": "#/components/schemas/Problem"}, name
-            assert "422" not in operation["responses"] or "HTTPValidation" not in text
-        success = [status for status in operation["responses"] if status.startswith("2")]
-        assert success, name
-        if "/{id}" in text and name == "run_command":
-            assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("CommandRequest")
-            assert [each["name"] for each in operation["parameters"]] == ["id"]
+            assert "401" in operation["responses"], name
+        assert [status for status in operation["responses"] if status.startswith("2")], name
+        if "requestBody" in operation and name != "write_file":
+            assert "413" in operation["responses"], name
+    run = operations["run_command"]
+    assert run["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("CommandRequest")
+    assert [each["name"] for each in run["parameters"]] == ["id"]
     for name in ("write_file", "send_input"):
         assert "application/octet-stream" in operations[name]["requestBody"]["content"]
     assert document["security"] == [{"token": []}] and operations["healthz"]["security"] == []
-    schemas = document["components"]["schemas"]
     for part in text.split('"$ref": "#/components/schemas/')[1:]:
-        assert part.split('"')[0] in schemas
-    answers = operations["deploy_or_resume"]["responses"]
-    assert {"200", "201", "400", "401", "409", "422", "429", "503"} <= set(answers)
-    assert operations["delete_file"]["responses"].keys() & {"200"} == set()
+        assert part.split('"')[0] in document["components"]["schemas"]
+    assert {"200", "201", "409", "422", "429", "503"} <= set(operations["deploy_or_resume"]["responses"])
+    assert "200" not in operations["delete_file"]["responses"]
+
+
+async def test_every_operation_refuses_what_is_not_for_it(
+    http: httpx.AsyncClient, server: Running, contract: Contract
+) -> None:
+    async with httpx.AsyncClient(base_url=server.url) as stranger:
+        for method, path, operation in contract.operations():
+            name, sent = operation["operationId"], request(method, path, operation)
+            if name in OPEN:
+                continue
+            refused(await stranger.request(**sent), 401, "Authorization", "unauthorized")
+            misspelt = {**sent, "params": {**sent.get("params", {}), "recurisve": "1"}}
+            refused(await http.request(**misspelt), 400, "recurisve", "invalid_request")
+            if "{id}" in path:
+                refused(await http.request(**sent), 404, "id", "not_found")
+            if "json" in sent:
+                refused(await http.request(**{**sent, "json": {**sent["json"], "colour": "red"}}), 400, "colour")
+                refused(await http.request(**{**sent, "json": 7}), 400, "body")
+                broken = {key: value for key, value in sent.items() if key != "json"}
+                refused(await http.request(**broken, content=b'{"a": '), 400, "body")
+                refused(await http.request(**broken, content=b" " * 1_100_000), 413, "body", "too_large")
+
+
+async def test_no_route_and_no_method(http: httpx.AsyncClient, contract: Contract) -> None:
+    for path in ("/", "/v1", "/v2/sandboxes", "/v1/sandboxes/", "/v1/sandboxes/a/nothing", "/redoc", "/docs/"):
+        refused(await http.get(path), 404, "path", "not_found")
+    for path in contract.document["paths"]:
+        problem = refused(await http.patch(path.replace("{id}", "a").replace("{cid}", "c1")), 405, "method")
+        assert problem["hint"].startswith("use ")
+
+
+async def test_every_operation_on_an_ended_sandbox(http: httpx.AsyncClient, box: str, contract: Contract) -> None:
+    assert (await http.post(f"{box}/terminate")).status_code == 200
+    for method, path, operation in contract.operations():
+        if "{id}" in path and operation["operationId"] not in {"get_sandbox", "terminate"}:
+            sent = request(method, path, operation, box.rpartition("/")[2])
+            assert "new" in refused(await http.request(**sent), 409, "id", "not_running")["hint"]
+    assert (await http.get(box)).json()["state"] == "terminated"
+
+
+async def test_policy_can_deny_every_operation_on_a_sandbox(
+    http: httpx.AsyncClient, server: Running, box: str, contract: Contract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decision = Decision("deny", "everything", "a test", "nothing is allowed here", "ask nobody")
+    monkeypatch.setattr(server.plane.operations, "_decide", lambda _: decision)
+    for method, path, operation in contract.operations():
+        if operation["operationId"] == "deploy_or_resume" or ("{id}" in path and method != "GET"):
+            answer = await http.request(**request(method, path, operation, box.rpartition("/")[2]))
+            problem = refused(answer, 403, None, "denied_by_policy")
+            assert (problem["rule"], problem["retry"]) == ("everything", False)

@@ -74,14 +74,6 @@ def test_without_a_server_two_lines_tell_how_to_start_one(
     assert "carrel serve" in second
 
 
-def test_serve_refuses_unknown_settings(alone: Carrel) -> None:
-    done = alone("serve", "--set", "prot=1")
-    assert done.returncode == 1
-    assert done.stderr.decode().splitlines()[0].startswith("error: ")
-    assert b"'port'" in done.stderr
-    assert b"Traceback" not in done.stderr
-
-
 def test_a_full_device_is_told(alone: Carrel) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(

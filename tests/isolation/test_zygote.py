@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from carrel.providers.zygotes import ZygoteClient
 from sandboxes import KINDS, House, Supervisor, parent, provider, until
 
 
@@ -49,7 +50,10 @@ async def test_told_to_end_it_takes_its_sandboxes_along(kind: str) -> None:
         supervisor = Supervisor(str(handle["socket"]))
         await supervisor.start("(setsid sleep 4321 &) ; sleep 4321")
         await supervisor.http.aclose()
-        os.kill(parent(int(handle["pid"] or 0)), signal.SIGTERM)
+        run, workspaces = str(house.directory / "run"), str(house.directory / "ws")
+        client = ZygoteClient(run, workspaces, plain=kind == "process")
+        await client.request("stop")
+        await client.close()
 
         async def gone() -> bool:
             return not await house.provider.alive(handle)

@@ -150,7 +150,7 @@ def _listen(listeners: dict[str, socket.socket], stopped: socket.socket, canarie
             if listener not in ready:
                 continue
             if name == "udp":
-                data, sender = listener.recvfrom(1024)
+                __data, sender = listener.recvfrom(1024)
                 listener.sendto(canaries.token.encode(), sender)
             else:
                 connection, _ = listener.accept()
@@ -174,7 +174,12 @@ class Server:
 def _readable(directory: Path) -> str:
     """A PYTHONPATH the ordinary user can read: ours, or a copy where the checkout is closed to others."""
     site = next(path for path in sys.path if path.endswith("site-packages"))
-    probe = [os.path.realpath(sys.executable), "-I", "-c", f"import os; os.listdir({str(SOURCE)!r}); os.listdir({site!r})"]
+    probe = [
+        os.path.realpath(sys.executable),
+        "-I",
+        "-c",
+        f"import os; os.listdir({str(SOURCE)!r}); os.listdir({site!r})",
+    ]
     if subprocess.run(as_user(probe), capture_output=True, check=False).returncode == 0:
         return f"{SOURCE}:{site}"
     copy = directory / "packages"
@@ -268,12 +273,16 @@ class Attacker:
         self._box = self.another(limits=limits)
         return self._box
 
-    def run(self, attack: Callable[..., object], *, box: Sandbox | None = None, timeout: float = 30, **arguments: object) -> Any:
+    def run(
+        self, attack: Callable[..., object], *, box: Sandbox | None = None, timeout: float = 30, **arguments: object
+    ) -> Any:
         """What an attack brings when it runs inside. A refusal by the kernel is None; a fault in the attack fails."""
         result = self.start(attack, box=box, timeout=timeout, **arguments)
         return self.outcome(result)
 
-    def start(self, attack: Callable[..., object], *, box: Sandbox | None = None, timeout: float = 30, **arguments: object) -> CommandResult:
+    def start(
+        self, attack: Callable[..., object], *, box: Sandbox | None = None, timeout: float = 30, **arguments: object
+    ) -> CommandResult:
         """Run an attack and give the raw result."""
         return (box or self.box).commands.run(self.words(attack, **arguments), timeout=timeout)
 

@@ -37,7 +37,9 @@ NUMBERS |= {
 
 def call(name, *arguments):
     """A system call by name; raises `OSError` as the kernel answers."""
-    taken = [ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    taken = [
+        ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_long(a) if isinstance(a, int) else a for a in arguments
+    ]
     ctypes.set_errno(0)
     answer = LIBC.syscall(ctypes.c_long(NUMBERS[name]), *taken)
     if answer < 0:

@@ -155,14 +155,25 @@ def test_download(attacker, paths, tmp_path):
     for path in paths:
         refused(lambda path=path: attacker.box.files.read(path))
     attacker.box.files.download(".", tmp_path / "got")
-    taken = [path for path in (tmp_path / "got").rglob("*") if path.is_file() and attacker.host.token in path.read_text()]
+    taken = [
+        path for path in (tmp_path / "got").rglob("*") if path.is_file() and attacker.host.token in path.read_text()
+    ]
     assert taken == []
     assert os.listdir(tmp_path) == ["got"]
 
 
 def test_working_directory(attacker, paths):
     """Run a command in a host directory."""
-    for path in (f"{UP}{attacker.host.directory}", str(attacker.host.directory), "directory", "root", "up", "magic", "..", "/"):
+    for path in (
+        f"{UP}{attacker.host.directory}",
+        str(attacker.host.directory),
+        "directory",
+        "root",
+        "up",
+        "magic",
+        "..",
+        "/",
+    ):
         try:
             result = attacker.box.commands.run(["/bin/ls"], cwd=path)
         except CarrelError as error:
@@ -198,7 +209,9 @@ def test_odd_names(attacker):
 def test_special_files(attacker):
     """Hang the supervisor on a file that never answers."""
     attacker.box.commands.run("mkfifo pipe; ln -s /dev/zero zero; ln -s /dev/tty tty", check=True)
-    attacker.box.commands.start(["/usr/bin/python3", "-c", "import socket,time; s=socket.socket(1); s.bind('sock'); s.listen(); time.sleep(60)"])
+    attacker.box.commands.start(
+        ["/usr/bin/python3", "-c", "import socket,time; s=socket.socket(1); s.bind('sock'); s.listen(); time.sleep(60)"]
+    )
     started = time.monotonic()
     for name in ("pipe", "zero", "tty", "sock"):
         for act in (attacker.box.files.read, lambda name: attacker.box.files.edit(name, "a", "b")):
@@ -286,7 +299,9 @@ def test_archive_members(attacker, how):
         else:
             add("link", type=tarfile.LNKTYPE, linkname=attacker.host.secret)
     attacker.box.files.write("evil.tar", data.getvalue())
-    attacker.box.commands.run("tar -P -xf evil.tar; python3 -c 'import tarfile; tarfile.open(\"evil.tar\").extractall()'")
+    attacker.box.commands.run(
+        "tar -P -xf evil.tar; python3 -c 'import tarfile; tarfile.open(\"evil.tar\").extractall()'"
+    )
     assert attacker.host.dropped() == []
     assert attacker.box.commands.run("cat link 2>/dev/null").stdout == ""
 

@@ -56,7 +56,9 @@ def test_root_of_pid_1(compared):
     def attack(path, token):
         from inside import first_that_works, read
 
-        return first_that_works(*(lambda at=at: token in read(f"{at}{path}") for at in ("/proc/1/root", "/proc/self/root")))
+        return first_that_works(
+            *(lambda at=at: token in read(f"{at}{path}") for at in ("/proc/1/root", "/proc/self/root"))
+        )
 
     compared.attempt(attack, path=compared.host.secret, token=compared.host.token)
 
@@ -170,7 +172,9 @@ def test_password_hashes(attacker):
     def attack():
         from inside import first_that_works, read
 
-        return first_that_works(*(lambda name=name: read(name) for name in ("/etc/shadow", "/etc/gshadow", "/etc/shadow-", "/etc/sudoers")))
+        return first_that_works(
+            *(lambda name=name: read(name) for name in ("/etc/shadow", "/etc/gshadow", "/etc/shadow-", "/etc/sudoers"))
+        )
 
     attacker.attempt(attack)
 
@@ -221,7 +225,22 @@ def test_secrets_in_the_environment(attacker):
     def attack():
         import os
 
-        own = {"PATH", "HOME", "LANG", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "LC_CTYPE", "OLDPWD", "SHLVL", "WORKSPACE", "_"}
+        own = {
+            "PATH",
+            "HOME",
+            "LANG",
+            "USER",
+            "LOGNAME",
+            "SHELL",
+            "TERM",
+            "PWD",
+            "TMPDIR",
+            "LC_CTYPE",
+            "OLDPWD",
+            "SHLVL",
+            "WORKSPACE",
+            "_",
+        }
         return sorted(name for name in os.environ if name not in own and not name.startswith("CARREL_SANDBOX")) or None
 
     attacker.attempt(attack)
@@ -233,7 +252,9 @@ def test_environment_of_pid_1(attacker):
     def attack():
         from inside import first_that_works, read
 
-        return first_that_works(lambda: read("/proc/1/environ"), lambda: read("/proc/1/maps"), lambda: read("/proc/1/auxv"))
+        return first_that_works(
+            lambda: read("/proc/1/environ"), lambda: read("/proc/1/maps"), lambda: read("/proc/1/auxv")
+        )
 
     attacker.attempt(attack)
 
@@ -307,7 +328,26 @@ def test_programs_of_the_host(attacker):
         import os
 
         written = []
-        for path in ("/", "/usr", "/usr/bin", "/usr/local/bin", "/bin", "/sbin", "/lib", "/etc", "/opt", "/var", "/usr/lib/python3", "/home", "/root", "/mnt", "/srv", "/run", "/sys", "/dev"):
+        for path in (
+            "/",
+            "/usr",
+            "/usr/bin",
+            "/usr/local/bin",
+            "/bin",
+            "/sbin",
+            "/lib",
+            "/etc",
+            "/opt",
+            "/var",
+            "/usr/lib/python3",
+            "/home",
+            "/root",
+            "/mnt",
+            "/srv",
+            "/run",
+            "/sys",
+            "/dev",
+        ):
             try:
                 name = f"{path}/carrel-was-here"
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

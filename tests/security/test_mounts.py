@@ -35,8 +35,22 @@ def test_mount_of_new_file_systems(attacker):
         from inside import call, first_that_works
 
         os.mkdir("there")
-        kinds = (b"proc", b"sysfs", b"cgroup", b"cgroup2", b"debugfs", b"tracefs", b"overlay", b"devtmpfs", b"ext4", b"tmpfs", b"fuse")
-        return first_that_works(*(lambda kind=kind: call("mount", b"none", b"there", kind, 0, 0) == 0 and kind.decode() for kind in kinds))
+        kinds = (
+            b"proc",
+            b"sysfs",
+            b"cgroup",
+            b"cgroup2",
+            b"debugfs",
+            b"tracefs",
+            b"overlay",
+            b"devtmpfs",
+            b"ext4",
+            b"tmpfs",
+            b"fuse",
+        )
+        return first_that_works(
+            *(lambda kind=kind: call("mount", b"none", b"there", kind, 0, 0) == 0 and kind.decode() for kind in kinds)
+        )
 
     attacker.attempt(attack)
 
@@ -64,7 +78,9 @@ def test_umount(attacker):
         from inside import call, first_that_works
 
         points = (b"/proc", b"/dev/shm", b"/tmp", b"/usr", b"/dev/null", b"/workspace", b"/")
-        return first_that_works(*(lambda at=at, flag=flag: call("umount2", at, flag) == 0 for at in points for flag in (0, 2)))
+        return first_that_works(
+            *(lambda at=at, flag=flag: call("umount2", at, flag) == 0 for at in points for flag in (0, 2))
+        )
 
     attacker.attempt(attack)
 
@@ -76,7 +92,11 @@ def test_remount_writable(attacker):
         from inside import call, first_that_works
 
         return first_that_works(
-            *(lambda at=at, bind=bind: call("mount", b"none", at, b"", 32 | bind, 0) == 0 for at in (b"/", b"/usr") for bind in (0, 4096))
+            *(
+                lambda at=at, bind=bind: call("mount", b"none", at, b"", 32 | bind, 0) == 0
+                for at in (b"/", b"/usr")
+                for bind in (0, 4096)
+            )
         )
 
     attacker.attempt(attack)
@@ -225,7 +245,21 @@ def test_devices_in_sight(attacker):
     def attack():
         import os
 
-        expected = {"fd", "stdin", "stdout", "stderr", "null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "shm"}
+        expected = {
+            "fd",
+            "stdin",
+            "stdout",
+            "stderr",
+            "null",
+            "zero",
+            "full",
+            "random",
+            "urandom",
+            "tty",
+            "ptmx",
+            "pts",
+            "shm",
+        }
         return sorted(set(os.listdir("/dev")) - expected) or None
 
     attacker.attempt(attack)
@@ -239,7 +273,11 @@ def test_kernel_log(attacker):
 
         from inside import call, first_that_works, read
 
-        return first_that_works(lambda: read("/dev/kmsg"), lambda: read("/proc/kmsg"), lambda: call("syslog", 3, ctypes.create_string_buffer(4096), 4096))
+        return first_that_works(
+            lambda: read("/dev/kmsg"),
+            lambda: read("/proc/kmsg"),
+            lambda: call("syslog", 3, ctypes.create_string_buffer(4096), 4096),
+        )
 
     attacker.attempt(attack)
 

@@ -13,7 +13,9 @@ def victim(attacker):
     box = attacker.another(env={"VICTIM": attacker.host.token})
     token = attacker.host.token
     box.files.write("secret", token)
-    box.commands.run(f"for d in /tmp /dev/shm /home/agent; do echo {token} > $d/secret; done; chmod 777 /tmp /dev/shm", check=True)
+    box.commands.run(
+        f"for d in /tmp /dev/shm /home/agent; do echo {token} > $d/secret; done; chmod 777 /tmp /dev/shm", check=True
+    )
     return box
 
 
@@ -67,7 +69,9 @@ def test_processes(compared):
         from inside import first_that_works, read
 
         pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-        return first_that_works(*(lambda pid=pid: marker in read(f"/proc/{pid}/cmdline").split("\0")[1:2] for pid in pids))
+        return first_that_works(
+            *(lambda pid=pid: marker in read(f"/proc/{pid}/cmdline").split("\0")[1:2] for pid in pids)
+        )
 
     compared.attempt(attack, marker=marker)
     sleeper.kill()
@@ -84,7 +88,9 @@ def test_environment(compared):
         from inside import first_that_works, read
 
         pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-        return first_that_works(*(lambda pid=pid: f"VICTIM={token}" in read(f"/proc/{pid}/environ", 100_000) for pid in pids))
+        return first_that_works(
+            *(lambda pid=pid: f"VICTIM={token}" in read(f"/proc/{pid}/environ", 100_000) for pid in pids)
+        )
 
     compared.attempt(attack, token=compared.host.token)
     sleeper.kill()
@@ -185,7 +191,9 @@ def test_same_user_on_the_host(attacker):
     deadline = time.monotonic() + 10
     uids = []
     while len(uids) < 2 and time.monotonic() < deadline:
-        uids = [os.stat(path.parent).st_uid for path in Path("/proc").glob("[0-9]*/cmdline") if _argument(path) == marker]
+        uids = [
+            os.stat(path.parent).st_uid for path in Path("/proc").glob("[0-9]*/cmdline") if _argument(path) == marker
+        ]
     assert len(uids) == len(set(uids)) == 2
     assert not set(uids) & {0, 1000, 65534}
 
@@ -200,7 +208,10 @@ def _argument(path):
 def test_leave_a_program_for_the_next(attacker):
     """Have the next sandbox run a program of ours by its `PATH` or its home."""
     first = attacker.another()
-    first.commands.run("mkdir -p ~/bin ~/.local/bin; for p in ~/bin/ls ~/.local/bin/ls /tmp/ls ./ls; do echo 'echo evil' > $p; chmod +x $p; done; echo 'echo evil' > ~/.profile; echo 'echo evil' > ~/.bashrc", check=True)
+    first.commands.run(
+        "mkdir -p ~/bin ~/.local/bin; for p in ~/bin/ls ~/.local/bin/ls /tmp/ls ./ls; do echo 'echo evil' > $p; chmod +x $p; done; echo 'echo evil' > ~/.profile; echo 'echo evil' > ~/.bashrc",
+        check=True,
+    )
     first.terminate()
     assert "evil" not in attacker.box.commands.run("ls; bash -lic ls; sh -lc ls").stdout
 
@@ -217,7 +228,9 @@ def test_path_has_no_workspace(attacker):
 def test_modified_root(attacker):
     """Change the root that the next sandbox starts from."""
     first = attacker.another()
-    first.commands.run("for d in / /etc /usr /usr/bin /var /var/lib /root /home /run /opt /dev /proc; do touch $d/evil; done 2>/dev/null")
+    first.commands.run(
+        "for d in / /etc /usr /usr/bin /var /var/lib /root /home /run /opt /dev /proc; do touch $d/evil; done 2>/dev/null"
+    )
     first.terminate()
     assert attacker.box.commands.run("find / -xdev -name evil 2>/dev/null").stdout == ""
 

@@ -124,7 +124,9 @@ def test_world_by_udp(attacker):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
                 return one.sendto(b"x", (address, 53))
 
-        return first_that_works(*(lambda address=address: send(address) for address in ("192.0.2.1", "255.255.255.255", "224.0.0.1")))
+        return first_that_works(
+            *(lambda address=address: send(address) for address in ("192.0.2.1", "255.255.255.255", "224.0.0.1"))
+        )
 
     attacker.attempt(attack)
 
@@ -153,7 +155,11 @@ def test_raw_socket(attacker):
         from inside import first_that_works
 
         return first_that_works(
-            *(lambda family=family, protocol=protocol: bool(socket.socket(family, socket.SOCK_RAW, protocol)) for family in (socket.AF_INET, socket.AF_INET6) for protocol in (1, 6, 255))
+            *(
+                lambda family=family, protocol=protocol: bool(socket.socket(family, socket.SOCK_RAW, protocol))
+                for family in (socket.AF_INET, socket.AF_INET6)
+                for protocol in (1, 6, 255)
+            )
         )
 
     attacker.attempt(attack)
@@ -167,7 +173,12 @@ def test_packet_socket(attacker):
 
         from inside import first_that_works
 
-        return first_that_works(*(lambda kind=kind: bool(socket.socket(socket.AF_PACKET, kind, 3)) for kind in (socket.SOCK_RAW, socket.SOCK_DGRAM)))
+        return first_that_works(
+            *(
+                lambda kind=kind: bool(socket.socket(socket.AF_PACKET, kind, 3))
+                for kind in (socket.SOCK_RAW, socket.SOCK_DGRAM)
+            )
+        )
 
     attacker.attempt(attack)
 
@@ -183,7 +194,26 @@ def test_vsock(attacker):
     attacker.attempt(attack)
 
 
-@pytest.mark.parametrize("family", [name for name in ("AF_ALG", "AF_BLUETOOTH", "AF_CAN", "AF_RDS", "AF_TIPC", "AF_KEY", "AF_QIPCRTR", "AF_X25", "AF_AX25", "AF_IPX", "AF_APPLETALK") if hasattr(socket, name)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        name
+        for name in (
+            "AF_ALG",
+            "AF_BLUETOOTH",
+            "AF_CAN",
+            "AF_RDS",
+            "AF_TIPC",
+            "AF_KEY",
+            "AF_QIPCRTR",
+            "AF_X25",
+            "AF_AX25",
+            "AF_IPX",
+            "AF_APPLETALK",
+        )
+        if hasattr(socket, name)
+    ],
+)
 def test_rare_protocols(attacker, family):
     """Reach a seldom used and seldom looked at part of the kernel."""
 
@@ -206,7 +236,9 @@ def test_rare_transports(attacker, protocol):
 
         from inside import first_that_works
 
-        return first_that_works(*(lambda kind=kind: bool(socket.socket(socket.AF_INET, kind, protocol)) for kind in (1, 2, 5, 6)))
+        return first_that_works(
+            *(lambda kind=kind: bool(socket.socket(socket.AF_INET, kind, protocol)) for kind in (1, 2, 5, 6))
+        )
 
     attacker.attempt(attack, protocol=protocol)
 
@@ -220,7 +252,12 @@ def test_netlink_families(attacker):
         from inside import first_that_works
 
         families = (4, 6, 9, 12, 15, 16, 19, 21)  # sock_diag, xfrm, audit, netfilter, uevent, generic, ecryptfs, crypto
-        return first_that_works(*(lambda family=family: bool(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, family)) for family in families))
+        return first_that_works(
+            *(
+                lambda family=family: bool(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, family))
+                for family in families
+            )
+        )
 
     attacker.attempt(attack)
 
@@ -300,7 +337,11 @@ def test_host_name(attacker):
             socket.sethostname("other")
             return True
 
-        return first_that_works(lambda: socket.gethostname() == name, lambda: name in open("/proc/sys/kernel/hostname").read().split(), rename)
+        return first_that_works(
+            lambda: socket.gethostname() == name,
+            lambda: name in open("/proc/sys/kernel/hostname").read().split(),
+            rename,
+        )
 
     attacker.attempt(attack, name=socket.gethostname())
 

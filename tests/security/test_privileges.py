@@ -18,7 +18,9 @@ def test_new_privileges(attacker):
 
     def attack():
         status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-        return None if status["NoNewPrivs"].strip() == "1" and status["Seccomp"].strip() == "2" else status["NoNewPrivs"]
+        return (
+            None if status["NoNewPrivs"].strip() == "1" and status["Seccomp"].strip() == "2" else status["NoNewPrivs"]
+        )
 
     attacker.attempt(attack)
 
@@ -35,29 +37,37 @@ def test_is_root(attacker):
             act(*arguments)
             return True
 
-        return 0 in os.getresuid() + os.getresgid() or 0 in os.getgroups() or first_that_works(
-            lambda: done(os.setuid, 0),
-            lambda: done(os.setgid, 0),
-            lambda: done(os.setresuid, 0, 0, 0),
-            lambda: done(os.setgroups, [0]),
-            lambda: done(os.setreuid, 0, 0),
+        return (
+            0 in os.getresuid() + os.getresgid()
+            or 0 in os.getgroups()
+            or first_that_works(
+                lambda: done(os.setuid, 0),
+                lambda: done(os.setgid, 0),
+                lambda: done(os.setresuid, 0, 0, 0),
+                lambda: done(os.setgroups, [0]),
+                lambda: done(os.setreuid, 0, 0),
+            )
         )
 
     attacker.attempt(attack)
 
 
-@pytest.mark.parametrize("program", ["/usr/bin/su", "/usr/bin/sudo", "/usr/bin/mount", "/usr/bin/passwd", "/usr/bin/newgrp", "/usr/bin/chsh"])
+@pytest.mark.parametrize(
+    "program", ["/usr/bin/su", "/usr/bin/sudo", "/usr/bin/mount", "/usr/bin/passwd", "/usr/bin/newgrp", "/usr/bin/chsh"]
+)
 def test_setuid_programs(attacker, program):
     """Become root by a setuid program of the host."""
 
     def attack(program):
-        import subprocess
         import os
+        import subprocess
 
         if not os.path.exists(program):
             return None
         # A setuid program that was honoured shows another effective user in /proc while it runs.
-        with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        with subprocess.Popen(
+            [program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as child:
             try:
                 uids = next(line for line in open(f"/proc/{child.pid}/status") if line.startswith("Uid:")).split()[1:]
             finally:
@@ -109,7 +119,9 @@ def test_file_capabilities(attacker):
     attacker.attempt(attack)
 
 
-@pytest.mark.parametrize("flag", [0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000, 0x02000000, 0x00000080])
+@pytest.mark.parametrize(
+    "flag", [0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000, 0x02000000, 0x00000080]
+)
 def test_new_namespaces(attacker, flag):
     """Be root in a namespace of one's own, the way to most holes of the kernel."""
 
@@ -227,7 +239,9 @@ def test_userfaultfd(attacker):
     attacker.attempt(attack)
 
 
-@pytest.mark.parametrize("name", ["init_module", "finit_module", "kexec_load", "kexec_file_load", "swapon", "acct", "quotactl"])
+@pytest.mark.parametrize(
+    "name", ["init_module", "finit_module", "kexec_load", "kexec_file_load", "swapon", "acct", "quotactl"]
+)
 def test_kernel_itself(attacker, name):
     """Load a module, another kernel or swap. Called with nothing that could work: only who refuses is looked at."""
 
@@ -276,7 +290,9 @@ def test_personality(attacker):
     def attack():
         from inside import call, first_that_works
 
-        return first_that_works(lambda: call("personality", 0x0040000) >= 0, lambda: call("personality", 0x0400000) >= 0)
+        return first_that_works(
+            lambda: call("personality", 0x0040000) >= 0, lambda: call("personality", 0x0400000) >= 0
+        )
 
     attacker.attempt(attack)
 

@@ -165,7 +165,9 @@ def test_descriptors_by_pidfd(attacker):
         from inside import call, first_that_works
 
         one = os.pidfd_open(1)
-        return first_that_works(*(lambda number=number: call("pidfd_getfd", one, number, 0) >= 0 for number in range(32)))
+        return first_that_works(
+            *(lambda number=number: call("pidfd_getfd", one, number, 0) >= 0 for number in range(32))
+        )
 
     attacker.attempt(attack)
 
@@ -185,7 +187,9 @@ def test_compare_with_pid_1(attacker):
 
 def test_preload_into_pid_1(attacker):
     """Have the supervisor load a library of the agent's."""
-    box = attacker.another(env={"LD_PRELOAD": "/workspace/evil.so", "PYTHONPATH": "/workspace", "PYTHONSTARTUP": "/workspace/evil.py"})
+    box = attacker.another(
+        env={"LD_PRELOAD": "/workspace/evil.so", "PYTHONPATH": "/workspace", "PYTHONSTARTUP": "/workspace/evil.py"}
+    )
     box.files.write("sitecustomize.py", "open('/workspace/loaded', 'w').write('x')\n")
     box.files.write("evil.py", "open('/workspace/loaded', 'w').write('x')\n")
     box.files.write("asyncio.py", "open('/workspace/loaded', 'w').write('x')\n")
@@ -202,7 +206,12 @@ def test_children_of_pid_1_see_nothing_of_it(attacker):
 
         from inside import first_that_works
 
-        return first_that_works(*(lambda name=name: os.open(f"/proc/1/{name}", os.O_WRONLY) and name for name in ("oom_score_adj", "oom_adj", "coredump_filter", "setgroups", "uid_map")))
+        return first_that_works(
+            *(
+                lambda name=name: os.open(f"/proc/1/{name}", os.O_WRONLY) and name
+                for name in ("oom_score_adj", "oom_adj", "coredump_filter", "setgroups", "uid_map")
+            )
+        )
 
     attacker.attempt(attack)
 
@@ -238,7 +247,13 @@ def test_control_socket_by_its_path(attacker):
                 one.connect(path)
                 return True
 
-        return first_that_works(*(lambda path=path, kind=kind: connect(path, kind) for path in paths for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)))
+        return first_that_works(
+            *(
+                lambda path=path, kind=kind: connect(path, kind)
+                for path in paths
+                for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+            )
+        )
 
     attacker.attempt(attack, paths=sockets)
 

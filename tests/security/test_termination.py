@@ -70,7 +70,9 @@ def test_daemon_after_a_deadline(attacker, marker):
 def test_daemon_after_kill(attacker, marker):
     """Live on as a daemon after its command was killed."""
     attacker.box.commands.start("sleep 60")  # so that it runs beside another command
-    command = attacker.box.commands.start(["/usr/bin/python3", "-c", HARD_TO_KILL.replace("os._exit(0)", "time.sleep(60)"), marker])
+    command = attacker.box.commands.start(
+        ["/usr/bin/python3", "-c", HARD_TO_KILL.replace("os._exit(0)", "time.sleep(60)"), marker]
+    )
     wait_for(lambda: attacker.box.files.exists("beat"))
     command.kill()
     wait_for(lambda: alive(marker) == [], 5)
@@ -158,7 +160,9 @@ def test_supervisor_killed_from_outside(attacker, marker):
 def _first_of_sandbox(pid):
     """The PID 1 of the PID namespace a process lives in."""
     while True:
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+        fields = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+        )
         if fields["NSpid"].split()[-1] == "1":
             return int(pid)
         pid = int(fields["PPid"])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import stat
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.errors import Conflict, InvalidRequest, PlatformError
+from carrel.errors import Conflict, InvalidRequest
 from carrel.models import Limits, Network, State, Trust
 from carrel.store import Database, SessionRecord, SessionStore
 from carrel.store.sessions import decode_cursor, encode_cursor
@@ -102,22 +101,6 @@ async def test_states(store: SessionStore) -> None:
     assert await store.count([State.CREATING]) == 1
     assert await store.in_states([State.RUNNING]) == []
     assert [record.id for record in await store.in_states([State.CREATING, State.RUNNING])] == ["sbx-1"]
-
-
-async def test_the_file_is_private_and_reopens(tmp_path: Path) -> None:
-    path = tmp_path / "carrel.db"
-    for _ in range(2):
-        database = await Database.open(str(path))
-        await database.close()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-async def test_a_damaged_file_is_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "carrel.db"
-    path.write_bytes(b"not a database at all, whatever it may be called" * 100)
-    with pytest.raises(PlatformError) as caught:
-        await Database.open(str(path))
-    assert caught.value.hint
 
 
 @given(st.floats(0, 1e11), st.text(min_size=1, max_size=64))

@@ -110,7 +110,7 @@ async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, requ
     summary="The commands a sandbox remembers",
     response_model=None,
     dependencies=strict,
-    responses={200: {"model": CommandList}, **problems(404, 409, 502)},
+    responses={200: {"model": CommandList}, **problems(403, 404, 409, 502)},
 )
 async def list_commands(id: SandboxId, plane: Plane) -> Response:
     """Newest last."""
@@ -123,7 +123,7 @@ async def list_commands(id: SandboxId, plane: Plane) -> Response:
     summary="One command",
     response_model=None,
     dependencies=strict,
-    responses={200: {"model": CommandInfo}, **problems(404, 409, 502)},
+    responses={200: {"model": CommandInfo}, **problems(403, 404, 409, 502)},
 )
 async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """Running or ended."""
@@ -136,7 +136,7 @@ async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     summary="Wait for a command's end",
     response_model=None,
     dependencies=strict,
-    responses={200: {"model": CommandResult}, **problems(404, 409, 502)},
+    responses={200: {"model": CommandResult}, **problems(403, 404, 409, 502)},
 )
 async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """The result, once there is one."""
@@ -149,7 +149,7 @@ async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Res
     summary="Output from an offset on",
     response_model=None,
     dependencies=strict,
-    responses={200: _EVENTS, **problems(404, 409, 502)},
+    responses={200: _EVENTS, **problems(403, 404, 409, 502)},
 )
 async def get_command_output(
     id: SandboxId,
@@ -172,7 +172,7 @@ async def get_command_output(
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(404, 409, 413, 502),
+    responses=problems(403, 404, 409, 413, 502),
     openapi_extra={
         "requestBody": {
             "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
@@ -192,7 +192,7 @@ async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Reque
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(404, 409, 502),
+    responses=problems(403, 404, 409, 413, 502),
 )
 async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, plane: Plane) -> Response:
     """To the process group, or with `tree` to every process of the command."""
@@ -209,7 +209,7 @@ async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, pla
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(404, 409, 502),
+    responses=problems(403, 404, 409, 413, 502),
 )
 async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, plane: Plane) -> Response:
     """Terminals only."""
@@ -224,7 +224,7 @@ async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, pla
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(404, 409, 502),
+    responses=problems(403, 404, 409, 502),
 )
 async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """The whole process tree dies."""

@@ -118,7 +118,7 @@ async def edit_file(id: SandboxId, body: EditRequest, plane: Plane) -> Response:
     operation_id="move_file",
     summary="Move or rename",
     response_model=None,
-    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 502)},
+    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 413, 502)},
 )
 async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
     """Inside the workspace."""
@@ -130,7 +130,7 @@ async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
     operation_id="make_directory",
     summary="Make a directory",
     response_model=None,
-    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 429, 502)},
+    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 413, 429, 502)},
 )
 async def make_directory(id: SandboxId, body: MkdirRequest, plane: Plane) -> Response:
     """And its parents."""

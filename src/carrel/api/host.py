@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.responses import JSONResponse, Response
 
-from carrel.api.parts import Plane, as_json
+from carrel.api.parts import Plane, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import Answer, HostReport
 
@@ -23,6 +23,7 @@ class Status(Answer):
     operation_id="get_host",
     summary="What this host can do",
     response_model=None,
+    dependencies=[Depends(known_query)],
     responses={200: {"model": HostReport}, **problems()},
 )
 async def get_host(plane: Plane) -> Response:

@@ -103,7 +103,9 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         kind == "json_invalid"
     ):
         why = str((first.get("ctx") or {}).get("error", message))[:200]
-        return InvalidRequest(f"the body is not a JSON object: {why}", field="body", hint="send a JSON object")
+        return InvalidRequest(
+            f"the body is not a JSON object: {why}", field="body", hint="send a JSON object as application/json"
+        )
     if kind == "extra_forbidden":
         name = field.rpartition(".")[2]
         near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6)
@@ -149,7 +151,8 @@ async def _http(request: Request, error: Exception) -> Response:
             NotFound(f"no such resource: {request.method} {request.url.path[:200]}", field="path", hint="see /docs")
         )
     status = error.status_code if 400 <= error.status_code < 500 else 400
-    return answer(InvalidRequest(str(error.detail)[:500], hint="see /docs"), status)
+    # The framework raises none of its own besides the two above but for a body it cannot read.
+    return answer(InvalidRequest(str(error.detail)[:500], field="body", hint="see /docs"), status)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

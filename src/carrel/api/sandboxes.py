@@ -75,7 +75,7 @@ async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
     operation_id="terminate",
     summary="End a session",
     response_model=None,
-    responses={200: {"model": SandboxInfo}, **problems(404, 502)},
+    responses={200: {"model": SandboxInfo}, **problems(403, 404, 413, 502)},
 )
 async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
     """The sandbox ends with everything in it. A durable workspace stays unless asked otherwise."""
@@ -88,7 +88,7 @@ async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None =
     operation_id="get_sandbox_health",
     summary="What the supervisor says of itself",
     response_model=None,
-    responses={200: {"model": SupervisorHealth}, **problems(404, 409, 502)},
+    responses={200: {"model": SupervisorHealth}, **problems(403, 404, 409, 502)},
 )
 async def get_sandbox_health(id: SandboxId, plane: Plane) -> Response:
     """It comes from inside the sandbox, so it proves nothing."""

@@ -118,7 +118,7 @@ class Janitor:
         box.over_quota = why
         if why is None:
             watch.seen = watch.growing = 0
-            if not box.used and await self._commands_run(box):
+            if not box.used and await self._anything_runs(box):
                 box.used = True  # a command in the background writes without any operation to tell of it
             return
         watch.growing = watch.growing + 1 if usage.bytes + usage.entries > watch.seen else 0
@@ -128,17 +128,21 @@ class Janitor:
         if watch.growing > GIVE_UP_AFTER:
             await self._sessions.stop(box.record.id, "disk", error=f"{why}, and it kept growing")
 
-    async def _commands_run(self, box: LiveSandbox) -> bool:
+    async def _anything_runs(self, box: LiveSandbox) -> bool:
         try:
-            return (await self._operations.health(box.record.id, SELF)).commands_running > 0
+            return (await self._operations.health(box.record.id, SELF)).state == "busy"
         except CarrelError:
             return True
 
     async def _end_commands(self, box: LiveSandbox) -> None:
+        """End what runs; when it was left behind by commands that have ended, those are forgotten with it."""
         try:
-            for command in (await self._operations.list_commands(box.record.id, SELF)).items:
-                if command.running:
-                    await self._operations.delete_command(box.record.id, command.id, SELF)
+            known = (await self._operations.list_commands(box.record.id, SELF)).items
+            ends = [command for command in known if command.running]
+            if not ends and await self._anything_runs(box):
+                ends = known
+            for command in ends:
+                await self._operations.delete_command(box.record.id, command.id, SELF)
         except CarrelError as error:
             log.warning("sandbox %s: its commands could not be ended: %s", box.record.id, error)
             await self._sessions.stop(box.record.id, "disk", error="over its disk limit and not answering")

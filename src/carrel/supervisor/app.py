@@ -125,15 +125,18 @@ class Supervisor:
         merged = {**self._env, **env}
         if size is not None:
             merged.setdefault("TERM", "xterm-256color")
+        given = None if stdin is None else _encode("stdin", stdin)
+        terminal = None if size is None else _size(size)
         return Order(
             command=command,
-            directory=self.files.open_directory(cwd) if cwd else self._directory,
+            # Opened last: after it nothing is refused, so its descriptor cannot be forgotten.
+            directory=self.files.open_directory(cwd, "cwd") if cwd else self._directory,
             env=merged,
             timeout=timeout,
-            stdin=None if stdin is None else _encode("stdin", stdin),
+            stdin=given,
             interactive=bool(body.get("interactive")),
             output_limit=limit,
-            terminal=None if size is None else _size(size),
+            terminal=terminal,
         )
 
     def _begin(self, body: Json) -> Command:
@@ -199,7 +202,7 @@ class Supervisor:
         return json_response(
             {
                 "status": "ok",
-                "state": "busy" if running else "idle",
+                "state": "busy" if running or self.commands.left_behind else "idle",
                 "commands_running": running,
                 "capacity": CAPACITY,
                 "uptime_s": round(time.monotonic() - self._started, 3),

@@ -83,6 +83,11 @@ class Commands:
         """How many commands run."""
         return sum(command.running for command in self._commands.values())
 
+    @property
+    def left_behind(self) -> bool:
+        """Whether processes of commands that have ended still run."""
+        return bool(self._hosting) or self._leftovers()
+
     def all(self) -> list[Command]:
         """The remembered commands, oldest first."""
         return list(self._commands.values())

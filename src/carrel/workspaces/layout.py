@@ -77,7 +77,7 @@ class Layout:
         except OSError as error:
             raise PlatformError(f"cannot make the workspace: {error.strerror}") from None
         try:
-            fd = os.open(path, _DIRECTORY)
+            fd = _open_directory(path)
         except OSError as error:
             raise PlatformError(f"the workspace cannot be opened: {error.strerror}") from None
         try:
@@ -148,7 +148,10 @@ class Layout:
         grave = secrets.token_hex(8)
         try:
             os.mkdir(os.path.join(self.trash, grave), 0o700)
-            os.rename(self.path(name, ephemeral=ephemeral), os.path.join(self.trash, grave, "workspace"))
+            path = self.path(name, ephemeral=ephemeral)
+            # The agent may have forbidden its own directory; as an ordinary user we could then not move it.
+            os.close(_open_directory(path))
+            os.rename(path, os.path.join(self.trash, grave, "workspace"))
         except FileNotFoundError:
             with suppress(OSError):
                 os.rmdir(os.path.join(self.trash, grave))
@@ -241,7 +244,7 @@ def _take_entry(top: int, fd: int, entry: str) -> None:
         os.rename(entry, secrets.token_hex(12), src_dir_fd=fd, dst_dir_fd=top)
 
 
-def _open_directory(name: str, parent: int) -> int:
+def _open_directory(name: str, parent: int | None = None) -> int:
     """Open a directory that may forbid it to its owner; never through a link."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:

@@ -1,0 +1,72 @@
+"""Holds a provider to every promise, with or without a test framework.
+
+A check that needs a capability the provider does not promise is not skipped: it must then show that asking for the
+capability is refused. So what a provider lacks is a known gap, listed in the report, and never a silent one.
+
+Under pytest: `@pytest.mark.parametrize(**parameters())`, a fixture that yields a `Harness`,
+and `assert (await run_check(check, harness)).kept`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from carrel.errors import CarrelError, Unsupported
+from carrel.providers.base import Capability, Provider
+from carrel.testing import promises
+from carrel.testing.checks import CHECKS, Check, Outcome, Report
+from carrel.testing.harness import Harness, MakeProvider, MakeWorkspace
+
+__all__ = ["CHECKS", "applicable", "parameters", "run", "run_check"]
+
+_DECLARED = promises.__name__  # imported for what it declares
+
+
+def parameters() -> dict[str, object]:
+    """For `pytest.mark.parametrize(**parameters())`: a test for each check, as the argument `check`."""
+    return {"argnames": "check", "argvalues": CHECKS, "ids": [one.name for one in CHECKS]}
+
+
+def applicable(provider: Provider) -> Iterator[Check]:
+    """The checks whose capabilities this provider promises."""
+    return (one for one in CHECKS if not one.gaps(provider))
+
+
+async def run_check(one: Check, harness: Harness) -> Outcome:
+    """Hold the harness's provider to one promise."""
+    began = time.monotonic()
+    gaps = one.gaps(harness.provider)
+    failure: str | None = None
+    try:
+        if gaps:
+            _is_refused(harness.provider, gaps)
+        else:
+            async with asyncio.timeout(60):
+                await one.body(harness)
+    except (AssertionError, CarrelError, TimeoutError, OSError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    return Outcome(one, failure, tuple(gaps), time.monotonic() - began)
+
+
+async def run(make_provider: MakeProvider, make_workspace: MakeWorkspace) -> Report:
+    """Hold a provider to every promise. `make_provider` makes an equal one each time it is called."""
+    harness = Harness(make_provider, make_workspace)
+    try:
+        missing = harness.provider.missing()
+        assert missing is None, f"provider '{harness.provider.name}' cannot be used here: {missing}"
+        return Report(harness.provider.name, [await run_check(one, harness) for one in CHECKS])
+    finally:
+        await harness.close()
+
+
+def _is_refused(provider: Provider, gaps: list[Capability]) -> None:
+    for gap in gaps:
+        try:
+            provider.require(gap)
+        except Unsupported as refusal:
+            assert gap in str(refusal.extra.get("capabilities")), "the refusal does not name what is lacking"
+            assert refusal.hint, "the refusal does not say what to do"
+        else:
+            raise AssertionError(f"'{gap}' is neither promised nor refused")

@@ -1,0 +1,107 @@
+"""What a check works with: a provider, workspaces made for it, and sandboxes that are removed whatever happens."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+from carrel.control.connection import SupervisorConnection
+from carrel.models import CommandInfo, CommandResult, Network
+from carrel.providers.base import NETWORK_CAPABILITY, Handle, Launch, Provider
+
+MakeProvider = Callable[[], Provider]
+MakeWorkspace = Callable[[str], str]
+
+SANDBOX_OWNER = 1000
+"""Who owns a workspace on disk when the provider runs as root."""
+
+
+class Running:
+    """A started sandbox and the connection to its supervisor."""
+
+    def __init__(self, handle: Handle, workspace: str):
+        self.handle = handle
+        self.workspace = workspace
+        self.connection = SupervisorConnection(str(handle["socket"]))
+
+    async def run(self, command: str | list[str], *, timeout: float = 20, **fields: Any) -> CommandResult:
+        """Run a command to its end."""
+        body = {"command": command, "timeout": timeout, "output_limit": 1024 * 1024, **fields}
+        answer = await self.connection.request_json("POST", "/commands?wait=1", body, deadline=timeout + 10)
+        return CommandResult.model_validate(answer)
+
+    async def start(self, command: str | list[str], *, timeout: float = 60, **fields: Any) -> CommandInfo:
+        """Start a command in the background."""
+        body = {"command": command, "timeout": timeout, "output_limit": 1024 * 1024, **fields}
+        return CommandInfo.model_validate(await self.connection.request_json("POST", "/commands", body))
+
+    async def result(self, id: str) -> CommandResult:
+        """Wait for a command that was started."""
+        return CommandResult.model_validate(
+            await self.connection.request_json("GET", f"/commands/{id}/result", deadline=60)
+        )
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file of the workspace."""
+        await self.connection.request("PUT", f"/files/content?path={quote(path)}&parents=1", data)
+
+    async def read(self, path: str) -> bytes:
+        """Read a file of the workspace."""
+        return await self.connection.request("GET", f"/files/content?path={quote(path)}")
+
+
+class Harness:
+    """Makes what checks need, from two things only the provider's author knows: how to make one, and where files go."""
+
+    def __init__(self, make_provider: MakeProvider, make_workspace: MakeWorkspace):
+        self.make_provider = make_provider
+        self._make_workspace = make_workspace
+        self.provider = make_provider()
+
+    def workspace(self) -> str:
+        """A new, empty workspace."""
+        return self._make_workspace(f"eph-{secrets.token_hex(8)}")
+
+    def launch(self, workspace: str | None = None, **fields: Any) -> Launch:
+        """A launch with the network this provider has, the strictest first."""
+        network = next((kind for kind in Network if NETWORK_CAPABILITY[kind] in self.provider.capabilities()), None)
+        assert network is not None, f"provider '{self.provider.name}' promises no kind of network, not even none"
+        name = f"check-{secrets.token_hex(6)}"
+        return Launch(id=name, workspace=workspace or self.workspace(), network=network, **fields)
+
+    @asynccontextmanager
+    async def sandbox(
+        self, workspace: str | None = None, *, env: Mapping[str, str] | None = None, **limits: Any
+    ) -> AsyncIterator[Running]:
+        """A sandbox that is removed in the end."""
+        launch = self.launch(workspace, env=dict(env or {}), **limits)
+        handle = await self.provider.start(launch)
+        try:
+            running = Running(handle, launch.workspace)
+            try:
+                yield running
+            finally:
+                running.connection.close()
+        finally:
+            await self.provider.remove(handle)
+
+    async def close(self) -> None:
+        """Let the provider go."""
+        await self.provider.close()
+
+
+def workspaces_in(directory: str) -> MakeWorkspace:
+    """Makes workspaces below a directory, as the providers of this package expect them."""
+
+    def make(name: str) -> str:
+        path = os.path.join(directory, name)
+        os.mkdir(path, 0o700)
+        if os.geteuid() == 0:
+            os.chown(path, SANDBOX_OWNER, SANDBOX_OWNER)
+        return path
+
+    return make

@@ -1,0 +1,409 @@
+"""The checks themselves: each is a promise in its docstring and the code that holds a provider to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+
+from carrel.errors import CarrelError
+from carrel.models import CommandResult
+from carrel.providers.base import Capability
+from carrel.testing.checks import check
+from carrel.testing.harness import Harness
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+def _said(result: CommandResult, text: str) -> None:
+    assert result.exit_code == 0, f"exit {result.exit_code}, signal {result.signal}: {result.stderr}"
+    assert result.stdout == text, f"{result.stdout!r} is not {text!r}"
+
+
+# the life of a sandbox
+
+
+@check()
+async def describes_itself(harness: Harness) -> None:
+    """A provider has a name and an isolation level, and the weakest level is called unsafe."""
+    provider = harness.provider
+    assert provider.name and provider.name == provider.name.strip().lower()
+    assert 0 <= provider.isolation_level <= 3
+    assert provider.unsafe == (provider.isolation_level == 0), "level 0 is unsafe, and only level 0"
+    assert provider.status().capabilities == sorted(provider.capabilities())
+
+
+@check()
+async def starts_and_is_alive(harness: Harness) -> None:
+    """A started sandbox is alive and its supervisor answers at once."""
+    async with harness.sandbox() as box:
+        assert await harness.provider.alive(box.handle)
+        assert (await box.connection.request_json("GET", "/health"))["status"] == "ok"
+
+
+@check()
+async def removal_ends_it(harness: Harness) -> None:
+    """After removal the sandbox is not alive and its supervisor cannot be reached."""
+    async with harness.sandbox() as box:
+        await harness.provider.remove(box.handle)
+        assert not await harness.provider.alive(box.handle)
+        try:
+            await box.connection.request_json("GET", "/health", deadline=5)
+        except CarrelError:
+            return
+        raise AssertionError("the supervisor still answers")
+
+
+@check()
+async def removal_may_be_repeated(harness: Harness) -> None:
+    """Removing a sandbox twice is fine, and so is removing one that died by itself."""
+    async with harness.sandbox() as box:
+        await harness.provider.remove(box.handle)
+        await harness.provider.remove(box.handle)
+        later = harness.make_provider()
+        try:
+            await later.remove(box.handle)
+        finally:
+            await later.close()
+
+
+@check()
+async def handle_is_json(harness: Harness) -> None:
+    """A handle is a flat JSON object that names its provider, its id and its socket."""
+    async with harness.sandbox() as box:
+        assert json.loads(json.dumps(box.handle)) == box.handle
+        assert {"provider", "id", "socket"} <= box.handle.keys()
+        assert box.handle["provider"] == harness.provider.name
+        assert all(value is None or isinstance(value, str | int | float | bool) for value in box.handle.values())
+
+
+@check(Capability.SURVIVES_RESTART)
+async def found_by_another_provider_object(harness: Harness) -> None:
+    """A provider object made later finds, reaches and removes a sandbox by its handle alone."""
+    async with harness.sandbox() as box:
+        later = harness.make_provider()
+        try:
+            handle = json.loads(json.dumps(box.handle))
+            assert await later.alive(handle)
+            _said(await box.run("echo found"), "found\n")
+            await later.remove(handle)
+            assert not await harness.provider.alive(box.handle)
+        finally:
+            await later.close()
+
+
+@check()
+async def stranger_is_not_alive(harness: Harness) -> None:
+    """A handle of a sandbox that never was is not alive, and removing it does nothing."""
+    async with harness.sandbox() as box:
+        strange = {
+            **box.handle,
+            "id": "never-was",
+            "pid": 0x3FFFFF,
+            "start_time": 1,
+            "socket": f"{box.handle['socket']}x",
+        }
+        assert not await harness.provider.alive(strange)
+        await harness.provider.remove(strange)
+        assert await harness.provider.alive(box.handle), "removing a stranger removed another"
+
+
+@check()
+async def failed_start_leaves_nothing(harness: Harness) -> None:
+    """A start that cannot succeed raises an error of carrel's and leaves no sandbox."""
+    workspace = harness.workspace()
+    os.rmdir(workspace)
+    try:
+        handle = await harness.provider.start(harness.launch(workspace))
+    except CarrelError as error:
+        assert error.status >= 500, "a platform failure is not the caller's"
+        return
+    await harness.provider.remove(handle)
+    raise AssertionError("a sandbox started without a workspace")
+
+
+@check()
+async def workspace_outlives_the_sandbox(harness: Harness) -> None:
+    """Files stay when a sandbox is removed, and the next one on the same workspace has them."""
+    workspace = harness.workspace()
+    async with harness.sandbox(workspace) as box:
+        await box.run("echo kept > file; mkdir -p a/b; chmod 700 a; echo deep > a/b/c")
+    async with harness.sandbox(workspace) as box:
+        _said(await box.run("cat file a/b/c; echo more >> file"), "kept\ndeep\n")
+        assert await box.read("file") == b"kept\nmore\n"
+
+
+@check()
+async def many_at_once(harness: Harness) -> None:
+    """Sandboxes started at the same time all work, and none sees the others' files."""
+
+    async def one(number: int) -> None:
+        async with harness.sandbox() as box:
+            await box.write("mine", str(number).encode())
+            _said(await box.run("cat mine; ls -A | grep -v '^\\.' | wc -l"), f"{number}1\n")
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(8):
+            group.create_task(one(number))
+
+
+# commands
+
+
+@check()
+async def command_result(harness: Harness) -> None:
+    """A command's two streams and its exit code come back; a failing command is a result, not an error."""
+    async with harness.sandbox() as box:
+        result = await box.run("echo out; echo err >&2; exit 7")
+        assert (result.stdout, result.stderr, result.exit_code, result.signal) == ("out\n", "err\n", 7, None)
+        assert not result.timed_out and not result.truncated
+
+
+@check()
+async def command_not_found(harness: Harness) -> None:
+    """A program that does not exist is exit code 127, as in a shell."""
+    async with harness.sandbox() as box:
+        assert (await box.run(["no-such-program"])).exit_code == 127
+
+
+@check()
+async def command_ended_by_a_signal(harness: Harness) -> None:
+    """A command that a signal ends has no exit code and names the signal."""
+    async with harness.sandbox() as box:
+        result = await box.run("kill -SEGV $$")
+        assert result.exit_code is None and result.signal == "SIGSEGV", result
+
+
+@check()
+async def command_environment(harness: Harness) -> None:
+    """A command gets the sandbox's environment and its own, nothing of the host's, and starts in the workspace."""
+    os.environ["CARREL_CONFORMANCE"] = "of the host"
+    try:
+        async with harness.sandbox(env={"OF_THE_SANDBOX": "one"}) as box:
+            await box.write("here", b"")
+            result = await box.run(
+                "ls here; echo $OF_THE_SANDBOX $OF_THE_COMMAND $CARREL_CONFORMANCE",
+                env={"OF_THE_COMMAND": "two"},
+            )
+            _said(result, "here\none two\n")
+    finally:
+        del os.environ["CARREL_CONFORMANCE"]
+
+
+@check()
+async def command_input(harness: Harness) -> None:
+    """What is given as standard input is read to its end."""
+    async with harness.sandbox() as box:
+        _said(await box.run("wc -c", stdin="x" * 300_000), "300000\n")
+
+
+@check()
+async def binary_output(harness: Harness) -> None:
+    """Output that is not text comes back byte for byte."""
+    async with harness.sandbox() as box:
+        result = await box.run(r"printf '\000\377\200ok'")
+        assert result.stdout_bytes == b"\x00\xff\x80ok"
+
+
+@check()
+async def output_cap(harness: Harness) -> None:
+    """Output beyond its cap is dropped, counted and flagged; the command is not held up."""
+    async with harness.sandbox() as box:
+        result = await box.run("head -c 5000000 /dev/zero", output_limit=1000)
+        assert result.truncated and len(result.stdout_bytes) == 1000
+        assert result.dropped_bytes == 5_000_000 - 1000 and result.exit_code == 0
+
+
+@check()
+async def deadline_ends_the_tree(harness: Harness) -> None:
+    """At its deadline a command and all it started are gone, whatever they ignore, and what it wrote is kept."""
+    async with harness.sandbox() as box:
+        script = "trap '' TERM HUP INT; echo started; setsid sh -c 'while :; do echo >> beat; sleep 0.02; done' & wait"
+        result = await box.run(script, timeout=1)
+        assert result.timed_out and result.stdout == "started\n", result
+
+        async def quiet() -> bool:
+            before = await box.read("beat")
+            await asyncio.sleep(0.15)
+            return await box.read("beat") == before
+
+        await _until(quiet, "a process of the command still writes")
+
+
+@check()
+async def background_and_signal(harness: Harness) -> None:
+    """A command runs in the background, takes a signal, and its result is kept until it is asked for."""
+    async with harness.sandbox() as box:
+        info = await box.start("trap 'echo told; exit 3' USR1; echo > ready; while :; do sleep 0.02; done")
+
+        async def ready() -> bool:
+            return (await box.run("test -e ready")).exit_code == 0
+
+        await _until(ready, "the command did not start")
+        await box.connection.request_json("POST", f"/commands/{info.id}/signal", {"signal": "USR1", "tree": False})
+        result = await box.result(info.id)
+        assert (result.exit_code, result.stdout) == (3, "told\n"), result
+
+
+@check()
+async def commands_side_by_side(harness: Harness) -> None:
+    """Commands of one sandbox run at the same time."""
+    async with harness.sandbox() as box:
+        waiting = asyncio.gather(*(box.run("until test -e go; do sleep 0.02; done; echo gone") for _ in range(4)))
+        await box.write("go", b"")
+        for result in await waiting:
+            _said(result, "gone\n")
+
+
+@check(Capability.TERMINAL)
+async def terminal(harness: Harness) -> None:
+    """A program in a terminal has a real one, of the size that was asked for."""
+    async with harness.sandbox() as box:
+        info = await box.start(
+            "test -t 0 && test -t 1 && stty size; read line; echo got $line", terminal={"rows": 33, "cols": 77}
+        )
+        await box.connection.request("POST", f"/commands/{info.id}/stdin", b"typed\n")
+        shown = (await box.result(info.id)).stdout
+        assert "33 77" in shown and "got typed" in shown, shown
+
+
+# files
+
+
+@check()
+async def files_round_trip(harness: Harness) -> None:
+    """Bytes written by the file calls are read back unchanged, and are the files commands see."""
+    data = bytes(range(256)) * 4096
+    async with harness.sandbox() as box:
+        await box.write("a/b/data.bin", data)
+        assert await box.read("a/b/data.bin") == data
+        _said(await box.run("wc -c < a/b/data.bin; test -w a/b/data.bin && echo mine"), f"{len(data)}\nmine\n")
+
+
+@check()
+async def files_stay_inside(harness: Harness) -> None:
+    """A path that leaves the workspace is refused, by `..`, from the root, or through a link."""
+    async with harness.sandbox() as box:
+        await box.run("ln -s /etc link")
+        for path in ("../x", "/etc/hostname", "link/hostname", "a/../../x"):
+            try:
+                await box.read(path)
+            except CarrelError as error:
+                assert error.status in {400, 404}, f"{path}: {error}"
+            else:
+                raise AssertionError(f"{path} was read")
+
+
+# isolation and limits
+
+
+@check(Capability.FILE_ISOLATION)
+async def files_are_isolated(harness: Harness) -> None:
+    """A file of the host outside the workspace cannot be read, whatever its permissions."""
+    neighbour = harness.workspace()
+    os.chmod(neighbour, 0o755)  # noqa: S103 - open on purpose
+    path = os.path.join(neighbour, "open-to-all")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    os.write(descriptor, b"of the host")
+    os.close(descriptor)
+    async with harness.sandbox() as box:
+        result = await box.run(["cat", path])
+        assert result.exit_code != 0 and "of the host" not in result.stdout
+
+
+@check(Capability.PROCESS_ISOLATION)
+async def processes_are_isolated(harness: Harness) -> None:
+    """Processes of the host and of other sandboxes are out of sight."""
+    async with harness.sandbox() as one, harness.sandbox() as other:
+        await one.start(["sleep", "61.5"])
+        result = await other.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "61.5" not in result.stdout and "python" not in result.stdout, result.stdout
+
+
+@check(Capability.PROCESS_ISOLATION)
+async def removal_ends_daemons(harness: Harness) -> None:
+    """A daemon that left its session and its parent ends with the sandbox."""
+    workspace = harness.workspace()
+    async with harness.sandbox(workspace) as box:
+        await box.run("setsid sh -c 'while :; do echo >> beat; sleep 0.02; done' >/dev/null 2>&1 &")
+        await asyncio.sleep(0.2)
+    async with harness.sandbox(workspace) as box:
+        before = await box.read("beat")
+        await asyncio.sleep(0.2)
+        assert await box.read("beat") == before
+
+
+@check(Capability.NETWORK_NONE)
+async def no_network(harness: Harness) -> None:
+    """Without a network there is loopback and nothing else."""
+    async with harness.sandbox() as box:
+        _said(await box.run("cut -d: -f1 /proc/net/dev | tail -n +3 | tr -d ' '"), "lo\n")
+
+
+@check(Capability.LIMIT_PROCESSES)
+async def processes_are_limited(harness: Harness) -> None:
+    """No more processes than allowed, and the sandbox works after they are gone."""
+    async with harness.sandbox(processes=24) as box:
+        result = await box.run(
+            "for i in $(seq 100); do sleep 30 & done 2>/dev/null; ls -d /proc/[0-9]* | wc -l", timeout=5
+        )
+        counted = [int(word) for word in result.stdout.split()]
+        assert result.exit_code != 0 or all(count <= 32 for count in counted), result
+        for command in (await box.connection.request_json("GET", "/commands"))["items"]:
+            await box.connection.request("DELETE", f"/commands/{command['id']}")
+
+        async def works() -> bool:
+            return (await box.run("/bin/true")).exit_code == 0
+
+        await _until(works, "the sandbox does not recover")
+
+
+@check(Capability.LIMIT_MEMORY)
+async def memory_is_limited(harness: Harness) -> None:
+    """A program that takes more memory than allowed ends, and the sandbox lives on."""
+    async with harness.sandbox(memory_mb=96) as box:
+        result = await box.run("head -c 300M /dev/zero | tail -n 1 | wc -c")
+        assert result.stdout.strip() != str(300 * 1024 * 1024), "it was held in memory all the same"
+        _said(await box.run("echo fine"), "fine\n")
+
+
+@check(Capability.LIMIT_DISK)
+async def file_size_is_limited(harness: Harness) -> None:
+    """No single file grows beyond the workspace's size; their sum is watched by the control plane."""
+    async with harness.sandbox(disk_mb=4) as box:
+        await box.run("head -c 20M /dev/zero > big")
+        assert os.path.getsize(os.path.join(box.workspace, "big")) <= 4 * 1024 * 1024
+
+
+@check(Capability.LIMIT_CPUS)
+async def processors_are_limited(harness: Harness) -> None:
+    """Half a processor is half a processor."""
+    async with harness.sandbox(cpus=0.5) as box:
+        result = await box.run("timeout 2 sh -c 'while :; do :; done'; times")
+        minutes, seconds = result.stdout.splitlines()[-1].split()[0].rstrip("s").split("m")
+        assert int(minutes) == 0 and float(seconds) < 1.6, result.stdout
+
+
+@check(Capability.NETWORK_ALLOWLIST)
+async def allowlist(harness: Harness) -> None:
+    """A network with an allow list is refused where it cannot be kept."""
+    harness.provider.require(Capability.NETWORK_ALLOWLIST)
+
+
+@check(Capability.NETWORK_BRIDGE)
+async def bridge(harness: Harness) -> None:
+    """A bridged network is refused where there is none."""
+    harness.provider.require(Capability.NETWORK_BRIDGE)
+
+
+@check(Capability.NETWORK_HOST)
+async def host_network(harness: Harness) -> None:
+    """The host's network is refused where the provider keeps sandboxes off it."""
+    harness.provider.require(Capability.NETWORK_HOST)

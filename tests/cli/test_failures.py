@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrel.cli.failures import Terminated, exit_code_of, tell
+from carrel.errors import BY_CODE, Denied
+
+
+@given(st.text(), st.text(min_size=1))
+def test_a_failure_is_two_lines(detail: str, hint: str) -> None:
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        assert exit_code_of(Denied(detail, hint=hint)) == 1
+    assert told.getvalue().count("\n") == 2
+    assert "\x1b" not in told.getvalue()
+
+
+def test_an_unforeseen_failure_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(RuntimeError("boom")) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told and "--trace" in told
+    assert exit_code_of(KeyboardInterrupt()) == 130
+    assert exit_code_of(ExceptionGroup("g", [Denied("no")])) == 1
+    try:
+        raise RuntimeError("boom")
+    except RuntimeError as error:
+        assert exit_code_of(error, trace=True) == 1
+    assert "test_failures.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "first"),
+    [
+        (SystemExit(3), 3, None),
+        (SystemExit(), 1, None),
+        (SystemExit("words"), 1, None),
+        (Terminated(signal.SIGTERM), 143, None),
+        (typer.Abort(), 130, None),
+        (typer.BadParameter("no such size."), 2, "error: no such size"),
+        (FileNotFoundError(2, "No such file", "/x"), 1, "error: /x: No such file"),
+        (OSError("odd"), 1, "error: odd"),
+        *((BY_CODE[code]("words"), 1, "error: words") for code in sorted(BY_CODE)),
+    ],
+)
+def test_exit_codes(capsys: pytest.CaptureFixture[str], error: BaseException, code: int, first: str | None) -> None:
+    assert exit_code_of(error) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert (told.err.splitlines() or [None])[0] == first
+
+
+def test_a_hint_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("a\nb\x1b[31m")
+    assert capsys.readouterr().err == "error: a b\\x1b[31m\n"
+
+
+def test_a_reader_that_left_is_not_written_to_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        before = len(os.listdir("/proc/self/fd"))
+        assert exit_code_of(BrokenPipeError()) == 1
+        print("more", flush=True)
+        assert os.readlink(f"/proc/self/fd/{output.fileno()}") == os.devnull
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+from carrel.cli.failures import Terminated
+from carrel.cli.options import Ephemeral
+from carrel.cli.reach import ephemeral, existing, kept, to_the_end, wanted
+from carrel.client import AsyncClient, Client
+from carrel.errors import InvalidRequest, NotFound, ServerUnreachable
+from carrel.models import State
+
+
+@pytest.fixture
+def here(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARREL_URL", raising=False)
+    monkeypatch.delenv("CARREL_TOKEN", raising=False)
+    monkeypatch.setenv("CARREL_DATA_DIR", str(data_dir))
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARREL_URL", raising=False)
+    monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("here")
+async def test_by_name() -> None:
+    name = f"reach-{uuid.uuid4().hex[:8]}"
+    with Client() as client:
+        with pytest.raises(NotFound):
+            existing(client, name)
+        made = wanted(client, name)
+        try:
+            assert existing(client, name).id == wanted(client, made.id).id == made.id
+            async with kept(name) as same:
+                assert same.id == made.id
+            assert made.info().state is State.RUNNING, "leaving it does not end it"
+        finally:
+            made.terminate(delete_files=True)
+
+
+@pytest.mark.usefixtures("here")
+async def test_on_the_server_it_is_gone_afterwards() -> None:
+    async with ephemeral(Ephemeral(trust="high")) as box, AsyncClient() as client:
+        assert (await client.find(box.id)).ephemeral
+    async with AsyncClient() as client:
+        with pytest.raises(NotFound):
+            await client.find(box.id)
+    async with ephemeral(Ephemeral(), keep=True) as box:
+        pass
+    async with AsyncClient() as client:
+        assert (await client.attach(await client.find(box.id)).terminate()).state is State.TERMINATED
+
+
+@pytest.mark.usefixtures("nowhere")
+async def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ephemeral(Ephemeral(provider="process", trust="high")) as box:
+        assert (await box.commands.run("echo here")).stdout == "here\n"
+    with pytest.raises(InvalidRequest):
+        async with ephemeral(Ephemeral(provider="nowhere")):
+            pass
+    with pytest.raises(ServerUnreachable, match="carrel serve"):
+        async with ephemeral(Ephemeral(), keep=True):
+            pass
+    monkeypatch.setenv("CARREL_URL", "http://127.0.0.1:9")
+    with pytest.raises(ServerUnreachable):
+        async with ephemeral(Ephemeral()):
+            pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_the_work_tidy_up(number: signal.Signals) -> None:
+    tidied = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            tidied.append(True)
+
+    with pytest.raises(Terminated) as caught:
+        to_the_end(work())
+    assert (caught.value.number, tidied) == (number, [True])
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_results_and_errors_pass() -> None:
+    async def value() -> int:
+        return 7
+
+    async def broken() -> int:
+        raise KeyError("x")
+
+    assert to_the_end(value()) == 7
+    with pytest.raises(KeyError):
+        to_the_end(broken())

@@ -1,0 +1,120 @@
+"""The conformance suite on every provider this host has, and proof that it notices a provider that breaks a promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from carrel.providers.base import Capability, Handle, Provider
+from carrel.providers.namespace import NamespaceProvider
+from carrel.providers.process import ProcessProvider
+from carrel.testing import CHECKS, Harness, parameters, run, run_check, workspaces_in
+
+PROVIDERS: dict[str, type[NamespaceProvider] | type[ProcessProvider]] = {
+    "namespace": NamespaceProvider,
+    "process": ProcessProvider,
+}
+
+
+@pytest.fixture
+def directories(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "ws").mkdir()
+    return str(tmp_path / "run"), str(tmp_path / "ws")
+
+
+@pytest.fixture(params=PROVIDERS)
+async def harness(request, directories):
+    run_dir, workspaces = directories
+    harness = Harness(lambda: PROVIDERS[request.param](run_dir, workspaces), workspaces_in(workspaces))
+    if (missing := harness.provider.missing()) is not None:
+        pytest.skip(missing)
+    yield harness
+    await harness.close()
+
+
+@pytest.mark.parametrize(**parameters())
+async def test_promise(check, harness):
+    outcome = await run_check(check, harness)
+    assert outcome.kept, f"{check.promise}\n{outcome.failure}"
+
+
+def test_known_gaps_of_each_provider(directories):
+    gaps = {
+        name: sorted({gap for check in CHECKS for gap in check.gaps(kind(*directories))})
+        for name, kind in PROVIDERS.items()
+    }
+    assert not set(gaps["namespace"]) - {
+        Capability.LIMIT_CPUS,
+        Capability.NETWORK_ALLOWLIST,
+        Capability.NETWORK_BRIDGE,
+        Capability.NETWORK_HOST,
+    }
+    assert set(gaps["process"]) >= {
+        Capability.FILE_ISOLATION,
+        Capability.PROCESS_ISOLATION,
+        Capability.LIMIT_MEMORY,
+        Capability.NETWORK_NONE,
+    }
+
+
+def test_every_capability_has_a_check():
+    assert {capability for check in CHECKS for capability in check.needs} == set(Capability)
+
+
+class Boaster(ProcessProvider):
+    """Promises what it does not do."""
+
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities() | {
+            Capability.FILE_ISOLATION,
+            Capability.PROCESS_ISOLATION,
+            Capability.NETWORK_NONE,
+            Capability.LIMIT_DISK,
+        }
+
+
+class Ignorer(ProcessProvider):
+    """Accepts what it does not promise."""
+
+    def require(self, *wanted: Capability) -> None:
+        return
+
+
+class Deserter(ProcessProvider):
+    """Forgets what it started."""
+
+    async def alive(self, handle: Handle) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        (Boaster, {"files_are_isolated", "processes_are_isolated", "file_size_is_limited", "no_network"}),
+        (Ignorer, {"files_are_isolated", "memory_is_limited", "bridge"}),
+        (Deserter, {"starts_and_is_alive"}),
+    ],
+)
+async def test_broken_promises_are_noticed(kind: type[Provider], broken, directories):
+    harness = Harness(lambda: kind(*directories), workspaces_in(directories[1]))
+    try:
+        outcomes = {check.name: await run_check(check, harness) for check in CHECKS if check.name in broken}
+    finally:
+        await harness.close()
+    assert {name for name, outcome in outcomes.items() if not outcome.kept} == broken
+
+
+async def test_report(directories):
+    run_dir, workspaces = directories
+    report = await run(lambda: ProcessProvider(run_dir, workspaces), workspaces_in(workspaces))
+    assert report.ok, str(report)
+    assert Capability.FILE_ISOLATION in report.gaps
+    assert "refused  files_are_isolated" in str(report)
+
+
+def test_needs_no_test_framework():
+    code = "import sys, carrel.testing; sys.exit('pytest' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
