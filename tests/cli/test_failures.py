@@ -5,7 +5,6 @@ import io
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import typer
@@ -46,7 +45,7 @@ def test_an_unforeseen_failure_is_told_without_a_traceback(capsys: pytest.Captur
         (SystemExit("words"), 1, None),
         (Terminated(signal.SIGTERM), 143, None),
         (typer.Abort(), 130, None),
-        (typer.BadParameter("no such size."), 2, "error: no such size"),
+        (typer.BadParameter("no such size."), 2, "error: Invalid value: no such size"),
         (FileNotFoundError(2, "No such file", "/x"), 1, "error: /x: No such file"),
         (OSError("odd"), 1, "error: odd"),
         *((BY_CODE[code]("words"), 1, "error: words") for code in sorted(BY_CODE)),
@@ -64,7 +63,7 @@ def test_a_hint_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: a b\\x1b[31m\n"
 
 
-def test_a_reader_that_left_is_not_written_to_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_reader_that_left_is_not_written_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as output:

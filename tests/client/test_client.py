@@ -114,40 +114,6 @@ async def test_no_server_async(monkeypatch: pytest.MonkeyPatch) -> None:
             await client.sandbox()
 
 
-def test_something_that_is_not_carrel_is_a_platform_error() -> None:
-    page = b"HTTP/1.1 200 OK\r\ncontent-length: 13\r\nconnection: close\r\n\r\n<html></html>"
-    with pytest.raises(Exception, match="not a HostReport") as raised:
-        _against([page], lambda client: client.host())
-    assert type(raised.value).__name__ == "PlatformError"
-
-
-def test_a_get_on_a_connection_that_the_server_dropped_is_sent_again_and_a_post_is_not() -> None:
-    report = b'{"kernel":"k","user":"u","checks":[],"providers":[]}'
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(report)
-    _against([b"", head + report], lambda client: client.host())
-    with pytest.raises(ServerUnreachable):
-        _against([b""], lambda client: client.sandbox())
-
-
-def _against(answers: list[bytes], use: object) -> None:
-    """Use a client against a peer that gives each connection one raw answer; an empty one is a hang-up."""
-    assert callable(use)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            for answer in answers:
-                peer, _ = listener.accept()
-                with peer:
-                    peer.recv(65536)
-                    peer.sendall(answer)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}", "t", timeout=5) as client:
-            use(client)
-        thread.join(5)
-
-
 async def test_async_client_does_the_same(async_client: AsyncClient) -> None:
     async with await async_client.sandbox(labels={"purpose": "test"}) as box:
         assert box.id in [info.id async for info in async_client.sandboxes()]

@@ -113,13 +113,6 @@ def test_bad_requests_name_the_field(box: Sandbox) -> None:
         box.commands.run("true", env={"A": object()})  # type: ignore[dict-item]
 
 
-def test_execute_and_tool(box: Sandbox) -> None:
-    result = box.execute("wc -c < in.bin", files={"in.bin": b"\x00\xff12"})
-    assert result.output.strip() == "4"
-    box.tool("create_file", {"path": "made.txt", "content": "by a tool"})
-    assert box.files.read_text("made.txt") == "by a tool"
-
-
 async def test_async_commands(async_box: AsyncSandbox) -> None:
     assert (await async_box.commands.run("echo hi")).stdout == "hi\n"
     stream = async_box.commands.stream("echo one; echo two")

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import groupby
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.output import END, STDERR, STDOUT, Budget, Output
+from carrel.supervisor.output import END, RUN_COST, STDERR, STDOUT, Budget, Output
 
 writes = st.lists(st.tuples(st.sampled_from([STDOUT, STDERR]), st.binary(max_size=20)), max_size=30)
 
 
-@given(writes, st.integers(0, 200), st.integers(0, 200), st.integers(1, 7))
+def _tags(written: list[tuple[int, bytes]]) -> list[tuple[int, int]]:
+    return [(stream, byte) for stream, data in written for byte in data]
+
+
+@given(writes, st.integers(0, 200), st.integers(0, 1000), st.integers(1, 7))
 def test_what_is_kept_is_a_prefix_of_what_was_written(
     written: list[tuple[int, bytes]], limit: int, left: int, size: int
 ) -> None:
@@ -19,10 +24,14 @@ def test_what_is_kept_is_a_prefix_of_what_was_written(
     for stream, data in written:
         output.add(stream, data)
     everything = b"".join(data for _, data in written)
-    kept = min(len(everything), limit, left)
-    assert (len(output), output.dropped, budget.left) == (kept, len(everything) - kept, left - kept)
+    kept = len(output)
+    runs = len(list(groupby(stream for stream, _ in _tags(written)[:kept])))
+    assert output.dropped == len(everything) - kept
+    assert budget.left == left - kept - runs * RUN_COST >= 0
+    if left >= limit + RUN_COST * len(written):
+        assert kept == min(len(everything), limit)
 
-    tagged = [(stream, byte) for stream, data in written for byte in data][:kept]
+    tagged = _tags(written)[:kept]
     expected = tuple(bytes(byte for kind, byte in tagged if kind == stream) for stream in (STDOUT, STDERR))
     assert output.whole() == expected
 

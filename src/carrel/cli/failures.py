@@ -49,7 +49,9 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         return exit_code_of(error.exceptions[0])
     if isinstance(error, BrokenPipeError):
         # The interpreter flushes stdout at exit; with the reader gone that would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
         return BROKEN_PIPE
     if isinstance(error, CarrelError):
         tell(error.detail, error.hint)

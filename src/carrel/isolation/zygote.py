@@ -242,6 +242,7 @@ class Zygote:
         child.deadline = math.inf
         if word == b"ready":
             child.ready = True
+            self._spares_wanted = SPARES if self._isolate else 0
             self._answer(child.asked_by, child.seq, pid=child.pid, start_time=child.started)
             return
         words = word.decode(errors="replace") or "the new process died while it was set up"

@@ -13,6 +13,7 @@ import signal
 import struct
 import termios
 import time
+from collections.abc import Coroutine
 from datetime import UTC, datetime
 
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, NotRunning
@@ -57,6 +58,7 @@ class Commands:
         self._hosting: dict[Runner, Command] = {}
         self._rest: asyncio.TimerHandle | None = None
         self._null = -1
+        self._sweeps = 0  # under way: nothing may be started directly below the supervisor meanwhile
         self._tasks: set[asyncio.Task[None]] = set()
         self._children_file = ""
 
@@ -170,7 +172,7 @@ class Commands:
         return given, ends[0], ends[1]
 
     def _launch(self, command: Command, program: Program) -> None:
-        if self._direct is None and not self._leftovers():
+        if self._direct is None and not self._sweeps and not self._leftovers():
             os.pwrite(self._oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
             try:
                 command.pid = spawn(program, command.order.directory)
@@ -285,9 +287,12 @@ class Commands:
         """End the whole tree of a command, also what it left behind when it ended."""
         if not command.killing:
             command.killing = True
-            task = self._loop.create_task(self._kill(command))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._in_background(self._kill(command))
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _kill(self, command: Command) -> None:
         pause = 0.0005
@@ -459,7 +464,13 @@ class Commands:
             if command.running:
                 self._finish(command, signal.SIGKILL)
             # Its processes are now below the supervisor and cannot be told from others there: end them all.
-            kill_below(self._pid, tuple(self._runners))
+            self._sweeps += 1
+            self._in_background(self._sweep())
+
+    async def _sweep(self) -> None:
+        while kill_below(self._pid, tuple(self._runners)):  # noqa: ASYNC110 - nothing tells of new processes
+            await asyncio.sleep(0.001)
+        self._sweeps -= 1
 
 
 def _find(name: str, path: str, directory: int) -> str | None:

@@ -6,6 +6,8 @@ import asyncio
 from bisect import bisect_right
 
 STDOUT, STDERR, END = 1, 2, 0
+RUN_COST = 64
+"""What it costs to remember where one stream gives way to the other: a program may change between bytes."""
 
 
 class Budget:
@@ -33,12 +35,15 @@ class Output:
 
     def add(self, stream: int, data: bytes) -> None:
         """Keep what fits under the cap, count what does not."""
-        room = min(self._limit - len(self._data), self._budget.left)
+        begins_run = not self._streams or self._streams[-1] != stream
+        room = max(0, min(self._limit - len(self._data), self._budget.left - begins_run * RUN_COST))
         if len(data) > room:
-            self.dropped += len(data) - max(room, 0)
-            data = data[: max(room, 0)]
+            self.dropped += len(data) - room
+            data = data[:room]
+            self._limit = len(self._data) + room  # what is kept has no gap, also when others free their share
         if data:
-            if not self._streams or self._streams[-1] != stream:
+            if begins_run:
+                self._budget.left -= RUN_COST
                 self._starts.append(len(self._data))
                 self._streams.append(stream)
             self._data += data
@@ -52,7 +57,7 @@ class Output:
 
     def release(self) -> None:
         """Forget everything and give the bytes back to the budget."""
-        self._budget.left += len(self._data)
+        self._budget.left += len(self._data) + RUN_COST * len(self._streams)
         self._limit = 0
         self._data = bytearray()
         self._starts, self._streams = [], []
