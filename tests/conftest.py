@@ -32,6 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Watch(leaks))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport | None:
+    """On a machine that can have everything (root, in CI), what is skipped was not shown: that is a failure."""
+    report = pytest.TestReport.from_item_and_call(item, call)
+    if report.skipped and os.environ.get("CI") == "true" and os.geteuid() == 0:
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {report.longrepr}"
+    return report
+
+
 async def _open(house: House) -> dict[str, Any]:
     handle = await house.provider.start(house.launch())
     await house.provider.close()

@@ -88,7 +88,7 @@ def test_a_server_that_says_nothing() -> None:
 def test_problems_become_their_errors() -> None:
     body = json.dumps(NotFound("no such thing", field="id", hint="look").problem()).encode()
     with pytest.raises(NotFound) as caught:
-        against([answer(body, "404 Not Found")], lambda client: client.find("x"))
+        against([answer(body, "404 Not Found")], lambda client: client.host())
     assert (caught.value.field, caught.value.hint) == ("id", "look")
     with pytest.raises(PlatformError, match="502"):
         against([answer(b"<html>Bad Gateway", "502 Bad Gateway")], lambda client: client.host())

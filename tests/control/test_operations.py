@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from carrel.config import Settings
-from carrel.control.door import Decision, Operation, Outcome
 from carrel.control.frames import Chunk
 from carrel.control.plane import ControlPlane
-from carrel.errors import Denied, InvalidPath, InvalidRequest, NotFound, SandboxLost, Unsupported
+from carrel.errors import InvalidPath, InvalidRequest, NotFound, SandboxLost, Unsupported
 from carrel.models import CommandRequest, EditRequest, ExecuteRequest, SandboxRequest, SignalRequest, ToolRequest
 
 
@@ -105,46 +103,6 @@ async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:
         with pytest.raises(InvalidRequest) as caught:
             await do.tool_request(box, ToolRequest(tool_name=name, params=params))
         assert caught.value.field == field
-
-
-async def test_the_door_decides_and_records(settings: Settings) -> None:
-    seen: list[tuple[str, str, str | None]] = []
-
-    def decide(operation: Operation) -> Decision:
-        if operation.arguments.get("command") == "curl x":
-            return Decision("deny", "shell(curl:*)", "settings.json", "curl is denied for this agent", "use pip")
-        return Decision("ask") if operation.kind == "file" else Decision()
-
-    def record(operation: Operation, decision: Decision, outcome: Outcome) -> None:
-        seen.append((operation.name, decision.verdict, outcome.error))
-
-    plane = await ControlPlane.open(settings, decide=decide, record=record)
-    try:
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", trust="high"))
-        with pytest.raises(Denied) as caught:
-            await plane.operations.run_command("c", CommandRequest(command="curl x"), "agent")
-        problem = caught.value.problem()
-        expected = {
-            "code": "denied_by_policy",
-            "operation": "shell",
-            "rule": "shell(curl:*)",
-            "source": "settings.json",
-            "reason": "curl is denied for this agent",
-            "retry": False,
-            "approval": None,
-            "hint": "use pip",
-        }
-        assert {key: problem[key] for key in expected} == expected
-        with pytest.raises(Denied):
-            await plane.operations.write_file("c", "x", b"")
-        await plane.operations.run_command("c", CommandRequest(command="true"))
-        assert seen == [
-            ("run_command", "deny", "denied_by_policy"),
-            ("write", "ask", "denied_by_policy"),
-            ("run_command", "allow", None),
-        ]
-    finally:
-        await plane.close()
 
 
 async def test_a_forged_answer_is_a_lost_sandbox(

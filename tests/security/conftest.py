@@ -213,6 +213,7 @@ def serving(*, user: bool) -> Iterator[Server]:
             time.sleep(0.02)
         url = json.loads((data / "server.json").read_text())["url"]
         with Client(url, (data / "token").read_text().strip()) as client:
+            client.host()  # opens the connection that all tests share
             yield Server(data, client, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)

@@ -393,8 +393,8 @@ def test_sandbox_that_ends_itself(attacker, bystander):
                 pass
         os.system("kill -9 -1")
 
-    attacker.start(attack)
     try:
+        attacker.start(attack)
         attacker.box.commands.run("true", timeout=5)
         attacker.box.files.list(".")
     except CarrelError as error:

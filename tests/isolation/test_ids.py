@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrel.errors import PlatformError
+from carrel.isolation import ids
+from carrel.isolation.ids import FIRST, RANGE, SLOTS, HostIds, maps
+from carrel.isolation.rootfs import SANDBOX_UID
+
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def taken() -> Iterator[list[int]]:
+    """Descriptors of locks, closed at the end."""
+    found: list[int] = []
+    yield found
+    for descriptor in found:
+        os.close(descriptor)
+
+
+class Host(HostIds):
+    """Hands out from a directory of the test, and closes it."""
+
+    def __init__(self, directory: Path, following: int = 0):
+        super().__init__(str(directory))
+        self._next = following
+
+    def take_into(self, taken: list[int]) -> int:
+        slot, lock = self.take()
+        taken.append(lock)
+        return slot
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._directory)
+
+
+def _hold(directory: str, count: int, line: Connection) -> None:
+    host = Host(Path(directory))
+    held = [host.take() for _ in range(count)]
+    line.send([slot for slot, _lock in held])
+    line.recv()
+
+
+def test_two_takers_never_get_the_same_slot(tmp_path: Path, taken: list[int]) -> None:
+    with Host(tmp_path) as one, Host(tmp_path) as other:
+        slots = [host.take_into(taken) for _ in range(20) for host in (one, other)]
+    assert len(set(slots)) == 40
+    assert all(0 <= slot < SLOTS for slot in slots)
+
+
+def test_another_process_holds_its_slots_until_it_dies(tmp_path: Path, taken: list[int]) -> None:
+    ours, theirs = spawn.Pipe()
+    holder = spawn.Process(target=_hold, args=(str(tmp_path), 3, theirs))
+    holder.start()
+    try:
+        assert ours.poll(30)
+        assert ours.recv() == [0, 1, 2]
+        with Host(tmp_path) as host:
+            assert host.take_into(taken) == 3
+        holder.kill()
+        holder.join(30)
+        assert holder.exitcode == -signal.SIGKILL
+        with Host(tmp_path) as host:
+            assert [host.take_into(taken) for _ in range(4)] == [0, 1, 2, 4]
+    finally:
+        holder.kill()
+        holder.join(30)
+        holder.close()
+        ours.close()
+        theirs.close()
+
+
+def test_the_lock_lives_as_long_as_any_copy_of_its_descriptor(tmp_path: Path, taken: list[int]) -> None:
+    with Host(tmp_path) as host:
+        slot, lock = host.take()
+        copy = os.dup(lock)  # as a fork has one
+        os.close(lock)
+        with Host(tmp_path, slot) as other:
+            assert other.take_into(taken) == slot + 1
+        os.close(copy)
+        with Host(tmp_path, slot) as other:
+            assert other.take_into(taken) == slot
+
+
+def test_slots_go_round_and_come_to_an_end(
+    tmp_path: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ids, "SLOTS", 3)
+    with Host(tmp_path, 2) as host:
+        assert [host.take_into(taken) for _ in range(3)] == [2, 0, 1]
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(PlatformError, match="in use"):
+            host.take()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_lock_is_nobody_elses_and_not_passed_on(tmp_path: Path, taken: list[int]) -> None:
+    directory = tmp_path / "locks"
+    with Host(directory) as host:
+        host.take_into(taken)
+    assert (directory.stat().st_mode & 0o777, (directory / "ids.lock").stat().st_mode & 0o777) == (0o700, 0o600)
+    assert fcntl.fcntl(taken[0], fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+
+
+def test_maps() -> None:
+    first = FIRST + 5 * RANGE
+    assert maps(5, root=False, idmap=False) == f"{SANDBOX_UID} 0 1\n"
+    assert maps(5, root=True, idmap=True) == f"0 {first} {RANGE}\n"
+    assert maps(5, root=True, idmap=False) == (
+        f"0 {first} {SANDBOX_UID}\n"
+        f"{SANDBOX_UID} {SANDBOX_UID} 1\n"
+        f"{SANDBOX_UID + 1} {first + SANDBOX_UID + 1} {RANGE - SANDBOX_UID - 1}\n"
+    )
+
+
+@given(st.integers(0, SLOTS - 1), st.integers(0, SLOTS - 1), st.booleans())
+def test_ranges_of_two_slots_share_no_id_but_the_owner_of_files(one: int, other: int, idmap: bool) -> None:
+    def outside(slot: int) -> list[range]:
+        lines = [[int(word) for word in line.split()] for line in maps(slot, root=True, idmap=idmap).splitlines()]
+        assert [line[0] for line in lines] == [sum(each[2] for each in lines[:place]) for place in range(len(lines))]
+        assert sum(line[2] for line in lines) == RANGE, "every id inside is mapped"
+        return [range(line[1], line[1] + line[2]) for line in lines if line[1] != SANDBOX_UID]
+
+    for first in outside(one):
+        assert first.start >= FIRST and first.stop <= 2**32 - 2
+        for second in outside(other):
+            if one != other:
+                assert first.stop <= second.start or second.stop <= first.start

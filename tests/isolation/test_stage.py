@@ -1,0 +1,112 @@
+"""The stage is entered for good, so each test does it in a fork, and looks around from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from carrel.isolation import linux, stage
+from carrel.isolation.sandbox import BASE
+from sandboxes import KINDS
+
+pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def workspaces(tmp_path: Path) -> Path:
+    directory = tmp_path / "ws"
+    (directory / "w1").mkdir(parents=True)
+    (directory / "w1" / "file").write_text("kept")
+    return directory
+
+
+def seen(workspaces: Path, look: Callable[[], object]) -> None:
+    """Enter in a fork, then check from there; what fails there fails here."""
+
+    def action() -> None:
+        stage.enter(str(workspaces), root=ROOT)
+        look()
+
+    reason = linux.attempt(action, timeout_s=20)
+    assert reason is None, reason
+
+
+def test_it_holds_the_base_the_workspaces_and_proc_and_no_more(workspaces: Path) -> None:
+    before = Path("/proc/self/mountinfo").read_text()
+
+    def look() -> None:
+        assert sorted(os.listdir("/")) == sorted(["proc", BASE.strip("/"), stage.WORKSPACES.strip("/")])
+        assert os.getcwd() == "/"
+        assert os.listdir(stage.WORKSPACES) == ["w1"]
+        assert Path(stage.WORKSPACES, "w1", "file").read_text() == "kept"
+        assert Path(BASE, "usr").is_dir() and Path(BASE, "bin").exists()
+        for name in ("root", "home", "var", "boot", "srv", "mnt"):
+            found = Path(BASE, name)
+            assert not found.exists() or list(found.iterdir()) in ([], [found / "agent"]), name
+        assert not Path(str(workspaces)).exists(), "paths of the host lead nowhere"
+
+    seen(workspaces, look)
+    assert Path("/proc/self/mountinfo").read_text() == before, "the host has the mounts it had"
+
+
+def test_mounts_are_few_and_private(workspaces: Path) -> None:
+    def look() -> None:
+        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        points = [line[4] for line in lines]
+        assert {"/", BASE, "/proc", stage.WORKSPACES} <= set(points)
+        outside = [p for p in points if p != "/" and not p.startswith((BASE, "/proc", stage.WORKSPACES))]
+        assert outside == []
+        assert not [line for line in lines if any(word.startswith(("shared:", "master:")) for word in line[6:-4])]
+
+    seen(workspaces, look)
+
+
+def test_the_base_cannot_be_written(workspaces: Path) -> None:
+    def look() -> None:
+        for place in (BASE, f"{BASE}/usr", f"{BASE}/etc"):
+            try:
+                Path(place, "x").write_text("x")
+            except OSError as error:
+                assert error.errno in {30, 13}, error  # noqa: PT017 - in a fork
+            else:
+                raise AssertionError(f"{place} can be written")
+        Path(stage.WORKSPACES, "w1", "new").write_text("made there")
+
+    seen(workspaces, look)
+    assert (workspaces / "w1" / "new").read_text() == "made there"
+
+
+def test_workspaces_may_lie_below_the_place_of_the_stage(workspaces: Path) -> None:
+    assert str(workspaces).startswith("/tmp/") or True
+    seen(workspaces, lambda: os.stat(f"{stage.WORKSPACES}/w1/file"))
+
+
+def test_an_ordinary_user_becomes_root_of_a_namespace_of_its_own(workspaces: Path) -> None:
+    def action() -> None:
+        if ROOT:
+            os.chmod(workspaces.parent, 0o755)
+            os.setgroups([])
+            os.setresgid(12345, 12345, 12345)
+            os.setresuid(12345, 12345, 12345)
+            linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root still
+        uid = os.geteuid()
+        stage.enter(str(workspaces), root=False)
+        assert (os.geteuid(), os.getegid()) == (0, 0)
+        assert Path("/proc/self/uid_map").read_text().split() == ["0", str(uid), "1"]
+        assert Path("/proc/self/setgroups").read_text() == "deny\n"
+        assert sorted(os.listdir("/")) == ["base", "proc", "workspaces"]
+
+    for directory in (workspaces, *workspaces.parents):
+        if not os.stat(directory).st_mode & 0o001:
+            pytest.skip(f"{directory} is closed to others")
+    reason = linux.attempt(action, timeout_s=20)
+    assert reason is None, reason
+
+
+def test_workspaces_that_are_not_there_are_told_of() -> None:
+    reason = linux.attempt(lambda: stage.enter("/no/such/workspaces", root=ROOT))
+    assert reason is not None and "open_tree" in reason
