@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Watch(leaks))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport | None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """On a machine that can have everything (root, in CI), what is skipped was not shown: that is a failure."""
-    report = pytest.TestReport.from_item_and_call(item, call)
+    report = yield
     if report.skipped and os.environ.get("CI") == "true" and os.geteuid() == 0:
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
