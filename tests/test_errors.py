@@ -37,8 +37,12 @@ def test_an_error_crosses_a_border_unchanged(code: str, detail: str, field: str 
 
 
 keys = st.sampled_from(["code", "detail", "field", "hint", "title", "status", "self", "result", "rule", "type"])
-values = st.none() | st.integers() | st.text(max_size=9) | st.lists(st.integers(), max_size=2) | st.sampled_from(
-    ["not_found", "InvalidRequest", "SystemExit", "command_failed"]
+values = (
+    st.none()
+    | st.integers()
+    | st.text(max_size=9)
+    | st.lists(st.integers(), max_size=2)
+    | st.sampled_from(["not_found", "InvalidRequest", "SystemExit", "command_failed"])
 )
 
 

@@ -104,7 +104,13 @@ BAD: list[tuple[str, str, Sent, int, str]] = [
     ("POST", "/commands", {"content": b"[]"}, 400, "body"),
     ("POST", "/commands", {"content": b"[" * 100_000}, 400, "body"),
     ("POST", "/commands/start", {"json": {"command": 1}}, 400, "command"),
-    ("POST", "/commands/start", {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400, "body"),
+    (
+        "POST",
+        "/commands/start",
+        {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}},
+        400,
+        "body",
+    ),
     ("POST", "/commands/stream", {"json": {"command": "x", "output_limit": -1}}, 400, "output_limit"),
     ("GET", "/commands/..%2f..%2fhealth", {}, 404, "path"),
     ("GET", "/commands/a%3fb", {}, 400, "command_id"),
@@ -144,7 +150,10 @@ junk = st.recursive(
 # Never random text for a shell: this also runs where nothing isolates.
 words = st.lists(st.text(max_size=6), max_size=3).map(lambda given: ["echo", *given])
 bodies = st.fixed_dictionaries(
-    {"command": words | st.sampled_from(["exit 3", "kill -9 $$", "cat", "/absent", "", "\0", [], ["/absent"], 5, None])},
+    {
+        "command": words
+        | st.sampled_from(["exit 3", "kill -9 $$", "cat", "/absent", "", "\0", [], ["/absent"], 5, None])
+    },
     optional={
         "cwd": st.sampled_from([".", "absent", "..", "/etc", "\udcff", "a" * 300]) | junk,
         "env": st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=2) | junk,

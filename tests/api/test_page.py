@@ -15,7 +15,13 @@ async def test_page_shows_every_operation_and_loads_nothing(http):
 
 def test_hostile_text_is_escaped():
     text = "<script>alert(1)</script>"
-    operation = {"summary": text, "description": text, "operationId": text, "tags": [text], "responses": {"200": {"description": text}}}
+    operation = {
+        "summary": text,
+        "description": text,
+        "operationId": text,
+        "tags": [text],
+        "responses": {"200": {"description": text}},
+    }
     document = {
         "info": {"title": text, "version": text, "description": text},
         "paths": {text: {"get": operation}},

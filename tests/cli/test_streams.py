@@ -71,6 +71,7 @@ async def test_standard_input_arrives_whole(monkeypatch: pytest.MonkeyPatch, siz
     read_end, write_end = os.pipe()
     with open(read_end, "rb") as there, open(write_end, "wb") as here:
         monkeypatch.setattr(sys, "stdin", there)
+
         def write() -> None:
             here.write(data)
             here.close()

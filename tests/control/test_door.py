@@ -86,7 +86,12 @@ def test_a_refusal_says_what_decided_and_survives_the_wire() -> None:
     error = refusal(ASKED, Decision("deny", "shell(curl:*)", "settings.json", "no curl", "use pip"))
     again = from_problem(error.problem())
     assert isinstance(again, Denied)
-    assert (again.rule, again.reason, again.hint, again.extra["retry"]) == ("shell(curl:*)", "no curl", "use pip", False)
+    assert (again.rule, again.reason, again.hint, again.extra["retry"]) == (
+        "shell(curl:*)",
+        "no curl",
+        "use pip",
+        False,
+    )
 
 
 @pytest.mark.parametrize(("verdict", "word"), [("deny", "policy denies"), ("ask", "approval")])

@@ -49,7 +49,9 @@ async def test_a_provider_that_fails_to_start_leaves_nothing_open(
     async def broken() -> None:
         raise PlatformError("no zygote today")
 
-    providers = open_providers(str(Path(settings.data_dir, "run")), str(Path(settings.data_dir, "workspaces")), allow_process=True)
+    providers = open_providers(
+        str(Path(settings.data_dir, "run")), str(Path(settings.data_dir, "workspaces")), allow_process=True
+    )
     closed = []
     for name, provider in providers.items():
         monkeypatch.setattr(provider, "warm", broken)

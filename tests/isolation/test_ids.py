@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,6 @@ from carrel.errors import PlatformError
 from carrel.isolation import ids
 from carrel.isolation.ids import FIRST, RANGE, SLOTS, HostIds, maps
 from carrel.isolation.rootfs import SANDBOX_UID
-
-spawn = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -48,11 +46,15 @@ class Host(HostIds):
         os.close(self._directory)
 
 
-def _hold(directory: str, count: int, line: Connection) -> None:
-    host = Host(Path(directory))
-    held = [host.take() for _ in range(count)]
-    line.send([slot for slot, _lock in held])
-    line.recv()
+HOLD = """
+import sys
+from carrel.isolation.ids import HostIds
+host = HostIds(sys.argv[1])
+host._next = 0
+held = [host.take() for _ in range(3)]
+print(*[slot for slot, _lock in held], flush=True)
+sys.stdin.read()
+"""
 
 
 def test_two_takers_never_get_the_same_slot(tmp_path: Path, taken: list[int]) -> None:
@@ -63,25 +65,18 @@ def test_two_takers_never_get_the_same_slot(tmp_path: Path, taken: list[int]) ->
 
 
 def test_another_process_holds_its_slots_until_it_dies(tmp_path: Path, taken: list[int]) -> None:
-    ours, theirs = spawn.Pipe()
-    holder = spawn.Process(target=_hold, args=(str(tmp_path), 3, theirs))
-    holder.start()
-    try:
-        assert ours.poll(30)
-        assert ours.recv() == [0, 1, 2]
-        with Host(tmp_path) as host:
-            assert host.take_into(taken) == 3
-        holder.kill()
-        holder.join(30)
-        assert holder.exitcode == -signal.SIGKILL
-        with Host(tmp_path) as host:
-            assert [host.take_into(taken) for _ in range(4)] == [0, 1, 2, 4]
-    finally:
-        holder.kill()
-        holder.join(30)
-        holder.close()
-        ours.close()
-        theirs.close()
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "0 1 2\n"
+            with Host(tmp_path) as host:
+                assert host.take_into(taken) == 3
+        finally:
+            holder.kill()
+    assert holder.returncode == -signal.SIGKILL
+    with Host(tmp_path) as host:
+        assert [host.take_into(taken) for _ in range(4)] == [0, 1, 2, 4]
 
 
 def test_the_lock_lives_as_long_as_any_copy_of_its_descriptor(tmp_path: Path, taken: list[int]) -> None:
@@ -96,9 +91,7 @@ def test_the_lock_lives_as_long_as_any_copy_of_its_descriptor(tmp_path: Path, ta
             assert other.take_into(taken) == slot
 
 
-def test_slots_go_round_and_come_to_an_end(
-    tmp_path: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_go_round_and_come_to_an_end(tmp_path: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids, "SLOTS", 3)
     with Host(tmp_path, 2) as host:
         assert [host.take_into(taken) for _ in range(3)] == [2, 0, 1]

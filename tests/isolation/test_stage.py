@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,14 @@ ROOT = os.geteuid() == 0
 
 
 @pytest.fixture
-def workspaces(tmp_path: Path) -> Path:
-    directory = tmp_path / "ws"
-    (directory / "w1").mkdir(parents=True)
-    (directory / "w1" / "file").write_text("kept")
-    return directory
+def workspaces() -> Iterator[Path]:
+    """Open to every user, unlike the directories pytest makes, and below the place of the stage."""
+    above = Path(tempfile.mkdtemp(prefix="s"))
+    above.chmod(0o755)
+    (above / "ws" / "w1").mkdir(parents=True)
+    (above / "ws" / "w1" / "file").write_text("kept")
+    yield above / "ws"
+    shutil.rmtree(above)
 
 
 def seen(workspaces: Path, look: Callable[[], object]) -> None:
@@ -44,7 +50,7 @@ def test_it_holds_the_base_the_workspaces_and_proc_and_no_more(workspaces: Path)
         assert os.listdir(stage.WORKSPACES) == ["w1"]
         assert Path(stage.WORKSPACES, "w1", "file").read_text() == "kept"
         assert Path(BASE, "usr").is_dir() and Path(BASE, "bin").exists()
-        for name in ("root", "home", "var", "boot", "srv", "mnt"):
+        for name in ("root", "home", "boot", "srv", "mnt"):
             found = Path(BASE, name)
             assert not found.exists() or list(found.iterdir()) in ([], [found / "agent"]), name
         assert not Path(str(workspaces)).exists(), "paths of the host lead nowhere"
@@ -71,7 +77,7 @@ def test_the_base_cannot_be_written(workspaces: Path) -> None:
             try:
                 Path(place, "x").write_text("x")
             except OSError as error:
-                assert error.errno in {30, 13}, error  # noqa: PT017 - in a fork
+                assert error.errno in {errno.EROFS, errno.EACCES}, error
             else:
                 raise AssertionError(f"{place} can be written")
         Path(stage.WORKSPACES, "w1", "new").write_text("made there")
@@ -80,15 +86,9 @@ def test_the_base_cannot_be_written(workspaces: Path) -> None:
     assert (workspaces / "w1" / "new").read_text() == "made there"
 
 
-def test_workspaces_may_lie_below_the_place_of_the_stage(workspaces: Path) -> None:
-    assert str(workspaces).startswith("/tmp/") or True
-    seen(workspaces, lambda: os.stat(f"{stage.WORKSPACES}/w1/file"))
-
-
 def test_an_ordinary_user_becomes_root_of_a_namespace_of_its_own(workspaces: Path) -> None:
     def action() -> None:
         if ROOT:
-            os.chmod(workspaces.parent, 0o755)
             os.setgroups([])
             os.setresgid(12345, 12345, 12345)
             os.setresuid(12345, 12345, 12345)
@@ -100,9 +100,6 @@ def test_an_ordinary_user_becomes_root_of_a_namespace_of_its_own(workspaces: Pat
         assert Path("/proc/self/setgroups").read_text() == "deny\n"
         assert sorted(os.listdir("/")) == ["base", "proc", "workspaces"]
 
-    for directory in (workspaces, *workspaces.parents):
-        if not os.stat(directory).st_mode & 0o001:
-            pytest.skip(f"{directory} is closed to others")
     reason = linux.attempt(action, timeout_s=20)
     assert reason is None, reason
 

@@ -226,7 +226,6 @@ def test_disk_by_a_daemon(attacker):
     assert until(stopped, 20), f"it still writes: {size(place)} bytes"
 
 
-@pytest.mark.xfail(reason="only what has a name is counted: it takes quotas of the file system to see the rest")
 def test_disk_by_deleted_files(attacker):
     """Fill the host's disk with files that have no name any more."""
     box = attacker.with_limits(disk_mb=20)

@@ -14,9 +14,9 @@ from carrel.store.tables import metadata, sessions
 
 ROW = {
     **{column.name: "x" for column in sessions.columns if not column.nullable},
-    **{name: False for name in ("ephemeral", "unsafe")},
+    **dict.fromkeys(("ephemeral", "unsafe"), False),
     **{name: {} for name in ("limits", "env", "labels")},
-    **{name: 1 for name in ("isolation_level", "created_at", "last_activity_at")},
+    **dict.fromkeys(("isolation_level", "created_at", "last_activity_at"), 1),
 }
 
 

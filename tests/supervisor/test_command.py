@@ -18,7 +18,7 @@ from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
 async def command() -> Command:
     order = Order(["echo", "é"], -1, {})
     finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    return Command("c1", order, Output(5, Budget(100)), datetime.now(UTC), time.monotonic(), finished)
+    return Command("c1", order, Output(5, Budget(100_000)), datetime.now(UTC), time.monotonic(), finished)
 
 
 async def test_while_it_runs(command: Command) -> None:
@@ -55,9 +55,7 @@ async def test_what_was_written_and_dropped_is_told(command: Command) -> None:
 
 
 async def test_two_commands_are_never_equal(command: Command) -> None:
-    other = Command(
-        command.id, command.order, command.output, command.started_at, command.started, command.finished
-    )
+    other = Command(command.id, command.order, command.output, command.started_at, command.started, command.finished)
     assert command != other
     assert len({command, other}) == 2
 

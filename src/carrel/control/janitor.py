@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from carrel.control.operations import SELF, Operations
 from carrel.control.sessions import LiveSandbox, Sessions
@@ -22,7 +23,7 @@ FLUSH_EVERY = 3.0
 BUSY_EVERY = 1.0
 IDLE_EVERY = 30.0
 TICK = 0.25
-COST_FSELF = 10.0
+COST_FACTOR = 10.0
 ENTRIES_PER_MB = 200
 MIN_ENTRIES = 10_000
 GIVE_UP_AFTER = 3
@@ -111,9 +112,11 @@ class Janitor:
         usage = await measure(
             box.workspace, stop_bytes=disk_mb * 1024 * 1024 * 2, stop_entries=max_entries(disk_mb) * 2
         )
+        if usage.bytes <= disk_mb * 1024 * 1024:  # files without a name are found only through those who hold them
+            usage = replace(usage, bytes=usage.bytes + await box.provider.held_bytes(box.handle))
         now = time.monotonic()
-        watch.next_busy = now + max(BUSY_EVERY, COST_FSELF * usage.seconds)
-        watch.next_idle = now + max(IDLE_EVERY, COST_FSELF * usage.seconds)
+        watch.next_busy = now + max(BUSY_EVERY, COST_FACTOR * usage.seconds)
+        watch.next_idle = now + max(IDLE_EVERY, COST_FACTOR * usage.seconds)
         why = verdict(usage, disk_mb)
         box.over_quota = why
         if why is None:

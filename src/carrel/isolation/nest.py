@@ -116,6 +116,10 @@ class Nest:
             "root": self._root,
         }
 
+    def held(self, child: Child) -> int:
+        """Bytes of deleted workspace files that a sandbox's processes still hold."""
+        return watchdog.held(child.pid, os.fstat(self._workspaces).st_dev)
+
     def furnish(self, child: Child, spec: sandbox.Spec, listener: int) -> None:
         """Give a hatched child what was asked for: limits, workspace, and the socket it will listen on."""
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:

@@ -1,4 +1,6 @@
-"""Memory limits where no cgroup can be had: looks at a sandbox's processes from outside and kills as the kernel would.
+"""What no cgroup and no quota holds: looks at a sandbox's processes from outside, and kills as the kernel would.
+
+Memory, where no cgroup can be had; and disk space of files that were deleted but are still held.
 
 The kernel holds each single process to the limit (`RLIMIT_DATA`); this adds them up. It is coarser than a cgroup: a
 burst between two looks is seen late. `carrel doctor` says which of the two a host has.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from dataclasses import dataclass
 
 INTERVAL_S = 0.1
@@ -47,6 +50,51 @@ def look(watched: list[Watched], proc: str = "/proc") -> None:
                 except ProcessLookupError:
                     continue
                 sandbox.kills += 1
+
+
+def held(pid: int, device: int, proc: str = "/proc") -> int:
+    """Bytes of files on `device` that have no name any more but are held open or mapped by processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for child, parent in _parents(proc).items():
+        children.setdefault(parent, []).append(child)
+    found: dict[int, int] = {}
+    pending = [pid]
+    while pending:
+        current = pending.pop()
+        pending += children.get(current, ())
+        _held_open(f"{proc}/{current}/fd", device, found)
+        _held_mapped(f"{proc}/{current}/maps", device, found)
+    return sum(found.values())
+
+
+def _held_open(directory: str, device: int, found: dict[int, int]) -> None:
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return
+    for name in names:
+        try:
+            file = os.stat(f"{directory}/{name}")
+        except OSError:
+            continue
+        if file.st_dev == device and file.st_nlink == 0 and stat.S_ISREG(file.st_mode):
+            found[file.st_ino] = file.st_blocks * 512
+
+
+def _held_mapped(path: str, device: int, found: dict[int, int]) -> None:
+    wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
+    try:
+        with open(path, "rb") as file:
+            lines = file.read(4 * 1024 * 1024).splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.endswith(b"(deleted)"):
+            fields = line.split(None, 5)
+            if len(fields) == 6 and fields[3] == wanted:
+                first, _, last = fields[0].partition(b"-")
+                inode = int(fields[4])
+                found[inode] = max(found.get(inode, 0), int(last, 16) - int(first, 16))
 
 
 def _parents(proc: str) -> dict[int, int]:

@@ -185,6 +185,9 @@ class Zygote:
                 if named and named.watched:
                     usage = {"memory_bytes": named.watched.used, "oom_kills": named.watched.kills}
                 self._answer(connection, seq, known=named is not None, **usage)
+            elif op == "held":
+                named = self._named.get(body["id"])
+                self._answer(connection, seq, bytes=self._nest.held(named) if named else 0)
             elif op == "describe":
                 self._answer(connection, seq, **self.describe())
             elif op == "stop":

@@ -98,6 +98,10 @@ class Provider(ABC):
         """How many processes the kernel has killed in this sandbox for lack of memory; 0 when it cannot be known."""
         return 0
 
+    async def held_bytes(self, handle: Handle) -> int:
+        """Disk space of workspace files that were deleted but are still open in the sandbox; 0 when unknown."""
+        return 0
+
     async def memory_bytes(self, handle: Handle) -> int | None:
         """Memory the sandbox uses now; None when it cannot be known."""
         return None

@@ -44,6 +44,10 @@ class NamespaceProvider(ZygoteProvider):
         """See `Provider.out_of_memory_kills`."""
         return int((await self._zygote.known("usage", id=handle["id"])).get("oom_kills", 0))
 
+    async def held_bytes(self, handle: Handle) -> int:
+        """See `Provider.held_bytes`."""
+        return int((await self._zygote.known("held", id=handle["id"])).get("bytes", 0))
+
     async def memory_bytes(self, handle: Handle) -> int | None:
         """See `Provider.memory_bytes`."""
         used = (await self._zygote.known("usage", id=handle["id"])).get("memory_bytes")

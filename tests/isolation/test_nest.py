@@ -1,0 +1,122 @@
+"""Children are hatched in a process of its own, because a nest that isolates leaves the host's file system for good."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sandboxes import KINDS
+
+PREPARE = """
+import json, os, socket, sys, time
+from carrel.isolation.nest import Nest, kill
+from carrel.isolation.sandbox import Spec
+
+isolate, workspaces = sys.argv[1] == "namespace", sys.argv[2]
+told, tell = os.pipe()
+
+class Supervisor:
+    # Stands for the program a child becomes: it tells through a pipe what it was born with.
+    def prepare(self): return "prepared"
+    def take_over(self, prepared, *, rehearse): return {tell}
+    def main(self, born, prepared):
+        assert prepared == "prepared"
+        if born.id == "broken":
+            raise OSError("no luck")
+        seen = {"id": born.id, "env": born.env, "workspace": sorted(os.listdir(born.workspace)), "pid": os.getpid(),
+                "uid": os.getuid(), "isolated": born.isolated, "fds": len(os.listdir("/proc/self/fd"))}
+        os.write(tell, json.dumps(seen).encode())
+        os._exit(0)
+
+nest = Nest(Supervisor(), isolate=isolate)
+nest.prepare(workspaces)
+listener = socket.socketpair()[0]
+
+def heard(child):
+    child.orders.settimeout(20)
+    return child.orders.recv(4096)
+
+def bury(child):
+    child.orders.close()
+    code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+    deadline = time.monotonic() + 10
+    while nest.cgroups.remove(child.group) is False and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return code
+"""
+
+
+@pytest.fixture
+def workspaces(tmp_path: Path) -> Path:
+    (tmp_path / "w1" / "inside").mkdir(parents=True)
+    return tmp_path
+
+
+def run(kind: str, workspaces: Path, body: str) -> None:
+    code = PREPARE + textwrap.dedent(body) + "\nnest.cgroups.close()\n"
+    command = [sys.executable, "-c", code, kind, str(workspaces)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_child_becomes_what_was_asked_for(kind: str, workspaces: Path) -> None:
+    run(
+        kind,
+        workspaces,
+        """
+        assert nest.describe()["isolate"] is isolate
+        for rehearse in (False, True):
+            child = nest.hatch(rehearse=rehearse)
+            assert child.name == "" and child.started > 0
+            nest.furnish(child, Spec("s", "w1", env={"A": "b"}), listener.fileno())
+            assert heard(child) == b"ready"
+            seen = json.loads(os.read(told, 4096))
+            assert (seen["id"], seen["env"], seen["workspace"]) == ("s", {"A": "b"}, ["inside"])
+            assert seen["isolated"] is isolate
+            assert not isolate or (seen["pid"], seen["uid"]) == (1, 1000)
+            assert seen["fds"] < 12, "it inherited what is not its own"
+            assert bury(child) == 0
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_supervisor_that_fails_ends_its_child(kind: str, workspaces: Path) -> None:
+    run(
+        kind,
+        workspaces,
+        """
+        child = nest.hatch(rehearse=False)
+        nest.furnish(child, Spec("broken", "w1"), listener.fileno())
+        assert heard(child) == b"ready"
+        assert bury(child) == 1
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spare_ends_with_whoever_made_it_and_descriptors_are_not_left(kind: str, workspaces: Path) -> None:
+    run(
+        kind,
+        workspaces,
+        """
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            assert bury(nest.hatch(rehearse=True)) == 0
+        child = nest.hatch(rehearse=False)
+        try:
+            nest.furnish(child, Spec("s", "absent"), listener.fileno())
+        except OSError:
+            assert isolate
+        else:
+            assert heard(child).startswith(b"failed: ")
+        kill(child.pid)
+        bury(child)
+        assert len(os.listdir("/proc/self/fd")) == before
+        """,
+    )
