@@ -378,6 +378,21 @@ def test_cpu(attacker, bystander):
     assert works(bystander) < 5
 
 
+def test_limits_of_the_supervisor(attacker):
+    """Take the supervisor's open files away."""
+
+    def attack():
+        import resource
+
+        try:
+            resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))
+        except OSError:
+            return None
+        return "the limits of PID 1 were changed"
+
+    attacker.attempt(attack)
+
+
 def test_sandbox_that_ends_itself(attacker, bystander):
     """Break one's own sandbox in a way that takes the server along."""
 

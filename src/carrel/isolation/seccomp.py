@@ -84,7 +84,7 @@ ALLOWED = _names(
     memfd_secret mincore mkdir mkdirat mlock mlock2 mlockall mmap mprotect mq_getsetattr mq_notify mq_open
     mq_timedreceive mq_timedsend mq_unlink mremap mseal msgctl msgget msgrcv msgsnd msync munlock munlockall
     munmap nanosleep newfstatat open openat openat2 pause pidfd_getfd pidfd_open pidfd_send_signal pipe
-    pipe2 pkey_alloc pkey_free pkey_mprotect poll ppoll pread64 preadv preadv2 prlimit64 process_madvise
+    pipe2 pkey_alloc pkey_free pkey_mprotect poll ppoll pread64 preadv preadv2 process_madvise
     process_mrelease process_vm_readv process_vm_writev pselect6 ptrace pwrite64 pwritev pwritev2 read
     readahead readlink readlinkat readv recvfrom recvmmsg recvmsg remap_file_pages removexattr removexattrat
     rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending rt_sigprocmask
@@ -156,6 +156,7 @@ CHECKED: Mapping[str, Check] = {
     "mknodat": _only(2, _FILE_TYPES, RET_ALLOW, _EPERM, stat.S_IFMT(0xFFFF)),
     "personality": _only(0, _PERSONALITIES, RET_ALLOW, _EPERM),
     "prctl": _only(0, (_PR_SET_MM,), _EPERM, RET_ALLOW),
+    "prlimit64": _only(0, (1,), _EPERM, RET_ALLOW),  # the supervisor has the agent's user id
     "socket": Check(
         0,
         (
