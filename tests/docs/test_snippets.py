@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("tutorial/*.md")), *sorted((ROOT / "docs").glob("how-to/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("tutorial/*.md")),
+    *sorted((ROOT / "docs").glob("how-to/*.md")),
+]
 FENCE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.M | re.S)
 NOT_HERE = ("make ",)  # starts a server or a test run of its own
 
@@ -42,7 +46,9 @@ def test_code_on_page_runs(page, server):
             script.append(code)
         elif not code.startswith(NOT_HERE):
             line = code.replace(".venv/bin/carrel", "carrel")
-            script.append(f"import subprocess as _s\n_r = _s.run({line!r}, shell=True, capture_output=True, text=True)\n")
+            script.append(
+                f"import subprocess as _s\n_r = _s.run({line!r}, shell=True, capture_output=True, text=True)\n"
+            )
             script.append("assert 'error:' not in _r.stderr and 'Traceback' not in _r.stderr, _r.stderr\n")
     if not script:
         return

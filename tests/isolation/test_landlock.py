@@ -148,9 +148,7 @@ def test_nothing_named_means_nothing_reachable(tmp_path: Path) -> None:
 
 @enforced
 @pytest.mark.parametrize("place", ["/nowhere/at/all", "with\0null", -1, 10_000])
-def test_a_place_that_cannot_be_ruled_raises_and_leaves_the_process_as_it_was(
-    place: str | int, tmp_path: Path
-) -> None:
+def test_a_place_that_cannot_be_ruled_raises_and_leaves_the_process_as_it_was(place: str | int, tmp_path: Path) -> None:
     def work() -> list[object]:
         before = len(os.listdir("/proc/self/fd"))
         try:
@@ -223,9 +221,7 @@ def test_terminals_answer_beneath_dev() -> None:
 @enforced
 def test_programs_run_and_inherit_the_wall(folders: tuple[Path, Path, Path]) -> None:
     _, write, none = folders
-    script = (
-        f"echo hello > {write}/out && cat {write}/out && ! cat {none}/file && grep NoNew /proc/self/status"
-    )
+    script = f"echo hello > {write}/out && cat {write}/out && ! cat {none}/file && grep NoNew /proc/self/status"
     done = subprocess.run(
         ["sh", "-c", script],
         preexec_fn=lambda: landlock.restrict(SYSTEM, [str(write), "/dev"], missing_ok=True),

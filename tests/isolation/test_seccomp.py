@@ -81,9 +81,7 @@ def test_any_call_gets_the_decision_of_the_policy(arch: str, number: int, args: 
 @given(data=st.data())
 def test_checked_arguments_are_read_as_the_kernel_reads_them(arch: str, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(seccomp.CHECKED.keys() & TABLES[arch].keys())))
-    interesting = st.sampled_from(
-        [0, 1, 2, 3, 5, 8, 10, 16, 17, 35, 38, 40, 0x5412, 0x8000, 0x2000, 0x6000, 0x20000]
-    )
+    interesting = st.sampled_from([0, 1, 2, 3, 5, 8, 10, 16, 17, 35, 38, 40, 0x5412, 0x8000, 0x2000, 0x6000, 0x20000])
     args = data.draw(st.lists(interesting | WORD, min_size=6, max_size=6))
     answer = ask(arch, name, *args)
     assert answer == expected(seccomp.CHECKED[name], args)
@@ -205,9 +203,7 @@ def test_devices_terminals_personalities_and_memory_maps(arch: str) -> None:
         assert ask(arch, "mknodat", 0, 0, kind | 0o644) == answer
     assert [ask(arch, "ioctl", 0, request) for request in (0x5412, 0x541C, 0x5423)] == [EPERM] * 3
     assert [ask(arch, "ioctl", 0, request) for request in (0x5401, 0x5413, 0x5414)] == [RET_ALLOW] * 3
-    assert [ask(arch, "personality", value) for value in (0, 8, 0x20000, 0x20008, 2**32 - 1)] == [
-        RET_ALLOW
-    ] * 5
+    assert [ask(arch, "personality", value) for value in (0, 8, 0x20000, 0x20008, 2**32 - 1)] == [RET_ALLOW] * 5
     assert [ask(arch, "personality", value) for value in (0x40000, 0x400000, 7)] == [EPERM] * 3
     assert ask(arch, "prctl", 35) == EPERM
     assert [ask(arch, "prctl", option) for option in (4, 15, 22, 38)] == [RET_ALLOW] * 4

@@ -71,9 +71,7 @@ class Box:
 
 
 def head(method: str, target: str, size: int, /, **query: object) -> bytes:
-    encoded = "&".join(
-        f"{key}={quote(str(value).encode('utf-8', 'surrogateescape'))}" for key, value in query.items()
-    )
+    encoded = "&".join(f"{key}={quote(str(value).encode('utf-8', 'surrogateescape'))}" for key, value in query.items())
     return f"{method} {target}?{encoded} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode()
 
 
@@ -132,9 +130,7 @@ async def box() -> AsyncIterator[Box]:
             yield made
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"text\n", bytes(range(256)) * 5, b"\r\n\0" * 100_000, os.urandom(MIB + 7)]
-)
+@pytest.mark.parametrize("content", [b"", b"text\n", bytes(range(256)) * 5, b"\r\n\0" * 100_000, os.urandom(MIB + 7)])
 async def test_round_trip(box: Box, content: bytes) -> None:
     answer = await box.put("a/b c/ü.bin", content, parents=1)
     assert answer.status == 200
@@ -369,9 +365,7 @@ async def test_edit_refuses(box: Box) -> None:
 
 async def test_edits_at_once_all_take_effect(box: Box) -> None:
     await box.put("f", "".join(f"<{n}>" for n in range(40)).encode())
-    answers = await asyncio.gather(
-        *(box.post("/files/edit", path="f", old=f"<{n}>", new=f"[{n}]") for n in range(40))
-    )
+    answers = await asyncio.gather(*(box.post("/files/edit", path="f", old=f"<{n}>", new=f"[{n}]") for n in range(40)))
     assert {answer.status for answer in answers} == {200}
     assert (box.workspace / "f").read_text() == "".join(f"[{n}]" for n in range(40))
 
@@ -387,9 +381,7 @@ async def test_move(box: Box) -> None:
     assert (into["code"], into["field"]) == ("invalid_path", "destination")
     assert (await box.post("/files/move", source="no", destination="x")).json["field"] == "source"
     assert (await box.post("/files/move", source="b", destination="no/x")).json["field"] == "destination"
-    assert (await box.post("/files/move", source="b", destination="d", overwrite=True)).json[
-        "code"
-    ] == "conflict"
+    assert (await box.post("/files/move", source="b", destination="d", overwrite=True)).json["code"] == "conflict"
     for root in (".", "d/..", str(box.workspace)):
         assert (await box.post("/files/move", source=root, destination="x")).json["code"] == "invalid_path"
     (box.workspace / "link").symlink_to("nowhere")

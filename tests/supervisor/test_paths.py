@@ -158,9 +158,7 @@ def test_a_lost_connection_is_not_a_refusal() -> None:
         raise ConnectionResetError
 
 
-_PARTS = st.sampled_from(
-    ["..", ".", "", "a", "b", "file", "out", "abs", "to-b", "canary", "\0", "é", "\udc80", "new"]
-)
+_PARTS = st.sampled_from(["..", ".", "", "a", "b", "file", "out", "abs", "to-b", "canary", "\0", "é", "\udc80", "new"])
 _PATHS = st.one_of(
     st.text(max_size=40),
     st.lists(_PARTS, max_size=8).map("/".join),
