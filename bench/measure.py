@@ -18,7 +18,7 @@ Figures = dict[str, float | int | str]
 """One flat object: what a benchmark found, by the name it is known by outside."""
 
 
-class BenchFailed(Exception):  # noqa: N818 - named like the errors of carrel
+class BenchFailed(Exception):
     """A benchmark cannot be run here, or what it measures went wrong. The text tells a person why."""
 
 

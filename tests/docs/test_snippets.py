@@ -14,7 +14,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("tutorial/*.md")),
     *sorted((ROOT / "docs").glob("how-to/*.md")),
 ]
-FENCE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_HERE = ("make ",)  # starts a server or a test run of its own
 
 
