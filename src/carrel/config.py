@@ -50,6 +50,12 @@ class SandboxSettings(_Group):
     timeout: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, description="deadline of a command, in seconds")
     disk_mb: int = Field(default=1024, ge=1, le=1_048_576, description="size of a workspace")
     processes: int = Field(default=512, ge=8, le=32_768, description="processes and threads of a sandbox")
+    idle_stop_s: float = Field(
+        default=3600.0, gt=0, description="seconds without an operation or a running command until a sandbox is stopped"
+    )
+    workspace_ttl_days: float = Field(
+        default=7.0, gt=0, description="days without use until the workspace of a stopped sandbox is deleted"
+    )
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )

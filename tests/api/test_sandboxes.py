@@ -148,3 +148,15 @@ async def test_half_characters_are_refused(http: httpx.AsyncClient, text: str) -
         answer = await http.post("/v1/sandboxes", content=json.dumps({field: value}), headers=JSON)
         assert answer.status_code == 400, answer.text
         assert answer.json()["field"].partition(".")[0] == field
+
+
+async def test_stop_keeps_the_files(http: httpx.AsyncClient) -> None:
+    made = (await http.post("/v1/sandboxes", json={"context_id": "stoppable"})).json()
+    at = f"/v1/sandboxes/{made['id']}"
+    assert (await http.put(f"{at}/files/content", params={"path": "kept"}, content=b"x")).is_success
+    for _ in range(2):
+        assert (await http.post(f"{at}/stop")).json()["state"] == "stopped"
+    assert (await http.post(f"{at}/commands", json={"command": "true"})).json()["code"] == "not_running"
+    assert (await http.post("/v1/sandboxes", json={"context_id": "stoppable"})).status_code == 201
+    assert (await http.get(f"{at}/files/content", params={"path": "kept"})).content == b"x"
+    assert (await http.post("/v1/sandboxes/absent/stop")).json()["code"] == "not_found"

@@ -41,3 +41,16 @@ def test_an_unsafe_sandbox_is_labelled(carrel: Carrel) -> None:
         assert "process UNSAFE" in line
     finally:
         carrel("rm", "-y", kept)
+
+
+def test_stop_keeps_the_files(carrel: Carrel) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    try:
+        carrel("exec", name, "echo kept > f")
+        stopped = carrel("stop", "--json", name, "absent-context")
+        assert stopped.returncode == 1
+        assert b"absent-context" in stopped.stderr
+        assert [each["state"] for each in json.loads(stopped.stdout)] == ["stopped"]
+        assert carrel("exec", name, "cat f").stdout == b"kept\n"
+    finally:
+        carrel("rm", "--yes", "--files", name)

@@ -67,3 +67,12 @@ async def test_the_same_when_awaited(async_box: AsyncSandbox) -> None:
     assert (await async_box.execute("echo hi")).output == "hi\n"
     assert (await async_box.tool("create_file", {"path": "x", "content": ""})).tool_name == "create_file"
     assert (await async_box.terminate(reason="over")).state is State.TERMINATED
+
+
+def test_stop_keeps_the_files_and_the_next_use_starts_it_again(client: Client, kept: Sandbox) -> None:
+    kept.files.write("f", b"x")
+    assert kept.stop().state is State.STOPPED
+    with pytest.raises(NotRunning):
+        kept.commands.run("true")
+    again = client.sandbox(kept.context_id)
+    assert again.id == kept.id and again.files.read("f") == b"x"

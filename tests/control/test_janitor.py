@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from carrel.control.janitor import max_entries, verdict
 from carrel.control.plane import ControlPlane
 from carrel.errors import LimitExceeded
-from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest
+from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
 from carrel.workspaces.usage import Usage
 
 
@@ -53,3 +54,50 @@ async def test_activity_is_written_down_and_upkeep_is_none(plane: ControlPlane) 
     await plane.janitor.watch_disks()
     await plane.operations.health(info.id, "carrel")
     assert live.last_activity == before
+
+
+async def test_an_idle_sandbox_is_stopped_and_its_files_wait(plane: ControlPlane) -> None:
+    request = SandboxRequest(context_id="idle")
+    info, _ = await plane.sessions.deploy_or_resume(request)
+    other, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="busy"))
+    throwaway, _ = await plane.sessions.deploy_or_resume(SandboxRequest())
+    await plane.operations.write_file(info.id, "kept", b"x")
+    await plane.operations.start_command(other.id, CommandRequest(command="sleep 600"))
+    await plane.janitor.stop_idle()
+    assert len(plane.sessions.live()) == 3, "nobody was idle for an hour"
+    for box in plane.sessions.live():
+        box.last_activity -= 3601
+    await plane.janitor.stop_idle()
+    assert [box.record.id for box in plane.sessions.live()] == [other.id], "a running command is use"
+    assert (await plane.sessions.get(info.id)).state is State.STOPPED
+    assert (await plane.sessions.get(throwaway.id)).state is State.TERMINATED
+    again, started = await plane.sessions.deploy_or_resume(request)
+    assert started and again.id == info.id
+    assert (await plane.operations.stat_file(info.id, "kept")).size == 1
+
+
+async def test_a_sandbox_that_is_used_meanwhile_is_not_stopped(plane: ControlPlane) -> None:
+    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    box = await plane.sessions.find(info.id)
+    horizon = box.last_activity - 1
+    assert not await plane.sessions.stop_idle(box, horizon)
+    box.in_flight += 1
+    assert not await plane.sessions.stop_idle(box, box.last_activity + 1)
+    box.in_flight -= 1
+    assert await plane.sessions.stop_idle(box, box.last_activity + 1)
+    assert not await plane.sessions.stop_idle(box, box.last_activity + 1), "it is stopped already"
+
+
+async def test_a_workspace_that_nobody_uses_is_deleted(plane: ControlPlane) -> None:
+    for name in ("old", "young", "running"):
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name))
+        if name != "running":
+            await plane.sessions.stop(name)
+    for name in ("old", "running"):
+        await plane.store.touch({(await plane.sessions.get(name)).id: 1.0})
+        await plane.store.update((await plane.sessions.get(name)).id, last_activity_at=1.0)
+    old = await plane.sessions.get("old")
+    await plane.janitor.expire_workspaces()
+    assert (await plane.sessions.get(old.id)).state is State.TERMINATED
+    paths = {name: plane.layout.path(name, ephemeral=False) for name in ("old", "young", "running")}
+    assert {name: os.path.isdir(path) for name, path in paths.items()} == {"old": False, "young": True, "running": True}

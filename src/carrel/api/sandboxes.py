@@ -71,6 +71,18 @@ async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
 
 
 @router.post(
+    "/{id}/stop",
+    operation_id="stop",
+    summary="Stop a sandbox, keep its workspace",
+    response_model=None,
+    responses={200: {"model": SandboxInfo}, **problems(403, 404, 502)},
+)
+async def stop(id: SandboxId, plane: Plane) -> Response:
+    """What runs in it ends. `deploy_or_resume` starts it again on the same files. An ephemeral one is terminated."""
+    return as_json(await plane.operations.stop(id, ACTOR))
+
+
+@router.post(
     "/{id}/terminate",
     operation_id="terminate",
     summary="End a session",

@@ -111,6 +111,37 @@ def _commands(context: str, *, json: bool) -> None:
     print_table(["ID", "STATE", "AGE", "OUTPUT", "COMMAND"], rows)
 
 
+def stop(
+    contexts: Annotated[list[str], typer.Argument(metavar="CONTEXT…", help="Contexts or sandbox ids.")],
+    json: options.Json = False,
+) -> None:
+    """Stop sandboxes and keep their files; the next use starts them again.
+
+    \b
+    carrel stop conversation-42
+    carrel exec conversation-42 -- ls
+    """
+    from carrel.cli.failures import note, tell
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    failed = False
+    stopped = []
+    with Client() as client:
+        for name in dict.fromkeys(contexts):
+            try:
+                stopped.append(client.attach(client.find(name)).stop())
+            except CarrelError as error:
+                tell(f"{name}: {error.detail}", error.hint)
+                failed = True
+                continue
+            if not json:
+                note(f"stopped {name}")
+    if json:
+        print_json([info.model_dump(mode="json") for info in stopped])
+    raise typer.Exit(1 if failed else 0)
+
+
 def rm(
     contexts: Annotated[
         list[str] | None,

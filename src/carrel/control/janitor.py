@@ -1,4 +1,4 @@
-"""Upkeep in the background: writes down last activity, and watches how much disk workspaces use.
+"""Upkeep in the background: writes down last activity, watches disk use, stops what is idle, deletes what is old.
 
 Acts only through sessions and operations; decides nothing about what an agent may do.
 """
@@ -11,9 +11,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from carrel.config import SandboxSettings
 from carrel.control.operations import SELF, Operations
 from carrel.control.sessions import LiveSandbox, Sessions
 from carrel.errors import CarrelError
+from carrel.models import State
 from carrel.store import SessionStore
 from carrel.workspaces.usage import Usage, measure
 
@@ -27,6 +29,8 @@ COST_FACTOR = 10.0
 ENTRIES_PER_MB = 200
 MIN_ENTRIES = 10_000
 GIVE_UP_AFTER = 3
+IDLE_LOOK_EVERY = 15.0
+EXPIRE_EVERY = 3600.0
 
 
 def max_entries(disk_mb: int) -> int:
@@ -60,7 +64,8 @@ class _Watch:
 class Janitor:
     """The background loops of a control plane."""
 
-    def __init__(self, sessions: Sessions, operations: Operations, store: SessionStore):
+    def __init__(self, sessions: Sessions, operations: Operations, store: SessionStore, settings: SandboxSettings):
+        self._settings = settings
         self._sessions = sessions
         self._operations = operations
         self._store = store
@@ -72,6 +77,8 @@ class Janitor:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(self.flush, FLUSH_EVERY))
             group.create_task(self._repeat(self.watch_disks, TICK))
+            group.create_task(self._repeat(self.stop_idle, min(IDLE_LOOK_EVERY, self._settings.idle_stop_s / 4)))
+            group.create_task(self._repeat(self.expire_workspaces, EXPIRE_EVERY))
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], seconds: float) -> None:
         while True:
@@ -92,6 +99,29 @@ class Janitor:
         await self._store.touch(changed)
         alive = {box.record.id for box in boxes}
         self._flushed = {key: value for key, value in (self._flushed | changed).items() if key in alive}
+
+    async def stop_idle(self) -> None:
+        """Stop the sandboxes that nobody has used for long enough; what runs in one counts as use."""
+        horizon = time.time() - self._settings.idle_stop_s
+        for box in self._sessions.live():
+            if box.last_activity > horizon or box.in_flight:
+                continue
+            try:
+                if (await self._operations.health(box.record.id, SELF)).commands_running:
+                    box.last_activity = time.time()
+                    continue
+                if await self._sessions.stop_idle(box, horizon):
+                    log.info("sandbox %s was idle and is stopped", box.record.id)
+            except CarrelError as error:
+                log.warning("sandbox %s could not be stopped: %s", box.record.id, error)
+
+    async def expire_workspaces(self) -> None:
+        """End the sessions that were stopped long ago, and delete their workspaces."""
+        horizon = time.time() - self._settings.workspace_ttl_days * 86_400
+        for record in await self._store.in_states((State.STOPPED, State.ERROR)):
+            if record.last_activity_at < horizon:
+                await self._sessions.terminate(record.id, "expired", delete_workspace=True, unused_since=horizon)
+                log.info("the workspace of %s was not used for long and is deleted", record.context_id or record.id)
 
     async def watch_disks(self) -> None:
         """Measure the workspaces that are due."""

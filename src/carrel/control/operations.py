@@ -173,6 +173,11 @@ class Operations:
         with self._session_door("terminate", request.model_dump(), actor, name, None):
             return await self._sessions.terminate(name, request.reason, delete_workspace=request.delete_files)
 
+    async def stop(self, name: str, actor: str = "") -> SandboxInfo:
+        """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
+        with self._session_door("stop", {}, actor, name, None):
+            return await self._sessions.stop(name, "stopped on request")
+
     @contextmanager
     def _session_door(
         self, name: str, arguments: Mapping[str, object], actor: str, sandbox_id: str, context_id: str | None

@@ -44,7 +44,7 @@ class ControlPlane:
         self.store = SessionStore(database)
         self.sessions = Sessions(settings, self.store, layout, providers)
         self.operations = Operations(self.sessions, decide, record)
-        self.janitor = Janitor(self.sessions, self.operations, self.store)
+        self.janitor = Janitor(self.sessions, self.operations, self.store, settings.sandbox)
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod

@@ -316,7 +316,21 @@ class Sessions:
 
     # ending
 
-    async def terminate(self, name: str, reason: str = "", *, delete_workspace: bool = False) -> SandboxInfo:
+    async def stop_idle(self, box: LiveSandbox, unused_since: float) -> bool:
+        """Stop a sandbox unless it was used meanwhile; says whether it was stopped."""
+        record = box.record
+        async with self._lock(f"context {record.context_id}" if record.context_id else f"id {record.id}"):
+            if self._live.get(record.id) is not box or box.in_flight or box.last_activity > unused_since:
+                return False
+            if not record.ephemeral:
+                box.record = record = replace(record, state=next_state(record.state, Event.IDLE))
+                await self._store.update(record.id, state=record.state)
+            await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, "idle")
+            return True
+
+    async def terminate(
+        self, name: str, reason: str = "", *, delete_workspace: bool = False, unused_since: float | None = None
+    ) -> SandboxInfo:
         """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be
         repeated.
         """
@@ -324,6 +338,8 @@ class Sessions:
         key = f"context {record.context_id}" if record.context_id else f"id {record.id}"
         async with self._lock(key):
             record = await self._record(record.id)
+            if unused_since is not None and (record.state in LIVE or record.last_activity_at > unused_since):
+                return record.info()
             if record.state is not State.TERMINATED:
                 record = await self._end(record, Event.TERMINATE, reason)
             elif record.context_id and await self._store.of_context(record.context_id):

@@ -69,6 +69,10 @@ class AsyncSandbox:
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return await AsyncTerminal.open(self._connection, self._path, rows, cols, words)
 
+    async def stop(self) -> SandboxInfo:
+        """End what runs and keep the files; `client.sandbox` with the same context starts it again."""
+        return await self._connection.post(SandboxInfo, f"{self._path}/stop", b"")
+
     async def terminate(self, *, reason: str = "", delete_files: bool = False) -> SandboxInfo:
         """End the sandbox and everything that runs in it. A kept workspace stays unless `delete_files`."""
         body = encoded({"reason": reason, "delete_files": delete_files})
