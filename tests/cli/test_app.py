@@ -19,7 +19,7 @@ COMMANDS = sorted(str(each.name) for each in app.registered_commands)
 
 
 def test_the_commands_are_these() -> None:
-    expected = ["cp", "doctor", "exec", "logs", "ls", "ps", "rm", "run", "serve", "sh", "version"]
+    expected = ["cp", "doctor", "exec", "logs", "ls", "ps", "rm", "run", "serve", "sh", "stop", "version"]
     assert expected == COMMANDS
 
 
@@ -100,6 +100,17 @@ def test_light_commands_import_nothing_heavy() -> None:
     assert shown.stdout.split() == []
 
 
-def test_completion_scripts(alone: Carrel) -> None:
-    done = alone("--show-completion", "bash")
-    assert b"_CARREL_COMPLETE" in done.stdout or done.returncode == 0
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    carrel = Path(sys.executable).with_name("carrel")
+    script = subprocess.run(
+        [carrel], env={**os.environ, "_CARREL_COMPLETE": f"source_{shell}"}, capture_output=True, check=True
+    )
+    assert f"complete_{shell}".encode() in script.stdout
+
+
+def test_completion_knows_the_commands() -> None:
+    asked = {"_CARREL_COMPLETE": "complete_bash", "COMP_WORDS": "carrel s", "COMP_CWORD": "1"}
+    carrel = Path(sys.executable).with_name("carrel")
+    done = subprocess.run([carrel], env={**os.environ, **asked}, capture_output=True, check=True)
+    assert done.stdout.split() == [b"serve", b"sh", b"stop"]

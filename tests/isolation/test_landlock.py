@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import pty
 import signal
@@ -23,28 +22,10 @@ from hypothesis import strategies as st
 
 from carrel.errors import PlatformError
 from carrel.isolation import landlock
+from children import in_child
 
 enforced = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel does not enforce Landlock")
 SYSTEM = ["/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", sys.prefix, sys.base_prefix]
-
-
-def in_child(work: Callable[[], object]) -> object:
-    """What `work` returns in a forked child, or the words of what it raised."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            answer = {"value": work()}
-        except BaseException as error:  # the child must never return into the test runner
-            answer = {"value": f"{type(error).__name__}: {error}"}
-        os.write(writer, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as source:
-        data = source.read()
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, f"the child ended with status {status}"
-    return json.loads(data)["value"]
 
 
 def error_of(work: Callable[[], object]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import seccomp
 from carrel.isolation.seccomp import RET_ALLOW, Check, Decision, evaluate, refuse
 from carrel.isolation.syscalls import TABLES
+from children import in_child
 
 ARCHES = sorted(TABLES)
 PROGRAMS = {arch: seccomp.build(arch) for arch in ARCHES}
@@ -210,25 +209,6 @@ def test_devices_terminals_personalities_and_memory_maps(arch: str) -> None:
 
 
 # --- enforcement ----------------------------------------------------------------------------------------
-
-
-def in_child(work: Callable[[], object]) -> object:
-    """What `work` returns in a forked child, or the words of what it raised."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            answer = {"value": work()}
-        except BaseException as error:  # the child must never return into the test runner
-            answer = {"value": f"{type(error).__name__}: {error}"}
-        os.write(writer, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as source:
-        data = source.read()
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, f"the child ended with status {status}"
-    return json.loads(data)["value"]
 
 
 def call(name: str, *args: int | bytes | None) -> int:

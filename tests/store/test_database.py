@@ -2,30 +2,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import sqlite3
 import stat
+import threading
 from pathlib import Path
 
+import asyncpg
 import pytest
-from sqlalchemy import insert, select, text
+from hypothesis import given
+from hypothesis import strategies as st
+from postgres import Postgres
+from sqlalchemy import select, text
+from sqlalchemy.engine import Connection
 
-from carrel.errors import PlatformError
-from carrel.store import Database
-from carrel.store.tables import metadata, sessions
-
-ROW = {
-    **{column.name: "x" for column in sessions.columns if not column.nullable},
-    **dict.fromkeys(("ephemeral", "unsafe"), False),
-    **{name: {} for name in ("limits", "env", "labels")},
-    **dict.fromkeys(("isolation_level", "created_at", "last_activity_at"), 1),
-}
+from carrel.errors import CarrelError, InvalidRequest, PlatformError
+from carrel.store import Database, SessionRecord, SessionStore
+from carrel.store.tables import metadata
 
 
 async def test_the_file_is_private_and_reopens(tmp_path: Path) -> None:
     path = tmp_path / "carrel.db"
-    for _ in range(2):
-        database = await Database.open(str(path))
+    for where in (str(path), f"sqlite:///{path}"):
+        database = await Database.open(where)
         await database.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["carrel.db"], "closed, it is one file"
 
 
 async def test_a_damaged_file_is_told_of(tmp_path: Path) -> None:
@@ -38,41 +40,139 @@ async def test_a_damaged_file_is_told_of(tmp_path: Path) -> None:
     assert path.read_bytes() == before, "it is left for whoever wants to mend it"
 
 
-async def test_every_connection_is_set_up(tmp_path: Path) -> None:
+async def test_every_sqlite_connection_is_set_up(tmp_path: Path) -> None:
     database = await Database.open(str(tmp_path / "carrel.db"))
+    wanted = {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 5000, "foreign_keys": 1}
+
+    def check(connection: Connection) -> None:
+        for name, value in wanted.items():
+            assert connection.execute(text(f"PRAGMA {name}")).scalar() == value
+
     try:
-        wanted = {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 5000, "foreign_keys": 1}
-        async with database.engine.connect() as one, database.engine.connect() as other:
-            for connection in (one, other):
-                for name, value in wanted.items():
-                    assert (await connection.execute(text(f"PRAGMA {name}"))).scalar() == value
+        await database.read(check)
+        await database.write(check)
     finally:
         await database.close()
 
 
-async def test_readers_do_not_wait_for_a_writer(tmp_path: Path) -> None:
-    database = await Database.open(str(tmp_path / "carrel.db"))
+async def test_readers_do_not_wait_for_a_writer(database: Database, kind: str, base: SessionRecord) -> None:
+    store = SessionStore(database)
+    await store.insert(base)
+    if kind == "postgresql":  # there a query runs on the loop and cannot wait for one; the server sees to the rest
+        assert await store.get("sbx-1")
+        return
+    wrote, go = threading.Event(), threading.Event()
+
+    def write(connection: Connection) -> None:
+        connection.execute(text("UPDATE sessions SET provider = 'other'"))
+        wrote.set()
+        assert go.wait(10)
+
+    writer = asyncio.ensure_future(database.write(write))
     try:
-        async with database.engine.begin() as writer, asyncio.timeout(3):
-            await writer.execute(insert(sessions).values(**ROW))
-            async with database.engine.connect() as reader:
-                assert (await reader.execute(select(sessions.c.id))).all() == []
-        async with database.engine.connect() as reader:
-            assert (await reader.execute(select(sessions.c.id))).scalars().all() == ["x"]
+        assert await asyncio.to_thread(wrote.wait, 10)
+        record = await store.get("sbx-1")
     finally:
+        go.set()
+        await writer
+    assert record is not None and record.provider == "namespace"
+    record = await store.get("sbx-1")
+    assert record is not None and record.provider == "other"
+
+
+async def test_a_query_that_fails_writes_nothing(database: Database, base: SessionRecord) -> None:
+    store = SessionStore(database)
+    await store.insert(base)
+
+    def half(connection: Connection) -> None:
+        connection.execute(text("UPDATE sessions SET provider = 'other'"))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await database.write(half)
+    assert await store.get("sbx-1") == base
+    with pytest.raises(PlatformError) as caught:
+        await database.read(lambda connection: connection.execute(text("SELECT * FROM nowhere")).close())
+    assert "nowhere" in caught.value.detail
+
+
+async def test_a_locked_file_is_told_of_in_time(tmp_path: Path, base: SessionRecord) -> None:
+    database = await Database.open(str(tmp_path / "carrel.db"))
+    other = sqlite3.connect(tmp_path / "carrel.db", isolation_level=None)
+    try:
+        await database.write(lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout=50").close())
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(PlatformError) as caught:
+            await SessionStore(database).insert(base)
+        assert "locked" in caught.value.detail
+        other.execute("ROLLBACK")
+        await SessionStore(database).insert(base)
+    finally:
+        other.close()
         await database.close()
 
 
-async def test_what_is_stored_outlives_the_database(tmp_path: Path) -> None:
-    path = str(tmp_path / "carrel.db")
-    database = await Database.open(path)
-    async with database.engine.begin() as connection:
-        await connection.execute(insert(sessions).values(**ROW))
+async def test_what_is_stored_outlives_the_database(where: str, base: SessionRecord) -> None:
+    database = await Database.open(where)
+    await SessionStore(database).insert(base)
     await database.close()
-    assert os.listdir(tmp_path) == ["carrel.db"], "closed, it is one file"
-    database = await Database.open(path)
-    async with database.engine.connect() as connection:
-        for table in metadata.sorted_tables:
-            await connection.execute(select(table).limit(1))
-        assert (await connection.execute(select(sessions.c.id))).scalars().all() == ["x"]
+    database = await Database.open(where)
+    for table in metadata.sorted_tables:
+        query = select(table).limit(1)
+        await database.read(lambda connection, query=query: connection.execute(query).close())  # type: ignore[misc]
+    assert await SessionStore(database).get("sbx-1") == base
     await database.close()
+
+
+async def test_connections_that_were_cut_are_made_anew(postgres: Postgres, where: str, kind: str) -> None:
+    if kind == "sqlite":
+        return
+    database = await Database.open(where)
+    store = SessionStore(database)
+    assert await store.get("x") is None
+    admin = await asyncpg.connect(postgres.url())
+    await admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid != pg_backend_pid()")
+    await admin.close()
+    assert await store.get("x") is None
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mysql://carrel:hush-hush@host/db",
+        "hush-hush://",
+        "HUSH-HUSH x://",
+        "postgresql://carrel:hush-hush@host:hush-hush/db",
+        "postgresql://carrel:hush/hush-hush@host/db",
+        "postgresql://[hush-hush/db",
+        "sqlite://",
+    ],
+)
+async def test_a_url_that_is_none_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await Database.open(url)
+    assert caught.value.field == "database" and caught.value.hint
+    assert "@" not in caught.value.detail and (url.startswith("hush") or "hush" not in str(caught.value.problem()))
+
+
+async def test_a_server_that_is_not_there_is_told_of(tmp_path: Path) -> None:
+    for host in (f"@/db?host={tmp_path}", "@127.0.0.1:1/db"):
+        with pytest.raises(PlatformError) as caught:
+            await Database.open(f"postgresql://carrel:hush-hush{host}")
+        assert caught.value.field == "database" and caught.value.hint
+        assert "hush" not in repr(caught.value) + str(caught.value.problem())
+
+
+async def test_a_database_that_is_not_there_is_told_of(postgres: Postgres) -> None:
+    with pytest.raises(PlatformError) as caught:
+        await Database.open(postgres.url().replace("/postgres?", "/absent?"))
+    assert "absent" in caught.value.detail and "hush" not in str(caught.value.problem())
+
+
+@given(st.text(max_size=30))
+def test_no_url_ends_in_a_traceback(rest: str) -> None:
+    with pytest.raises(CarrelError):
+        asyncio.run(Database.open("mysql://" + rest))
+    with pytest.raises(CarrelError):  # port 1 of this host: nobody is there
+        asyncio.run(Database.open("postgresql://127.0.0.1:1/" + re.sub(r"[?#]", "", rest)))
