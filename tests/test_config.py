@@ -111,6 +111,25 @@ def test_a_bad_token_is_not_shown() -> None:
     assert "secret" not in str(caught.value.problem())
 
 
+def test_the_database_is_a_file_in_the_data_dir_or_a_url(tmp_path: Path) -> None:
+    assert config.load({"data_dir": "here"}, environ={}).database_url == str(tmp_path / "here" / "carrel.db")
+    for url in ("postgresql://carrel:hush-hush@db:5432/carrel", "postgres://db/x", "sqlite:////srv/x.db"):
+        assert config.load(environ={"CARREL_DATABASE": url}).database_url == url
+
+
+@pytest.mark.parametrize("url", ["mysql://carrel:hush-hush@db/x", "hush-hush", "", "postgresql:/hush-hush"])
+def test_an_unknown_database_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        config.load(environ={"CARREL_DATABASE": url})
+    assert caught.value.field == "database" and "postgresql" in (caught.value.hint or "")
+    assert "hush" not in str(caught.value.problem())
+
+
+def test_the_password_of_the_database_is_not_shown() -> None:
+    settings = config.load(environ={"CARREL_DATABASE": "postgresql://carrel:hush-hush@db/x"})
+    assert "hush" not in f"{settings} {settings!r} {settings.model_dump()} {settings.model_dump_json()}"
+
+
 def test_data_dir_is_absolute(tmp_path: Path) -> None:
     assert config.load({"data_dir": "here"}, environ={}).data_dir == str(tmp_path / "here")
 

@@ -109,7 +109,7 @@ async def test_signals_end_everything(settings: Settings, number: signal.Signals
         assert process.returncode == 0, errors.decode()
         assert b"Traceback" not in errors
         assert not (Path(settings.data_dir) / "server.json").exists()
-        assert os.listdir(os.path.join(settings.data_dir, "workspaces")) == [".trash"]
+        assert os.listdir(os.path.join(settings.data_dir, "storage", "volumes")) == []
     finally:
         if process.returncode is None:
             process.kill()

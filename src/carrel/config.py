@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import MAX_TIMEOUT_S, Network
@@ -23,6 +23,9 @@ PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"
 CLIENT_ENV = frozenset({"CARREL_URL", "CARREL_TOKEN", CONFIG_ENV})
 """Names that mean something to the client or to this module, besides the settings."""
+
+DATABASES = ("postgresql", "postgres", "sqlite")
+"""The schemes of database URLs."""
 
 
 def default_data_dir() -> str:
@@ -71,6 +74,12 @@ class Settings(_Group):
         min_length=1,
         description="where workspaces, records and the token are kept",
     )
+    database: SecretStr | None = Field(
+        default=None,
+        min_length=1,
+        description="where records are kept: `postgresql://user:password@host/name` or `sqlite:////path`; "
+        "without one, `carrel.db` in `data_dir`",
+    )
     token: str | None = Field(
         default=None,
         min_length=8,
@@ -92,6 +101,23 @@ class Settings(_Group):
         if "\0" in value:
             raise ValueError("a path cannot hold a NUL")
         return str(Path(value).expanduser().absolute())
+
+    @field_validator("database")
+    @classmethod
+    def _known_database(cls, value: SecretStr | None) -> SecretStr | None:
+        # Nothing of the value is quoted: it may hold a password.
+        if value is not None and value.get_secret_value().partition("://")[0] not in DATABASES:
+            raise ValueError(f"it must be a URL that starts with one of {', '.join(DATABASES)} and ://")
+        if value is not None and "\0" in value.get_secret_value():
+            raise ValueError("a URL cannot hold a NUL")
+        return value
+
+    @property
+    def database_url(self) -> str:
+        """The URL of the database or the path of its file. It may hold a password: never show it."""
+        if self.database is None:
+            return str(Path(self.data_dir) / "carrel.db")
+        return self.database.get_secret_value()
 
     @property
     def max_body(self) -> int:

@@ -18,6 +18,7 @@
     ├── CommandFailed           —    only with `check=True`; a non-zero exit is otherwise a result
     └── PlatformError           500  carrel itself or its host failed; never a command's result
         ├── ProviderUnavailable 503
+        ├── SnapshotDamaged     500  stored content is missing or not what it was
         ├── SandboxLost         502  the sandbox died or answered nonsense
         └── ServerUnreachable   503
 
@@ -170,6 +171,12 @@ class ProviderUnavailable(PlatformError):
     """No provider that is available meets what was asked."""
 
     code, status, title = "provider_unavailable", 503, "No suitable provider is available"
+
+
+class SnapshotDamaged(PlatformError):
+    """Stored content is missing or is not what it was; `objects` in `extra` names what is damaged."""
+
+    code, title = "snapshot_damaged", "The snapshot is damaged"
 
 
 class SandboxLost(PlatformError):

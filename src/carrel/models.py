@@ -342,3 +342,51 @@ class HostReport(Answer):
     user: str
     checks: list[Check]
     providers: list[ProviderStatus]
+
+
+class SnapshotInfo(Answer):
+    """An immutable picture of a workspace. Only a ready one can be restored."""
+
+    id: str
+    context_id: str
+    status: Literal["creating", "ready", "failed"]
+    created_at: datetime
+    parent: str | None = None
+    bytes: int | None = Field(default=None, description="what the workspace held")
+    new_bytes: int | None = Field(default=None, description="what this snapshot added to the storage")
+    files: int | None = None
+    error: str | None = None
+
+
+class SnapshotPage(Answer):
+    """A page of snapshots, newest first; `next` is the cursor of the following page."""
+
+    items: list[SnapshotInfo]
+    next: str | None = None
+
+
+class RestoreRequest(Request):
+    """Which snapshot's files the workspace gets."""
+
+    snapshot_id: str = Field(min_length=1, max_length=64)
+
+
+class ForkRequest(Request):
+    """The new context, and the snapshot it starts from; without one a snapshot is taken now."""
+
+    context_id: ContextId
+    snapshot_id: str | None = Field(default=None, min_length=1, max_length=64)
+
+
+class FileChange(Answer):
+    """One path that differs between two snapshots."""
+
+    path: str
+    kind: Literal["added", "removed", "changed"]
+
+
+class FileChanges(Answer):
+    """What leads from one snapshot to another; `truncated` when there were more than the limit."""
+
+    items: list[FileChange]
+    truncated: bool = False

@@ -253,7 +253,6 @@ def serve(settings: Settings) -> None:
     )
     if settings.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        logging.getLogger("aiosqlite").setLevel(logging.WARNING)
     _raise_file_limit()
     import uvloop
 

@@ -68,7 +68,7 @@ async def test_bad_requests_leave_nothing(http: httpx.AsyncClient, server: Runni
     for sent, status, field in BAD:
         refused(await http.post("/v1/sandboxes", **sent), status, field)
         assert (await http.get("/v1/sandboxes")).json()["items"] == []
-        assert os.listdir(server.plane.layout.workspaces) == [".trash"]
+        assert os.listdir(server.plane.layout.workspaces) == []
     answer = await http.post("/v1/sandboxes", json={"limits": {"memroy_mb": 64}})
     assert "memory_mb" in answer.json()["hint"]
 

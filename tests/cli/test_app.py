@@ -19,7 +19,25 @@ COMMANDS = sorted(str(each.name) for each in app.registered_commands)
 
 
 def test_the_commands_are_these() -> None:
-    expected = ["cp", "doctor", "exec", "logs", "ls", "ps", "rm", "run", "serve", "sh", "stop", "version"]
+    expected = [
+        "cp",
+        "diff",
+        "doctor",
+        "exec",
+        "fork",
+        "logs",
+        "ls",
+        "ps",
+        "restore",
+        "rm",
+        "run",
+        "serve",
+        "sh",
+        "snapshot",
+        "snapshots",
+        "stop",
+        "version",
+    ]
     assert expected == COMMANDS
 
 
@@ -113,4 +131,4 @@ def test_completion_knows_the_commands() -> None:
     asked = {"_CARREL_COMPLETE": "complete_bash", "COMP_WORDS": "carrel s", "COMP_CWORD": "1"}
     carrel = Path(sys.executable).with_name("carrel")
     done = subprocess.run([carrel], env={**os.environ, **asked}, capture_output=True, check=True)
-    assert done.stdout.split() == [b"serve", b"sh", b"stop"]
+    assert done.stdout.split() == [b"serve", b"sh", b"stop", b"snapshot", b"snapshots"]

@@ -76,3 +76,19 @@ def test_stop_keeps_the_files_and_the_next_use_starts_it_again(client: Client, k
         kept.commands.run("true")
     again = client.sandbox(kept.context_id)
     assert again.id == kept.id and again.files.read("f") == b"x"
+
+
+def test_snapshots_restore_and_fork(client: Client, kept: Sandbox) -> None:
+    kept.files.write("f", b"one")
+    first = kept.snapshot()
+    kept.files.write("f", b"two")
+    second = kept.snapshot()
+    assert [each.id for each in kept.snapshots()] == [second.id, first.id]
+    assert [(change.path, change.kind) for change in kept.diff(first, second.id)] == [("f", "changed")]
+    assert kept.restore(first).state is State.RUNNING
+    assert kept.files.read("f") == b"one"
+    twin = kept.fork(f"{kept.context_id}-twin", second)
+    try:
+        assert twin.files.read("f") == b"two" and twin.id != kept.id
+    finally:
+        twin.terminate(delete_files=True)

@@ -50,7 +50,7 @@ async def test_a_provider_that_fails_to_start_leaves_nothing_open(
         raise PlatformError("no zygote today")
 
     providers = open_providers(
-        str(Path(settings.data_dir, "run")), str(Path(settings.data_dir, "workspaces")), allow_process=True
+        str(Path(settings.data_dir, "run")), str(Path(settings.data_dir, "storage", "volumes")), allow_process=True
     )
     closed = []
     for name, provider in providers.items():

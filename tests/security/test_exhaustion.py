@@ -34,7 +34,7 @@ def until(condition, seconds=15):
 
 
 def workspace(attacker, box):
-    return attacker.server.data_dir / "workspaces" / f"eph-{box.id}"
+    return attacker.server.data_dir / "storage" / "volumes" / f"eph-{box.id}"
 
 
 def size(path):
@@ -315,7 +315,7 @@ def test_deep_directories(attacker):
     assert place.exists()
     box.terminate()
     assert until(lambda: not place.exists())
-    assert until(lambda: os.listdir(attacker.server.data_dir / "workspaces" / ".trash") == [])
+    assert until(lambda: os.listdir(attacker.server.data_dir / "trash") == [])
 
 
 def test_files_that_forbid_removal(attacker):
@@ -327,7 +327,7 @@ def test_files_that_forbid_removal(attacker):
     place = workspace(attacker, box)
     box.terminate()
     assert not place.exists()
-    assert os.listdir(attacker.server.data_dir / "workspaces" / ".trash") == []
+    assert os.listdir(attacker.server.data_dir / "trash") == []
 
 
 def test_zip_bomb(attacker):

@@ -23,7 +23,7 @@ def test_files(compared):
     """Read the files of another sandbox."""
     box = compared.another()
     box.files.write("secret", compared.host.token)
-    path = str(compared.server.data_dir / "workspaces" / f"eph-{box.id}" / "secret")
+    path = str(compared.server.data_dir / "storage" / "volumes" / f"eph-{box.id}" / "secret")
     assert os.path.exists(path)
 
     def attack(path, token):

@@ -82,7 +82,7 @@ def test_write_after_the_end(attacker, marker):
     """Keep writing to the workspace after the sandbox has ended."""
     box = attacker.another(f"ending-{marker}")
     daemon(box, marker)
-    place = next((attacker.server.data_dir / "workspaces").glob(f"ctx-ending-{marker}"))
+    place = next((attacker.server.data_dir / "storage" / "volumes").glob(f"ctx-ending-{marker}"))
     box.terminate()
     before = (place / "beat").stat().st_size
     assert alive(marker) == []

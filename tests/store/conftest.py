@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import asyncpg
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,11 +39,9 @@ async def where(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> As
         return
     postgres: Postgres = request.getfixturevalue("postgres")
     schema = f"t{uuid.uuid4().hex}"
-    connection = await asyncpg.connect(postgres.url())
-    await connection.execute(f"CREATE SCHEMA {schema}")
+    await postgres.execute(f"CREATE SCHEMA {schema}")
     yield postgres.url(search_path=schema)
-    await connection.execute(f"DROP SCHEMA {schema} CASCADE")
-    await connection.close()
+    await postgres.execute(f"DROP SCHEMA {schema} CASCADE")
 
 
 @pytest.fixture

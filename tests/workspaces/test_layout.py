@@ -111,7 +111,7 @@ def test_remove_a_tree_deeper_than_any_path(layout: Layout) -> None:
         fd = below
     os.close(fd)
     layout.remove("a", ephemeral=True)
-    assert os.listdir(layout.workspaces) == [".trash"]
+    assert os.listdir(layout.workspaces) == []
     assert os.listdir(layout.trash) == []
 
 

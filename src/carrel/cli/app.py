@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from carrel.cli import commands, files, host, sandboxes, server, terminals
+from carrel.cli import commands, files, host, sandboxes, server, snapshots, terminals
 
 app = typer.Typer(
     name="carrel",
@@ -40,3 +40,8 @@ app.command("cp", rich_help_panel="Files")(files.cp)
 app.command("ps", rich_help_panel="Sandboxes")(sandboxes.ps)
 app.command("stop", rich_help_panel="Sandboxes")(sandboxes.stop)
 app.command("rm", rich_help_panel="Sandboxes")(sandboxes.rm)
+app.command("snapshot", rich_help_panel="Snapshots")(snapshots.snapshot)
+app.command("snapshots", rich_help_panel="Snapshots")(snapshots.snapshots)
+app.command("restore", rich_help_panel="Snapshots")(snapshots.restore)
+app.command("fork", rich_help_panel="Snapshots")(snapshots.fork)
+app.command("diff", rich_help_panel="Snapshots")(snapshots.diff)

@@ -165,23 +165,24 @@ class Operations:
     ) -> tuple[SandboxInfo, bool]:
         """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
         arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
-        with self._session_door("deploy_or_resume", arguments, actor, "", request.context_id):
+        with self.session_door("deploy_or_resume", arguments, actor, "", request.context_id):
             return await self._sessions.deploy_or_resume(request, idempotency_key)
 
     async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
         """End a session for good."""
-        with self._session_door("terminate", request.model_dump(), actor, name, None):
+        with self.session_door("terminate", request.model_dump(), actor, name, None):
             return await self._sessions.terminate(name, request.reason, delete_workspace=request.delete_files)
 
     async def stop(self, name: str, actor: str = "") -> SandboxInfo:
         """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
-        with self._session_door("stop", {}, actor, name, None):
+        with self.session_door("stop", {}, actor, name, None):
             return await self._sessions.stop(name, "stopped on request")
 
     @contextmanager
-    def _session_door(
-        self, name: str, arguments: Mapping[str, object], actor: str, sandbox_id: str, context_id: str | None
+    def session_door(
+        self, name: str, arguments: Mapping[str, object], actor: str, sandbox_id: str, context_id: str | None = None
     ) -> Iterator[None]:
+        """The door for what is done to a whole session: decided before, recorded after."""
         operation = Operation("session", name, arguments, actor, sandbox_id, context_id)
         decision = self._decide(operation)
         if decision.verdict != "allow":

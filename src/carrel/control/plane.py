@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping
 
 from carrel.config import Settings
@@ -13,12 +12,15 @@ from carrel.control.janitor import Janitor
 from carrel.control.operations import Operations
 from carrel.control.recovery import Recovered, recover
 from carrel.control.sessions import Sessions
+from carrel.control.snapshots import Snapshots
 from carrel.errors import ProviderUnavailable
 from carrel.models import HostReport
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.store import Database, SessionStore
+from carrel.store.snapshots import SnapshotStore
 from carrel.workspaces.layout import Layout
+from carrel.workspaces.volumes import DirectoryDriver
 
 log = logging.getLogger("carrel.control")
 
@@ -44,6 +46,10 @@ class ControlPlane:
         self.store = SessionStore(database)
         self.sessions = Sessions(settings, self.store, layout, providers)
         self.operations = Operations(self.sessions, decide, record)
+        self.snapshots = Snapshots(
+            self.sessions, self.operations, SnapshotStore(database), layout, DirectoryDriver(layout.storage)
+        )
+        self.sessions.on_deleted = self.snapshots.forget
         self.janitor = Janitor(self.sessions, self.operations, self.store, settings.sandbox)
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -59,13 +65,14 @@ class ControlPlane:
         """Open the data directory, take over what runs, start the upkeep."""
         layout = Layout(settings.data_dir)
         await asyncio.to_thread(layout.prepare)
-        database = await Database.open(os.path.join(settings.data_dir, "carrel.db"))
+        database = await Database.open(settings.database_url)
         plane: ControlPlane | None = None
         try:
             if providers is None:
                 providers = open_providers(layout.run, layout.workspaces, allow_process=settings.sandbox.allow_process)
             plane = cls(settings, layout, database, providers, decide=decide, record=record)
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
+            await plane.snapshots.recover()
             plane.recovered = await recover(plane.sessions, plane.store, layout)
         except BaseException:
             if plane is not None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from weakref import WeakValueDictionary
@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from carrel.config import Settings
 from carrel.control.connection import SupervisorConnection
 from carrel.control.lifecycle import LIVE, Event, next_state
+from carrel.control.terms import LIMIT_CAPABILITY, changes, launch, refuse_differences
 from carrel.errors import (
     CarrelError,
     Conflict,
@@ -28,18 +29,11 @@ from carrel.errors import (
 )
 from carrel.models import Limits, Network, SandboxInfo, SandboxPage, SandboxRequest, State
 from carrel.providers import choose
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
+from carrel.providers.base import NETWORK_CAPABILITY, Handle, Provider
 from carrel.store import SessionRecord, SessionStore
 from carrel.workspaces.layout import Layout
 
 log = logging.getLogger("carrel.sessions")
-
-LIMIT_CAPABILITY = {
-    "cpus": Capability.LIMIT_CPUS,
-    "memory_mb": Capability.LIMIT_MEMORY,
-    "processes": Capability.LIMIT_PROCESSES,
-}
-"""The disk limit is not in here: the control plane watches workspaces itself, whatever the provider."""
 
 LISTED = tuple(state for state in State if state is not State.TERMINATED)
 _PARALLEL_ENDS = 32
@@ -87,6 +81,8 @@ class Sessions:
         self._starting = 0
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
+        self.on_deleted: Callable[[str], Awaitable[None]] = _nothing
+        """Called with the context whose workspace was deleted."""
 
     # finding
 
@@ -158,14 +154,14 @@ class Sessions:
             if existing is not None and existing.state is State.RUNNING:
                 if box is not None and await box.provider.alive(box.handle):
                     return await self._reuse(box, request), False
-                _refuse_differences(existing, request)
+                refuse_differences(existing, request)
                 if box is not None:
                     await self._drop(box)
             record, provider = self._plan(request, existing, key)
             return await self._start(record, provider, fresh=existing is None), True
 
     async def _reuse(self, box: LiveSandbox, request: SandboxRequest) -> SandboxInfo:
-        _refuse_differences(box.record, request)
+        refuse_differences(box.record, request)
         box.last_activity = time.time()
         if request.labels and dict(box.record.labels) != request.labels:
             await self._store.update(box.record.id, labels=request.labels)
@@ -241,7 +237,7 @@ class Sessions:
         writing = asyncio.ensure_future(self._write_start(record, fresh))
         try:
             workspace, new = await asyncio.to_thread(self._layout.make, name, ephemeral=record.ephemeral)
-            handle = await provider.start(_launch(record, provider, workspace))
+            handle = await provider.start(launch(record, provider, workspace))
             await writing
             if self._closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
@@ -263,7 +259,7 @@ class Sessions:
         if fresh:
             await self._store.insert(record)
         else:
-            await self._store.update(record.id, **_changes(record), handle=None, error=None)
+            await self._store.update(record.id, **changes(record), handle=None, error=None)
 
     async def _undo(
         self,
@@ -328,6 +324,20 @@ class Sessions:
             await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, "idle")
             return True
 
+    async def record(self, name: str) -> SessionRecord:
+        """What is recorded of a session, by its id or its context; `NotFound`."""
+        return await self._record(name)
+
+    @asynccontextmanager
+    async def stopped(self, record: SessionRecord) -> AsyncIterator[bool]:
+        """Hold a session stopped, so that its workspace can be replaced; says whether it was running."""
+        async with self._lock(f"context {record.context_id}" if record.context_id else f"id {record.id}"):
+            record = await self._record(record.id)
+            ran = record.state in LIVE
+            if ran:
+                await self._end(record, Event.STOP, "its files are replaced")
+            yield ran
+
     async def terminate(
         self, name: str, reason: str = "", *, delete_workspace: bool = False, unused_since: float | None = None
     ) -> SandboxInfo:
@@ -346,6 +356,7 @@ class Sessions:
                 return record.info()  # the workspace belongs to a newer session of the same context
             if delete_workspace and record.context_id is not None:
                 await asyncio.to_thread(self._layout.remove, record.context_id, ephemeral=False)
+                await self.on_deleted(record.context_id)
         return record.info()
 
     async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
@@ -448,44 +459,5 @@ class Sessions:
             yield
 
 
-def _launch(record: SessionRecord, provider: Provider, workspace: str) -> Launch:
-    limits = record.limits
-    return Launch(
-        id=record.id,
-        workspace=workspace,
-        network=record.network,
-        cpus=limits.cpus,
-        memory_mb=limits.memory_mb,
-        disk_mb=limits.disk_mb if Capability.LIMIT_DISK in provider.capabilities() else None,
-        processes=limits.processes,
-        env=record.env,
-    )
-
-
-def _changes(record: SessionRecord) -> dict[str, object]:
-    names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
-    return {name: getattr(record, name) for name in (*names, "last_activity_at", "idempotency_key")}
-
-
-def _refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
-    """What is asked of a running sandbox and differs from what it has is refused, never ignored."""
-    given = request.model_fields_set
-    asked: list[tuple[str, object, object]] = []
-    if request.provider != "auto":
-        asked.append(("provider", request.provider, record.provider))
-    if request.network is not None:
-        asked.append(("network", request.network, record.network))
-    if "trust" in given:
-        asked.append(("trust", request.trust, record.trust))
-    if request.env:
-        asked.append(("env", request.env, dict(record.env)))
-    for name, value in request.limits.model_dump(exclude_none=True).items():
-        asked.append((f"limits.{name}", value, getattr(record.limits, name)))
-    for field, wanted, present in asked:
-        if wanted != present:
-            shown = "other values" if field == "env" else f"{present!s}"
-            raise Conflict(
-                f"the sandbox of this context runs with {field} = {shown}",
-                field=field,
-                hint="leave the field out, or end the sandbox first: its files stay",
-            )
+async def _nothing(_context: str) -> None:
+    return

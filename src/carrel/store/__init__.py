@@ -1,8 +1,20 @@
-"""What carrel remembers: tables and queries on SQLite, written so that PostgreSQL runs the same. Decides
-nothing.
-"""
+"""What carrel remembers: tables and queries, the same on SQLite and on PostgreSQL. Decides nothing."""
 
 from carrel.store.database import Database
+from carrel.store.filespace import FilespaceEntry, FilespaceStore
+from carrel.store.leases import Lease, LeaseStore
 from carrel.store.sessions import SessionRecord, SessionStore
+from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 
-__all__ = ["Database", "SessionRecord", "SessionStore"]
+__all__ = [
+    "Database",
+    "FilespaceEntry",
+    "FilespaceStore",
+    "Lease",
+    "LeaseStore",
+    "SessionRecord",
+    "SessionStore",
+    "SnapshotRecord",
+    "SnapshotStatus",
+    "SnapshotStore",
+]

@@ -1,25 +1,46 @@
-"""Opens the database and its tables. Knows how SQLite wants to be set up, and nothing of what is stored."""
+"""Opens the database and runs queries on it. Knows how SQLite and PostgreSQL want to be set up, and nothing of what is
+stored.
+
+A query is a plain function of a connection, so there is one set of them. SQLite runs it in a thread of its own (one hop
+a call, where an asyncio driver makes one a statement); PostgreSQL runs it on the event loop, through asyncpg.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from typing import Protocol
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
 
-from sqlalchemy import event
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import SQLAlchemyError
+import asyncpg
+from sqlalchemy import create_engine, event
+from sqlalchemy.engine import URL, Connection, Engine
+from sqlalchemy.engine.interfaces import AdaptedConnection, DBAPIConnection
+from sqlalchemy.exc import DisconnectionError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 
-from carrel.errors import PlatformError
-from carrel.store.tables import metadata
+from carrel.config import DATABASES
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.store.schema import migrate
+
+T = TypeVar("T")
+Query = Callable[[Connection], T]
+
+_CONNECT_S = 10
+_STATEMENT_S = 60
 
 # WAL lets readers and the writer work side by side; NORMAL loses at most the last commits at a power cut,
-# never the file.
+# never the file. The timeout comes first, because even turning on WAL may have to wait.
 _PRAGMAS = (
+    "PRAGMA busy_timeout=5000",
     "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=NORMAL",
-    "PRAGMA busy_timeout=5000",
     "PRAGMA foreign_keys=ON",
 )
 
@@ -30,36 +51,179 @@ class _Cursor(Protocol):
 
 
 def _prepare(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    connection.isolation_level = None  # the driver would begin transactions too late; `_begin` does it
     cursor: _Cursor = connection.cursor()
     for pragma in _PRAGMAS:
         cursor.execute(pragma)
     cursor.close()
 
 
-class Database:
-    """The engine all queries share."""
+def _begin(connection: Connection) -> None:
+    # A writer takes its lock at once: one that reads first could find later that it may not write any more.
+    # A reader is one statement, which needs no transaction.
+    if connection.get_execution_options().get("carrel_writes", False):
+        cursor: _Cursor = connection.connection.cursor()
+        cursor.execute("BEGIN IMMEDIATE")
+        cursor.close()
 
-    def __init__(self, engine: AsyncEngine):
-        self.engine = engine
 
-    @classmethod
-    async def open(cls, path: str) -> Database:
-        """Open the SQLite file at `path`, making it and its tables where they are missing."""
+def _alive(connection: AdaptedConnection, _: ConnectionPoolEntry, __: PoolProxiedConnection) -> None:
+    # The driver knows when the server has hung up; asking the server instead would cost three round trips a query.
+    if connection.driver_connection.is_closed():
+        raise DisconnectionError
+
+
+class _Runner(Protocol):
+    async def read(self, query: Query[T]) -> T: ...
+    async def write(self, query: Query[T]) -> T: ...
+    async def close(self) -> None: ...
+
+
+class _Sqlite:
+    """One thread that writes and one that reads, so that a reader never queues behind a waiting writer."""
+
+    def __init__(self, path: str):
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        engine = create_async_engine(f"sqlite+aiosqlite:///{path}", pool_size=4, max_overflow=4)
-        event.listen(engine.sync_engine, "connect", _prepare)
-        try:
-            async with engine.begin() as connection:
-                await connection.run_sync(metadata.create_all)
-        except SQLAlchemyError as error:
-            await engine.dispose()
-            raise PlatformError(
-                f"the database {path} cannot be used: {getattr(error, 'orig', None) or error}",
-                field="data_dir",
-                hint="check its mode and free space; a damaged file has to be moved away",
-            ) from None
-        return cls(engine)
+        self._engine = create_engine(
+            URL.create("sqlite", database=path), pool_size=2, max_overflow=0, hide_parameters=True
+        )
+        event.listen(self._engine, "connect", _prepare)
+        event.listen(self._engine, "begin", _begin)
+        self._writing = self._engine.execution_options(carrel_writes=True)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-writer")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-reader")
+
+    async def read(self, query: Query[T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, _run, self._engine, query)
+
+    async def write(self, query: Query[T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writing, query)
 
     async def close(self) -> None:
-        """Close every connection."""
-        await self.engine.dispose()
+        for executor in (self._writer, self._reader):
+            await asyncio.to_thread(executor.shutdown)
+        self._engine.dispose()
+
+
+def _run(engine: Engine, query: Query[T]) -> T:
+    with engine.begin() as connection:
+        return query(connection)
+
+
+class _Postgres:
+    """A pool of connections. Reads are single statements and need no transaction around them."""
+
+    def __init__(self, url: str):
+        async def connect() -> object:
+            # The driver reads the URL itself, so every parameter of libpq it knows (sslmode, host, ...) works.
+            return await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)
+
+        self._engine: AsyncEngine = create_async_engine(
+            "postgresql+asyncpg://", async_creator=connect, pool_size=8, max_overflow=0, hide_parameters=True
+        )
+        event.listen(self._engine.sync_engine, "checkout", _alive)
+        self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+
+    async def read(self, query: Query[T]) -> T:
+        async with self._reading.connect() as connection:
+            return await connection.run_sync(query)
+
+    async def write(self, query: Query[T]) -> T:
+        async with self._engine.begin() as connection:
+            return await connection.run_sync(query)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+
+class Database:
+    """Runs queries: `read` and `write` take a function of a connection, each call is one transaction."""
+
+    def __init__(self, runner: _Runner, name: str, field: str):
+        self._runner = runner
+        self._name = name
+        self._field = field
+
+    @classmethod
+    async def open(cls, where: str) -> Database:
+        """Open the SQLite file or the `postgresql://` URL, making or migrating the tables.
+
+        `InvalidRequest` for a URL that is not one, `PlatformError` when the database cannot be used or is newer
+        than this code. No error shows a password.
+        """
+        scheme, separator, rest = where.partition("://")
+        if not separator or scheme == "sqlite":
+            path = rest.removeprefix("/") if separator else where
+            if not path:
+                raise InvalidRequest("the URL names no file", field="database", hint="write sqlite:////path/to/file")
+            return await cls._opened(lambda: _Sqlite(path), f"the database {path}", "data_dir")
+        host = _checked(where, scheme)
+        return await cls._opened(lambda: _Postgres(where), f"the PostgreSQL database on {host}", "database")
+
+    @classmethod
+    async def _opened(cls, make: Callable[[], _Runner], name: str, field: str) -> Database:
+        with _words(name, field):
+            database = cls(make(), name, field)
+        try:
+            await database.write(migrate)
+        except BaseException:
+            await database.close()
+            raise
+        return database
+
+    async def read(self, query: Query[T]) -> T:
+        """Run a query that changes nothing and is one statement."""
+        with _words(self._name, self._field):
+            return await self._runner.read(query)
+
+    async def write(self, query: Query[T]) -> T:
+        """Run a query in a transaction: all of it is written, or nothing.
+
+        An `IntegrityError` comes through, as only the caller knows which rule was broken.
+        """
+        with _words(self._name, self._field):
+            return await self._runner.write(query)
+
+    async def close(self) -> None:
+        """Finish what runs and close every connection."""
+        await self._runner.close()
+
+
+def _checked(url: str, scheme: str) -> str:
+    """The host of a URL that can be used, for words to show. What is wrong is never quoted: it may be a password."""
+    if scheme not in DATABASES:
+        raise InvalidRequest(
+            f"a database of the kind '{scheme[:20]}' is not known"
+            if re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme)
+            else "the database is no URL",
+            field="database",
+            hint="use postgresql://user:password@host:port/name, or sqlite:////path/to/file",
+        )
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise InvalidRequest(
+            "the host or the port of the database URL cannot be read",
+            field="database",
+            hint="a password with special characters has to be percent-encoded",
+        ) from None
+    return f"{parts.hostname or 'a local socket'}{f':{port}' if port else ''}"
+
+
+@contextmanager
+def _words(name: str, field: str) -> Iterator[None]:
+    """Turn what drivers raise into one error that says which database failed."""
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except (SQLAlchemyError, sqlite3.Error, OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        said = getattr(error, "orig", None) or error
+        raise PlatformError(
+            f"{name} cannot be used: {str(said) or type(said).__name__}",
+            field=field,
+            hint="check its mode and free space; a damaged file has to be moved away"
+            if field == "data_dir"
+            else "check that it runs, and the host, user and password of the setting `database`",
+        ) from None

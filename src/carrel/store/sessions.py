@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 
-from sqlalchemy import Double, and_, bindparam, case, func, insert, or_, select, update
-from sqlalchemy.engine import RowMapping
+from sqlalchemy import ColumnElement, Double, Select, and_, bindparam, case, func, insert, or_, select, update
+from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
-from carrel.errors import Conflict, InvalidRequest
+from carrel.errors import Conflict
 from carrel.models import Limits, Network, SandboxInfo, State, Trust
+from carrel.store.cursors import decode_cursor, encode_cursor
 from carrel.store.database import Database
 from carrel.store.tables import sessions
 
@@ -43,6 +41,10 @@ class SessionRecord:
     idempotency_key: str | None = None
     error: str | None = None
     end_reason: str | None = None
+    node: str | None = None
+    lease_owner: str | None = None
+    lease_until: float | None = None
+    fence: int = 0
 
     def info(self, last_activity_at: float | None = None) -> SandboxInfo:
         """The record as the API shows it."""
@@ -65,6 +67,7 @@ class SessionRecord:
 
 
 _NAMES = tuple(each.name for each in fields(SessionRecord))
+_LEASE = frozenset({"lease_owner", "lease_until", "fence"})
 
 
 def _plain(name: str, value: object) -> object:
@@ -95,40 +98,25 @@ def _record(row: RowMapping) -> SessionRecord:
         idempotency_key=row["idempotency_key"],
         error=row["error"],
         end_reason=row["end_reason"],
+        node=row["node"],
+        lease_owner=row["lease_owner"],
+        lease_until=row["lease_until"],
+        fence=row["fence"],
     )
 
 
-def encode_cursor(record: SessionRecord) -> str:
-    """The opaque text that stands for the place after `record` in a list."""
-    return base64.urlsafe_b64encode(json.dumps([record.created_at, record.id]).encode()).decode().rstrip("=")
-
-
-def decode_cursor(text: str) -> tuple[float, str]:
-    """The place a cursor stands for; `InvalidRequest` when it is not one of ours."""
-    try:
-        value = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
-        created, name = value
-        if type(created) not in {float, int} or type(name) is not str:
-            raise ValueError
-        return float(created), name
-    except (ValueError, TypeError, binascii.Error, RecursionError, OverflowError):
-        raise InvalidRequest(
-            "the cursor is not one this server gave", field="cursor", hint="take `next` of the page before"
-        ) from None
-
-
 class SessionStore:
-    """Reads and writes session records."""
+    """Reads and writes session records. What a lease consists of is written by `LeaseStore` alone."""
 
     def __init__(self, database: Database):
-        self._engine = database.engine
+        self._database = database
 
     async def insert(self, record: SessionRecord) -> None:
-        """Add a record; `Conflict` when its context or idempotency key is taken."""
-        values = {name: _plain(name, getattr(record, name)) for name in _NAMES}
+        """Add a record, without a lease; `Conflict` when its context or idempotency key is taken."""
+        values = {name: _plain(name, getattr(record, name)) for name in _NAMES if name not in _LEASE}
+        statement = insert(sessions).values(**values)
         try:
-            async with self._engine.begin() as connection:
-                await connection.execute(insert(sessions).values(**values))
+            await self._database.write(lambda connection: connection.execute(statement).close())
         except IntegrityError:
             raise Conflict(
                 "a session of this context or idempotency key exists already",
@@ -137,10 +125,25 @@ class SessionStore:
             ) from None
 
     async def update(self, session_id: str, **values: object) -> None:
-        """Change some fields of one record, in one transaction."""
+        """Change some fields of one record, in one transaction.
+
+        With `fence`, only while the lease that gave it has not been released or taken by another: else nothing is
+        changed and `Conflict` is raised.
+        """
+        fence = values.pop("fence", None)
+        if refused := _LEASE & values.keys():
+            raise TypeError(f"only a lease changes {', '.join(sorted(refused))}")
         plain = {name: _plain(name, value) for name, value in values.items()}
-        async with self._engine.begin() as connection:
-            await connection.execute(update(sessions).where(sessions.c.id == session_id).values(**plain))
+        statement = update(sessions).where(sessions.c.id == session_id).values(**plain)
+        if fence is not None:
+            statement = statement.where(sessions.c.fence == fence, sessions.c.lease_owner.is_not(None))
+        changed = await self._database.write(lambda connection: connection.execute(statement).rowcount)
+        if fence is not None and changed == 0:
+            raise Conflict(
+                f"the lease on session {session_id} is lost: fence {fence} is no longer the newest",
+                field="fence",
+                hint="another control plane owns the session now; leave it alone",
+            )
 
     async def touch(self, activity: Mapping[str, float]) -> None:
         """Write the last activity of many sessions; never moves a clock back."""
@@ -149,9 +152,9 @@ class SessionStore:
         when = bindparam("seen", type_=Double)
         later = case((sessions.c.last_activity_at > when, sessions.c.last_activity_at), else_=when)
         statement = update(sessions).where(sessions.c.id == bindparam("key")).values(last_activity_at=later)
-        rows = [{"key": key, "seen": value} for key, value in activity.items()]
-        async with self._engine.begin() as connection:
-            await connection.execute(statement, rows)
+        # Always in the same order, or two control planes could wait for each other's rows.
+        rows = [{"key": key, "seen": value} for key, value in sorted(activity.items())]
+        await self._database.write(lambda connection: connection.execute(statement, rows).close())
 
     async def get(self, session_id: str) -> SessionRecord | None:
         """The record with that id."""
@@ -167,16 +170,13 @@ class SessionStore:
 
     async def in_states(self, states: Iterable[State]) -> list[SessionRecord]:
         """Every record in one of these states."""
-        query = select(sessions).where(sessions.c.state.in_([state.value for state in states]))
-        async with self._engine.connect() as connection:
-            return [_record(row) for row in (await connection.execute(query)).mappings()]
+        return await self._all(select(sessions).where(sessions.c.state.in_([state.value for state in states])))
 
     async def count(self, states: Iterable[State]) -> int:
         """How many records are in these states."""
         query = select(func.count()).select_from(sessions)
         query = query.where(sessions.c.state.in_([state.value for state in states]))
-        async with self._engine.connect() as connection:
-            return int((await connection.execute(query)).scalar_one())
+        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def page(
         self,
@@ -196,13 +196,16 @@ class SessionStore:
             query = query.where(sessions.c.state.in_([state.value for state in states]))
         if context_id is not None:
             query = query.where(sessions.c.context_id == context_id)
-        async with self._engine.connect() as connection:
-            records = [_record(row) for row in (await connection.execute(query)).mappings()]
+        records = await self._all(query)
         more = len(records) > limit
         return records[:limit], encode_cursor(records[limit - 1]) if more else None
 
-    async def _one(self, condition: object) -> SessionRecord | None:
-        query = select(sessions).where(condition)  # type: ignore[arg-type]
-        async with self._engine.connect() as connection:
-            row = (await connection.execute(query)).mappings().first()
-        return None if row is None else _record(row)
+    async def _one(self, condition: ColumnElement[bool]) -> SessionRecord | None:
+        found = await self._all(select(sessions).where(condition).limit(1))
+        return found[0] if found else None
+
+    async def _all(self, query: Select[tuple[object, ...]]) -> list[SessionRecord]:
+        def run(connection: Connection) -> list[SessionRecord]:
+            return [_record(row) for row in connection.execute(query).mappings()]
+
+        return await self._database.read(run)

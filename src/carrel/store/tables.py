@@ -2,18 +2,73 @@
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, Boolean, Column, Double, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Dialect,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    text,
+)
 
 metadata = MetaData()
+
+
+class Words(TypeDecorator[str]):
+    """Text for people and names: what one of the databases cannot hold (NUL, lone surrogates) becomes U+FFFD, so that
+    no text a caller or a program made up can fail a write.
+    """
+
+    impl = String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """The text as both databases can hold it."""
+        if value is None or (value.isascii() and "\0" not in value):
+            return value
+        held = value.replace("\0", "\ufffd")
+        return "".join("\ufffd" if "\ud800" <= letter <= "\udfff" else letter for letter in held)
+
+
+class Prose(Words):
+    """Words of any length."""
+
+    impl = Text
+    cache_ok = True
+
+
+class PathBytes(TypeDecorator[str]):
+    """A path exactly as the file system has it: bytes in the database, surrogate escapes in Python."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> bytes | None:
+        """The bytes of the path."""
+        return None if value is None else value.encode("utf-8", "surrogateescape")
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | None:
+        """The path of the bytes."""
+        return None if value is None else bytes(value).decode("utf-8", "surrogateescape")
+
 
 sessions = Table(
     "sessions",
     metadata,
-    Column("id", String(64), primary_key=True),
-    Column("context_id", String(128), nullable=True),
+    Column("id", Words(64), primary_key=True),
+    Column("context_id", Words(128), nullable=True),
     Column("ephemeral", Boolean, nullable=False),
     Column("state", String(32), nullable=False),
-    Column("provider", String(64), nullable=False),
+    Column("provider", Words(64), nullable=False),
     Column("isolation_level", Integer, nullable=False),
     Column("unsafe", Boolean, nullable=False),
     Column("trust", String(16), nullable=False),
@@ -22,11 +77,15 @@ sessions = Table(
     Column("env", JSON, nullable=False),
     Column("labels", JSON, nullable=False),
     Column("handle", JSON(none_as_null=True), nullable=True),
-    Column("idempotency_key", String(255), nullable=True),
+    Column("idempotency_key", Words(255), nullable=True),
     Column("created_at", Double, nullable=False, comment="seconds since 1970, UTC"),
     Column("last_activity_at", Double, nullable=False, comment="seconds since 1970, UTC"),
-    Column("error", Text, nullable=True),
-    Column("end_reason", Text, nullable=True),
+    Column("error", Prose, nullable=True),
+    Column("end_reason", Prose, nullable=True),
+    Column("node", Words(255), nullable=True),
+    Column("lease_owner", Words(255), nullable=True),
+    Column("lease_until", Double, nullable=True, comment="seconds since 1970, by the clock of the database"),
+    Column("fence", BigInteger, nullable=False, server_default=text("0")),
 )
 
 _live = sessions.c.state != "terminated"
@@ -34,3 +93,39 @@ Index("sessions_context", sessions.c.context_id, unique=True, sqlite_where=_live
 Index("sessions_idempotency_key", sessions.c.idempotency_key, unique=True)
 Index("sessions_page", sessions.c.created_at, sessions.c.id)
 Index("sessions_state", sessions.c.state)
+Index("sessions_lease", sessions.c.lease_until)
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("id", Words(64), primary_key=True),
+    Column("context_id", Words(128), nullable=False),
+    Column("session_id", Words(64), nullable=True),
+    Column("parent", Words(64), nullable=True),
+    Column("status", String(16), nullable=False),
+    Column("driver", Words(64), nullable=False),
+    Column("bytes", BigInteger, nullable=True),
+    Column("new_bytes", BigInteger, nullable=True),
+    Column("files", BigInteger, nullable=True),
+    Column("created_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("error", Prose, nullable=True),
+    Column("labels", JSON, nullable=False),
+)
+Index("snapshots_context", snapshots.c.context_id, snapshots.c.created_at, snapshots.c.id)
+Index("snapshots_status", snapshots.c.status)
+
+filespace_entries = Table(
+    "filespace_entries",
+    metadata,
+    Column("context_id", Words(128), primary_key=True),
+    # A path may be longer than an index of PostgreSQL can take, so its digest is the key.
+    Column("path_key", String(64), primary_key=True),
+    Column("path", PathBytes, nullable=False),
+    Column("hash", Words(128), nullable=True),
+    Column("size", BigInteger, nullable=False),
+    Column("mode", Integer, nullable=False),
+    Column("updated_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("deleted", Boolean, nullable=False),
+    Column("version", BigInteger, nullable=False),
+)
+Index("filespace_entries_version", filespace_entries.c.context_id, filespace_entries.c.version, unique=True)

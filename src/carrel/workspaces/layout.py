@@ -23,7 +23,6 @@ CANONICAL_UID = 1000
 
 SUBDIRECTORIES = ("scripts", "data", "repos", "output")
 CONTEXT_FILE = ".context.json"
-_TRASH = ".trash"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -44,15 +43,16 @@ class Layout:
 
     def __init__(self, data_dir: str):
         self.data_dir = data_dir
-        self.workspaces = os.path.join(data_dir, "workspaces")
+        self.storage = os.path.join(data_dir, "storage")
+        self.workspaces = os.path.join(self.storage, "volumes")
         self.run = os.path.join(data_dir, "run")
-        self.trash = os.path.join(self.workspaces, _TRASH)
+        self.trash = os.path.join(data_dir, "trash")
         self._root = os.geteuid() == 0
 
     def prepare(self) -> None:
         """Make the directories of the server itself, each for its owner only."""
         try:
-            for path in (self.data_dir, self.workspaces, self.run, self.trash):
+            for path in (self.data_dir, self.storage, self.workspaces, self.run, self.trash):
                 Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
                 os.chmod(path, 0o700)
         except OSError as error:
@@ -147,7 +147,7 @@ class Layout:
         """Remove a workspace: out of sight at once, then file by file. Nothing happens when there is none."""
         grave = secrets.token_hex(8)
         try:
-            os.mkdir(os.path.join(self.trash, grave), 0o700)
+            os.makedirs(os.path.join(self.trash, grave), 0o700)
             path = self.path(name, ephemeral=ephemeral)
             # The agent may have forbidden its own directory; as an ordinary user we could then not move it.
             os.close(_open_directory(path))
@@ -197,7 +197,7 @@ def empty_directory(top: int) -> None:
     if stuck:
         raise PlatformError(
             f"{len(stuck)} entries of a removed workspace could not be deleted",
-            hint="see the .trash directory beneath the workspaces; it is tried again at the next start",
+            hint="see the trash directory beneath the data directory; it is tried again at the next start",
         )
 
 

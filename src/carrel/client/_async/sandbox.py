@@ -13,7 +13,16 @@ from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.files import AsyncFiles
 from carrel.client._async.terminal import AsyncTerminal
 from carrel.errors import CarrelError, NotFound, NotRunning
-from carrel.models import ExecuteResult, SandboxInfo, SupervisorHealth, ToolResult
+from carrel.models import (
+    ExecuteResult,
+    FileChange,
+    FileChanges,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotPage,
+    SupervisorHealth,
+    ToolResult,
+)
 
 
 class AsyncSandbox:
@@ -69,6 +78,40 @@ class AsyncSandbox:
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return await AsyncTerminal.open(self._connection, self._path, rows, cols, words)
 
+    async def snapshot(self) -> SnapshotInfo:
+        """Take a snapshot of the workspace; what runs goes on meanwhile."""
+        patience = self._connection.patience(None)
+        return await self._connection.post(SnapshotInfo, f"{self._path}/snapshots", b"", timeout=patience)
+
+    async def snapshots(self) -> list[SnapshotInfo]:
+        """The snapshots of this context, newest first."""
+        found: list[SnapshotInfo] = []
+        cursor: str | None = None
+        while True:
+            page = await self._connection.get(SnapshotPage, f"{self._path}/snapshots", {"cursor": cursor})
+            found += page.items
+            cursor = page.next
+            if cursor is None:
+                return found
+
+    async def restore(self, snapshot: SnapshotInfo | str) -> SandboxInfo:
+        """Give the workspace the files of a snapshot. What runs is ended."""
+        body = encoded({"snapshot_id": _id(snapshot)})
+        patience = self._connection.patience(None)
+        return await self._connection.post(SandboxInfo, f"{self._path}/restore", body, timeout=patience)
+
+    async def fork(self, context_id: str, snapshot: SnapshotInfo | str | None = None) -> AsyncSandbox:
+        """A new context with the same files (now, or those of a snapshot) and settings, started at once."""
+        body = encoded({"context_id": context_id, "snapshot_id": None if snapshot is None else _id(snapshot)})
+        patience = self._connection.patience(None)
+        info = await self._connection.post(SandboxInfo, f"{self._path}/fork", body, timeout=patience)
+        return AsyncSandbox(self._connection, info)
+
+    async def diff(self, before: SnapshotInfo | str, after: SnapshotInfo | str) -> list[FileChange]:
+        """What leads from one snapshot to another."""
+        query = {"before": _id(before), "after": _id(after)}
+        return (await self._connection.get(FileChanges, f"{self._path}/diff", query)).items
+
     async def stop(self) -> SandboxInfo:
         """End what runs and keep the files; `client.sandbox` with the same context starts it again."""
         return await self._connection.post(SandboxInfo, f"{self._path}/stop", b"")
@@ -94,3 +137,7 @@ class AsyncSandbox:
             # The error that is already on its way tells more than the failure to tidy up after it.
             if error is None:
                 raise
+
+
+def _id(snapshot: SnapshotInfo | str) -> str:
+    return snapshot if isinstance(snapshot, str) else snapshot.id

@@ -14,7 +14,16 @@ from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.files import Files
 from carrel.client._sync.terminal import Terminal
 from carrel.errors import CarrelError, NotFound, NotRunning
-from carrel.models import ExecuteResult, SandboxInfo, SupervisorHealth, ToolResult
+from carrel.models import (
+    ExecuteResult,
+    FileChange,
+    FileChanges,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotPage,
+    SupervisorHealth,
+    ToolResult,
+)
 
 
 class Sandbox:
@@ -68,6 +77,40 @@ class Sandbox:
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return Terminal.open(self._connection, self._path, rows, cols, words)
 
+    def snapshot(self) -> SnapshotInfo:
+        """Take a snapshot of the workspace; what runs goes on meanwhile."""
+        patience = self._connection.patience(None)
+        return self._connection.post(SnapshotInfo, f"{self._path}/snapshots", b"", timeout=patience)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """The snapshots of this context, newest first."""
+        found: list[SnapshotInfo] = []
+        cursor: str | None = None
+        while True:
+            page = self._connection.get(SnapshotPage, f"{self._path}/snapshots", {"cursor": cursor})
+            found += page.items
+            cursor = page.next
+            if cursor is None:
+                return found
+
+    def restore(self, snapshot: SnapshotInfo | str) -> SandboxInfo:
+        """Give the workspace the files of a snapshot. What runs is ended."""
+        body = encoded({"snapshot_id": _id(snapshot)})
+        patience = self._connection.patience(None)
+        return self._connection.post(SandboxInfo, f"{self._path}/restore", body, timeout=patience)
+
+    def fork(self, context_id: str, snapshot: SnapshotInfo | str | None = None) -> Sandbox:
+        """A new context with the same files (now, or those of a snapshot) and settings, started at once."""
+        body = encoded({"context_id": context_id, "snapshot_id": None if snapshot is None else _id(snapshot)})
+        patience = self._connection.patience(None)
+        info = self._connection.post(SandboxInfo, f"{self._path}/fork", body, timeout=patience)
+        return Sandbox(self._connection, info)
+
+    def diff(self, before: SnapshotInfo | str, after: SnapshotInfo | str) -> list[FileChange]:
+        """What leads from one snapshot to another."""
+        query = {"before": _id(before), "after": _id(after)}
+        return (self._connection.get(FileChanges, f"{self._path}/diff", query)).items
+
     def stop(self) -> SandboxInfo:
         """End what runs and keep the files; `client.sandbox` with the same context starts it again."""
         return self._connection.post(SandboxInfo, f"{self._path}/stop", b"")
@@ -93,3 +136,7 @@ class Sandbox:
             # The error that is already on its way tells more than the failure to tidy up after it.
             if error is None:
                 raise
+
+
+def _id(snapshot: SnapshotInfo | str) -> str:
+    return snapshot if isinstance(snapshot, str) else snapshot.id

@@ -1,0 +1,125 @@
+"""Snapshots on the command line: take, list, restore, fork, compare."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from carrel.cli import options
+
+Context = Annotated[str, typer.Argument(metavar="CONTEXT", help="A context or sandbox id.")]
+
+
+def snapshot(context: Context, json: options.Json = False) -> None:
+    """Take a snapshot of a workspace; what runs in it goes on.
+
+    \b
+    carrel snapshot conversation-42
+    """
+    from carrel.cli.shown import print_json, size
+    from carrel.client import Client
+
+    with Client() as client:
+        made = client.attach(client.find(context)).snapshot()
+    if json:
+        print_json(made.model_dump(mode="json"))
+    else:
+        typer.echo(f"{made.id}  {made.files} files, {size(made.bytes or 0)}, {size(made.new_bytes or 0)} new")
+
+
+def snapshots(context: Context, json: options.Json = False) -> None:
+    """List the snapshots of a workspace, newest first.
+
+    \b
+    carrel snapshots conversation-42
+    """
+    from carrel.cli.shown import age, print_json, print_table, size
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.attach(client.find(context)).snapshots()
+    if json:
+        print_json([each.model_dump(mode="json") for each in found])
+        return
+    rows = [
+        [
+            each.id,
+            each.status,
+            age(each.created_at),
+            str(each.files if each.files is not None else ""),
+            size(each.bytes or 0),
+            size(each.new_bytes or 0),
+        ]
+        for each in found
+    ]
+    print_table(["ID", "STATUS", "AGE", "FILES", "SIZE", "NEW"], rows)
+
+
+def restore(
+    context: Context,
+    snapshot_id: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="See `carrel snapshots`.")],
+    json: options.Json = False,
+) -> None:
+    """Give a workspace the files of a snapshot. What runs in it is ended.
+
+    \b
+    carrel restore conversation-42 snap-0123456789abcdef
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        info = client.attach(client.find(context)).restore(snapshot_id)
+    if json:
+        print_json(info.model_dump(mode="json"))
+    else:
+        note(f"restored {context} to {snapshot_id}")
+
+
+def fork(
+    context: Context,
+    new_context: Annotated[str, typer.Argument(metavar="NEW", help="The context to make.")],
+    snapshot_id: Annotated[str | None, typer.Option("--snapshot", help="Start from this one instead of now.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Make a new context with the same files and settings.
+
+    \b
+    carrel fork conversation-42 conversation-43
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        info = client.attach(client.find(context)).fork(new_context, snapshot_id).info()
+    if json:
+        print_json(info.model_dump(mode="json"))
+    else:
+        note(f"forked {context} to {new_context}")
+
+
+def diff(
+    context: Context,
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="The older snapshot.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The newer snapshot.")],
+    json: options.Json = False,
+) -> None:
+    """Show which files differ between two snapshots.
+
+    \b
+    carrel diff conversation-42 snap-0123456789abcdef snap-fedcba9876543210
+    """
+    from carrel.cli.shown import plain, print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        changes = client.attach(client.find(context)).diff(before, after)
+    if json:
+        print_json([each.model_dump(mode="json") for each in changes])
+        return
+    signs = {"added": "+", "removed": "-", "changed": "~"}
+    for change in changes:
+        typer.echo(f"{signs[change.kind]} {plain(change.path)}")

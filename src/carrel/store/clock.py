@@ -1,0 +1,30 @@
+"""The time by the clock of the database, the only one that all control planes on it share. Knows no table."""
+
+from __future__ import annotations
+
+from sqlalchemy import ColumnElement, Double
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
+
+
+class _Clock(FunctionElement[float]):
+    type = Double()
+    inherit_cache = True
+    name = "clock"
+
+
+@compiles(_Clock, "sqlite")
+def _sqlite(element: _Clock, compiler: SQLCompiler, **_: object) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+# Not now(): that is the start of the transaction, and a statement may have waited for a row since.
+@compiles(_Clock, "postgresql")
+def _postgresql(element: _Clock, compiler: SQLCompiler, **_: object) -> str:
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+def database_clock() -> ColumnElement[float]:
+    """Seconds since 1970 as the database counts them, at the moment a row is looked at."""
+    return _Clock()

@@ -1,0 +1,96 @@
+"""Who owns a session: leases that end by the clock of the database, with a fence that grows at every change of owner.
+
+Decides nothing but who is first; what an owner may do with its fence is checked by `SessionStore.update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
+from sqlalchemy.engine import Connection
+
+from carrel.store.clock import database_clock
+from carrel.store.database import Database
+from carrel.store.tables import sessions
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """That `owner` has a session until that moment; `fence` is what its writes must show."""
+
+    session_id: str
+    owner: str
+    until: float
+    fence: int
+
+
+class LeaseStore:
+    """Takes, keeps and gives back leases. `owner` must name one control plane process, not only its host."""
+
+    def __init__(self, database: Database, clock: Callable[[], ColumnElement[float]] = database_clock):
+        self._database = database
+        self._clock = clock
+
+    async def acquire(self, session_id: str, owner: str, seconds: float) -> int | None:
+        """Take the lease if it is free or has ended, and return its fence; None when another has it, or no session.
+
+        For the owner that has it already it is extended and the fence stays; one that let it end gets a new fence.
+        """
+        now = self._clock()
+        mine = and_(sessions.c.lease_owner == owner, sessions.c.lease_until > now)
+        statement = (
+            update(sessions)
+            .where(sessions.c.id == session_id)
+            .where(or_(sessions.c.lease_owner.is_(None), sessions.c.lease_until <= now, mine))
+            .values(
+                lease_owner=owner,
+                lease_until=now + seconds,
+                fence=case((mine, sessions.c.fence), else_=sessions.c.fence + 1),
+            )
+            .returning(sessions.c.fence)
+        )
+
+        def run(connection: Connection) -> int | None:
+            found = connection.execute(statement).scalar_one_or_none()
+            return None if found is None else int(found)
+
+        return await self._database.write(run)
+
+    async def renew(self, session_id: str, owner: str, fence: int, seconds: float) -> bool:
+        """Extend a lease; False when it has ended, even if nobody took it since: it must be acquired anew."""
+        now = self._clock()
+        statement = self._held(session_id, owner, fence).where(sessions.c.lease_until > now)
+        return await self._changed(statement.values(lease_until=now + seconds))
+
+    async def release(self, session_id: str, owner: str, fence: int) -> bool:
+        """Give a lease back at once; False when it is another's by now."""
+        return await self._changed(self._held(session_id, owner, fence).values(lease_owner=None, lease_until=None))
+
+    async def get(self, session_id: str) -> Lease | None:
+        """The lease on a session, ended or not; None when it was given back or never taken."""
+        found = await self._select(sessions.c.id == session_id)
+        return found[0] if found else None
+
+    async def expired(self, now: float | None = None) -> list[Lease]:
+        """The leases that had ended by `now` (the clock of the database), the longest ended first."""
+        return await self._select(sessions.c.lease_until <= (self._clock() if now is None else now))
+
+    def _held(self, session_id: str, owner: str, fence: int) -> Update:
+        return update(sessions).where(
+            sessions.c.id == session_id, sessions.c.lease_owner == owner, sessions.c.fence == fence
+        )
+
+    async def _changed(self, statement: Update) -> bool:
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+
+    async def _select(self, condition: ColumnElement[bool]) -> list[Lease]:
+        columns = (sessions.c.id, sessions.c.lease_owner, sessions.c.lease_until, sessions.c.fence)
+        query = select(*columns).where(condition, sessions.c.lease_owner.is_not(None))
+        query = query.order_by(sessions.c.lease_until, sessions.c.id)
+
+        def run(connection: Connection) -> list[Lease]:
+            return [Lease(*row) for row in connection.execute(query)]
+
+        return await self._database.read(run)

@@ -1,0 +1,121 @@
+"""The queries on snapshots. Knows no volume driver and no archive: it stores what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+from sqlalchemy import Select, and_, delete, insert, or_, select, update
+from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy.exc import IntegrityError
+
+from carrel.errors import AlreadyExists, Conflict
+from carrel.store.cursors import decode_cursor, encode_cursor
+from carrel.store.database import Database
+from carrel.store.tables import snapshots
+
+
+class SnapshotStatus(StrEnum):
+    """How far a snapshot is: only a ready one may be restored."""
+
+    CREATING = "creating"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """One row: what is known of a snapshot. The sizes are known once it is ready."""
+
+    id: str
+    context_id: str
+    driver: str
+    created_at: float
+    session_id: str | None = None
+    parent: str | None = None
+    status: SnapshotStatus = SnapshotStatus.CREATING
+    bytes: int | None = None
+    new_bytes: int | None = None
+    files: int | None = None
+    error: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def _record(row: RowMapping) -> SnapshotRecord:
+    return SnapshotRecord(**{**row, "status": SnapshotStatus(row["status"])})
+
+
+class SnapshotStore:
+    """Reads and writes snapshot records."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def insert(self, record: SnapshotRecord) -> None:
+        """Add a record; `AlreadyExists` when its id is taken."""
+        values = {**asdict(record), "status": record.status.value, "labels": dict(record.labels)}
+        statement = insert(snapshots).values(**values)
+        try:
+            await self._database.write(lambda connection: connection.execute(statement).close())
+        except IntegrityError:
+            raise AlreadyExists(f"there is a snapshot {record.id} already", field="id") from None
+
+    async def ready(self, snapshot_id: str, *, size: int, new_bytes: int, files: int) -> None:
+        """The snapshot is complete; `Conflict` unless it was being created."""
+        await self._end(snapshot_id, SnapshotStatus.READY, bytes=size, new_bytes=new_bytes, files=files)
+
+    async def failed(self, snapshot_id: str, error: str) -> None:
+        """The snapshot could not be made; `Conflict` unless it was being created."""
+        await self._end(snapshot_id, SnapshotStatus.FAILED, error=error)
+
+    async def get(self, snapshot_id: str) -> SnapshotRecord | None:
+        """The record with that id."""
+        found = await self._all(select(snapshots).where(snapshots.c.id == snapshot_id))
+        return found[0] if found else None
+
+    async def newest_ready(self, context_id: str) -> SnapshotRecord | None:
+        """The last good snapshot of a context."""
+        query = select(snapshots).where(snapshots.c.context_id == context_id)
+        query = query.where(snapshots.c.status == SnapshotStatus.READY.value)
+        found = await self._all(query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()).limit(1))
+        return found[0] if found else None
+
+    async def in_status(self, status: SnapshotStatus) -> list[SnapshotRecord]:
+        """Every record with that status, oldest first."""
+        query = select(snapshots).where(snapshots.c.status == status.value)
+        return await self._all(query.order_by(snapshots.c.created_at, snapshots.c.id))
+
+    async def page(
+        self, context_id: str, *, limit: int, cursor: str | None = None
+    ) -> tuple[list[SnapshotRecord], str | None]:
+        """Newest first: at most `limit` records of a context after `cursor`, and the cursor of the next page."""
+        query = select(snapshots).where(snapshots.c.context_id == context_id)
+        if cursor is not None:
+            created, name = decode_cursor(cursor)
+            same = and_(snapshots.c.created_at == created, snapshots.c.id < name)
+            query = query.where(or_(snapshots.c.created_at < created, same))
+        query = query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()).limit(limit + 1)
+        records = await self._all(query)
+        more = len(records) > limit
+        return records[:limit], encode_cursor(records[limit - 1]) if more else None
+
+    async def delete(self, snapshot_id: str) -> bool:
+        """Forget a snapshot; False when there was none."""
+        statement = delete(snapshots).where(snapshots.c.id == snapshot_id)
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+
+    async def _end(self, snapshot_id: str, status: SnapshotStatus, **values: int | str) -> None:
+        statement = (
+            update(snapshots)
+            .where(snapshots.c.id == snapshot_id, snapshots.c.status == SnapshotStatus.CREATING.value)
+            .values(status=status.value, **values)
+        )
+        if await self._database.write(lambda connection: connection.execute(statement).rowcount) == 0:
+            raise Conflict(f"snapshot {snapshot_id} is not being created", field="id", hint="it has ended or is gone")
+
+    async def _all(self, query: Select[tuple[object, ...]]) -> list[SnapshotRecord]:
+        def run(connection: Connection) -> list[SnapshotRecord]:
+            return [_record(row) for row in connection.execute(query).mappings()]
+
+        return await self._database.read(run)

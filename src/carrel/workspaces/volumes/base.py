@@ -1,0 +1,227 @@
+"""What a volume driver is: it keeps the files of workspaces and takes immutable snapshots of them.
+
+Drivers are synchronous: the control plane calls them from threads. Different volumes may be worked on at the same
+time; calls for one volume wait for one another. A driver knows nothing of sessions, sandboxes or the archive.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from carrel.errors import InvalidRequest, LimitExceeded
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+:=@-]{0,199}")
+
+
+class ChangeKind(StrEnum):
+    """How a path differs between two snapshots."""
+
+    ADDED = "added"
+    REMOVED = "removed"
+    CHANGED = "changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One path that differs. Times alone are no change; content, kind, mode, link target and xattrs are."""
+
+    path: bytes
+    kind: ChangeKind
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeUsage:
+    """What a volume holds; `constant_time` says that the kernel knew and no tree was walked."""
+
+    bytes: int
+    constant_time: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFacts:
+    """What a snapshot holds. `new_bytes` is what it added to the storage, or -1 where the driver cannot tell.
+
+    `files` is -1 where counting would mean a walk. `skipped` counts sockets, pipes and devices, which are not kept.
+    """
+
+    bytes: int
+    files: int
+    new_bytes: int
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a garbage collection removed."""
+
+    objects: int
+    bytes: int
+
+
+class VolumeDriver(ABC):
+    """Volumes and their snapshots. Names of both are safe file names; anything else is `InvalidRequest`.
+
+    A full disk or a failing host raises `PlatformError`, a passed cap `LimitExceeded`, and both leave every volume
+    and every snapshot as it was.
+    """
+
+    name: ClassVar[str]
+    kernel_quota: ClassVar[bool]
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """Why this host cannot have the driver; None when it can. May be called before `open`."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Make or find the storage, and finish or undo what a killed process left. Call once, before all else."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the storage. Volumes must not be in use. May be called twice."""
+
+    @abstractmethod
+    def create(self, volume: str, cap_bytes: int | None) -> None:
+        """Make an empty volume; `AlreadyExists` when there is one."""
+
+    @abstractmethod
+    def path(self, volume: str) -> str:
+        """The directory to mount. It stays the same over `restore`, but a mount made before shows the old files."""
+
+    @abstractmethod
+    def exists(self, volume: str) -> bool:
+        """Whether the volume is there."""
+
+    @abstractmethod
+    def volumes(self) -> list[str]:
+        """The names of all volumes, sorted."""
+
+    @abstractmethod
+    def set_cap(self, volume: str, cap_bytes: int | None) -> None:
+        """Change the cap; without `kernel_quota` it is only kept. May be called while the volume is in use."""
+
+    @abstractmethod
+    def usage(self, volume: str) -> VolumeUsage:
+        """What the volume holds. May be called at any time; `NotFound` when there is no such volume."""
+
+    @abstractmethod
+    def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
+        """Take a picture; may be called while a sandbox writes. `AlreadyExists` when the id is taken.
+
+        `parent` is the snapshot the volume comes from, kept as a fact. A crash leaves either all of it or nothing.
+        """
+
+    @abstractmethod
+    def restore(self, volume: str, snapshot_id: str) -> None:
+        """Replace the volume's files by the snapshot's. No sandbox may use the volume.
+
+        A crash at any point leaves the old or the new files, never a mix. `NotFound` when there is no such snapshot,
+        `SnapshotDamaged` when it cannot be read whole; the volume is then as it was.
+        """
+
+    @abstractmethod
+    def fork(self, snapshot_id: str, new_volume: str, cap_bytes: int | None) -> None:
+        """Make a new volume with the snapshot's files; raises what `create` and `restore` raise."""
+
+    @abstractmethod
+    def delete_volume(self, volume: str) -> None:
+        """Remove the volume, not its snapshots. Nothing happens when there is none. No sandbox may use it."""
+
+    @abstractmethod
+    def delete_snapshot(self, snapshot_id: str) -> None:
+        """Remove the snapshot. Nothing happens when there is none."""
+
+    @abstractmethod
+    def snapshots(self) -> list[str]:
+        """The ids of all whole snapshots, sorted."""
+
+    @abstractmethod
+    def facts(self, snapshot_id: str) -> SnapshotFacts:
+        """What the snapshot holds, as told when it was taken; `NotFound`."""
+
+    @abstractmethod
+    def diff(self, a: str, b: str) -> list[Change]:
+        """What leads from snapshot `a` to snapshot `b`, sorted by path."""
+
+    @abstractmethod
+    def export_tar(self, snapshot_id: str) -> Iterator[bytes]:
+        """The snapshot as a tar stream (pax). The snapshot is not deleted under a running export."""
+
+    @abstractmethod
+    def verify(self, snapshot_id: str) -> list[str]:
+        """Read everything the snapshot needs; one line for each object that is damaged or missing."""
+
+    @abstractmethod
+    def collect_garbage(self) -> Collected:
+        """Remove what no snapshot needs. May be called at any time, from several processes."""
+
+    @abstractmethod
+    def replacing(self, volume: str) -> AbstractContextManager[str]:
+        """An empty directory that becomes the content of the existing volume when the block ends without an error."""
+
+    @abstractmethod
+    def write_tree(self, snapshot_id: str, directory: str) -> None:
+        """Write the snapshot's files into an empty directory outside every volume."""
+
+    @abstractmethod
+    def import_tree(self, volume: str, directory: str) -> None:
+        """Replace the volume's files by a copy of a directory, as `restore` would."""
+
+
+def transfer(source: VolumeDriver, snapshot_id: str, target: VolumeDriver, volume: str) -> None:
+    """Restore a snapshot of one driver into an existing volume of another; raises what `restore` raises."""
+    with target.replacing(volume) as directory:
+        source.write_tree(snapshot_id, directory)
+
+
+def check_name(name: str, field: str) -> str:
+    """Refuse a name that is no plain file name."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name[:80]!r} cannot name a {field}",
+            field=field,
+            hint="use letters, digits and . _ + : = @ -, at most 200, not starting with a sign",
+        )
+    return name
+
+
+def check_cap(used: int, cap_bytes: int | None) -> None:
+    """Refuse content that is over its cap."""
+    if cap_bytes is not None and used > cap_bytes:
+        raise LimitExceeded(
+            f"the snapshot holds {used} bytes, more than the cap of {cap_bytes}",
+            field="cap_bytes",
+            hint="raise the cap or fork a smaller snapshot",
+        )
+
+
+class NameLocks:
+    """One lock for each name in use: work on one volume waits, work on others goes on."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[str, tuple[threading.RLock, int]] = {}
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Hold the lock of a name."""
+        with self._guard:
+            lock, users = self._locks.get(name, (threading.RLock(), 0))
+            self._locks[name] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._guard:
+                lock, users = self._locks[name]
+                if users == 1:
+                    del self._locks[name]
+                else:
+                    self._locks[name] = lock, users - 1

@@ -1,0 +1,359 @@
+"""Reads a live tree into objects. Only what changed since the last time is opened; the rest costs one `stat` a name.
+
+The tree may be changed by hostile code meanwhile: nothing is followed, a file that changes while it is read is read
+again and then taken as it was read. Knows objects and trees, not volumes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import BoundedSemaphore
+from typing import NamedTuple
+
+import msgpack
+
+from carrel.workspaces.volumes import kernel
+from carrel.workspaces.volumes.objects import CHUNK, Batch, ObjectStore, digest
+from carrel.workspaces.volumes.trees import Extents, Kind, Node, Tree, pack_tree
+
+WORKERS = min(8, (os.cpu_count() or 1) + 1)
+FRESH_NS = 20_000_000
+"""A file changed so shortly before it was read may change again without its times showing it."""
+
+_TRIES = 3
+_AT_ONCE = 48
+_CHUNK_FILES = 48
+_CHUNK_BYTES = 8 << 20
+_NEVER = 0
+
+
+class Row(NamedTuple):
+    """What is known of one name: the first four fields say whether it still holds."""
+
+    inode: int
+    ctime_ns: int
+    size: int
+    mtime_ns: int
+    mode: int
+    extents: Extents
+    xattrs: dict[str, bytes] | None
+    group: bytes
+    target: bytes | None
+
+    def node(self) -> Node:
+        """As an entry of a directory."""
+        if self.target is not None:
+            return Node(Kind.LINK, mtime_ns=self.mtime_ns, target=self.target)
+        return Node(
+            Kind.FILE,
+            self.mode,
+            self.mtime_ns,
+            self.size,
+            self.extents,
+            xattrs=self.xattrs,
+            group=self.group or None,
+        )
+
+
+PlainRow = tuple[int, int, int, int, int, Extents, dict[str, bytes] | None, bytes, bytes | None]
+"""A row as it comes from the disk: 20,000 of them are compared with every snapshot, and few are ever looked at."""
+
+
+@dataclass(slots=True)
+class Folder:
+    """What is known of one directory; `packed` is its form on the disk while nothing in it changes."""
+
+    tree: bytes
+    signature: tuple[int, int, int]
+    xattrs: dict[str, bytes] | None
+    rows: dict[str, PlainRow]
+    folders: list[str]
+    packed: bytes = b""
+
+
+Known = dict[str, Folder]
+
+
+def signature(info: os.stat_result) -> tuple[int, int, int]:
+    """What changes when a directory's own attributes or names change; one just changed has none that is sure."""
+    if time.time_ns() - info.st_ctime_ns < FRESH_NS:
+        return 0, 0, 0
+    return info.st_ino, info.st_ctime_ns, info.st_mtime_ns
+
+
+def pack_known(known: Known, generation: str) -> bytes:
+    """For the disk, with a check sum: a torn file must not be believed."""
+    value = [(path, folder.packed or _pack_folder(folder)) for path, folder in known.items()]
+    body: bytes = msgpack.packb((generation, value), unicode_errors="surrogateescape")
+    return digest(body) + body
+
+
+def unpack_known(raw: bytes) -> tuple[Known, str]:
+    """What `pack_known` wrote; nothing when it is damaged."""
+    body = memoryview(raw)[32:]
+    if len(raw) < 32 or digest(body) != raw[:32]:
+        return {}, ""
+    generation, value = msgpack.unpackb(body, use_list=False, unicode_errors="surrogateescape")
+    return {path: _unpack_folder(packed) for path, packed in value}, generation
+
+
+def _pack_folder(folder: Folder) -> bytes:
+    value = (folder.tree, folder.signature, folder.xattrs, list(folder.rows.items()), folder.folders)
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogateescape")
+    return packed
+
+
+def _unpack_folder(packed: bytes) -> Folder:
+    tree, sign, xattrs, rows, folders = msgpack.unpackb(packed, use_list=False, unicode_errors="surrogateescape")
+    return Folder(tree, sign, xattrs, dict(rows), list(folders), packed)
+
+
+@dataclass(slots=True)
+class Captured:
+    """What came of it."""
+
+    tree: bytes
+    bytes: int = 0
+    files: int = 0
+    skipped: int = 0
+    known: Known = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Seen:
+    info: os.stat_result
+    fd_xattrs: dict[str, bytes] | None
+    rows: dict[str, PlainRow]
+    folders: list[str]
+    changed: bool
+
+
+def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, trusted: bool) -> Captured:
+    """Read the tree of an open directory. `known` is what the last capture of it found.
+
+    Without `trusted`, objects may have been removed since, and each is looked up.
+    """
+    seen: dict[str, _Seen] = {}
+    linked: dict[int, list[tuple[str, str]]] = {}
+    jobs: list[tuple[str, Future[list[tuple[str, Row]]]]] = []
+    found = Captured(b"")
+    slots = BoundedSemaphore(_AT_ONCE)
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="carrel-capture") as pool:
+        try:
+            for visited in kernel.visit(root):
+                jobs += _look(visited, known, seen, linked, found, store if not trusted else None, batch, pool, slots)
+            for path, job in jobs:
+                seen[path].rows.update(job.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    _group_links(seen, linked, found)
+    _build(store, batch, seen, known, found, trusted=trusted)
+    return found
+
+
+def _look(
+    visited: kernel.Visited,
+    known: Mapping[str, Folder],
+    seen: dict[str, _Seen],
+    linked: dict[int, list[tuple[str, str]]],
+    found: Captured,
+    doubt: ObjectStore | None,
+    batch: Batch,
+    pool: ThreadPoolExecutor,
+    slots: BoundedSemaphore,
+) -> list[tuple[str, Future[list[tuple[str, Row]]]]]:
+    path, fd = visited.path, visited.fd
+    before = known.get(path)
+    old = before.rows if before is not None else {}
+    rows: dict[str, PlainRow] = {}
+    folders: list[str] = []
+    todo: list[tuple[str, os.stat_result]] = []
+    size = 0
+    # The one loop that runs for every name of an unchanged workspace: kept flat on purpose.
+    for name, info in visited.entries:
+        row = old.get(name)
+        if (
+            row is not None
+            and row[1] == info.st_ctime_ns
+            and row[0] == info.st_ino
+            and row[2] == info.st_size
+            and row[3] == info.st_mtime_ns
+            and (doubt is None or all(doubt.has(key, length) for _, length, key in row[5]))
+        ):
+            rows[name] = row
+            if info.st_nlink > 1 and row[8] is None:
+                linked.setdefault(info.st_ino, []).append((path, name))
+            else:
+                size += row[2]
+            continue
+        kind = stat.S_IFMT(info.st_mode)
+        if kind == stat.S_IFDIR:
+            folders.append(name)
+        elif kind == stat.S_IFREG:
+            todo.append((name, info))
+            if info.st_nlink > 1:
+                linked.setdefault(info.st_ino, []).append((path, name))
+            else:
+                size += info.st_size
+        elif kind == stat.S_IFLNK:
+            with suppress(OSError):
+                target = os.fsencode(os.readlink(name, dir_fd=fd))
+                inode = info.st_ino if time.time_ns() - info.st_ctime_ns > FRESH_NS else _NEVER
+                rows[name] = Row(inode, info.st_ctime_ns, info.st_size, info.st_mtime_ns, 0, (), None, b"", target)
+        else:
+            found.skipped += 1
+    folders.sort()
+    changed = before is None or bool(todo) or rows != old or folders != before.folders
+    sign = signature(visited.info)
+    if before is not None and sign[0] and before.signature == sign:
+        xattrs = before.xattrs
+    else:
+        changed = True
+        xattrs = kernel.user_xattrs(fd) or None
+    seen[path] = _Seen(visited.info, xattrs, rows, folders, changed)
+    found.files += len(rows) + len(todo)
+    found.bytes += size
+    return [(path, job) for job in _submit(todo, fd, batch, pool, slots)]
+
+
+def _submit(
+    todo: list[tuple[str, os.stat_result]], fd: int, batch: Batch, pool: ThreadPoolExecutor, slots: BoundedSemaphore
+) -> list[Future[list[tuple[str, Row]]]]:
+    jobs = []
+    while todo:
+        names: list[str] = []
+        total = 0
+        while todo and len(names) < _CHUNK_FILES and total < _CHUNK_BYTES:
+            name, info = todo.pop()
+            names.append(name)
+            total += info.st_size
+        slots.acquire()
+        mine = os.dup(fd)
+        job = pool.submit(_read_files, mine, names, batch)
+
+        def done(_: object, mine: int = mine) -> None:
+            os.close(mine)
+            slots.release()
+
+        job.add_done_callback(done)
+        jobs.append(job)
+    return jobs
+
+
+def _read_files(parent: int, names: list[str], batch: Batch) -> list[tuple[str, Row]]:
+    rows = []
+    for name in names:
+        row = _read_file(parent, name, batch)
+        if row is not None:
+            rows.append((name, row))
+    return rows
+
+
+def _read_file(parent: int, name: str, batch: Batch) -> Row | None:
+    try:
+        fd = kernel.open_for_reading(name, parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # replaced by a link or a socket since it was seen
+            return None
+        raise
+    try:
+        for left in reversed(range(_TRIES)):
+            before = os.fstat(fd)
+            if not stat.S_ISREG(before.st_mode):
+                return None
+            now = time.time_ns()
+            xattrs = kernel.user_xattrs(fd) or None
+            extents, size = _read_extents(fd, before, batch)
+            after = os.fstat(fd)
+            still = (before.st_size, before.st_mtime_ns, before.st_ctime_ns) == (
+                after.st_size,
+                after.st_mtime_ns,
+                after.st_ctime_ns,
+            )
+            if still or not left:
+                inode = before.st_ino if still and now - before.st_ctime_ns > FRESH_NS else _NEVER
+                mode = stat.S_IMODE(after.st_mode)
+                return Row(inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _read_extents(fd: int, info: os.stat_result, batch: Batch) -> tuple[list[tuple[int, int, bytes]], int]:
+    size = info.st_size
+    if size == 0:
+        return [], 0
+    sparse = info.st_blocks * 512 < size
+    pieces = kernel.data_extents(fd, size) if sparse else [(0, size)]
+    extents: list[tuple[int, int, bytes]] = []
+    for start, length in pieces:
+        at, end = start, start + length
+        while at < end:
+            data = os.pread(fd, min(CHUNK, end - at), at)
+            if not data:
+                return extents, at  # it became shorter: what was there is what is kept
+            extents.append((at, len(data), batch.put(data)))
+            at += len(data)
+    return extents, size
+
+
+def _group_links(seen: dict[str, _Seen], linked: dict[int, list[tuple[str, str]]], found: Captured) -> None:
+    """Names of one file in this tree get one group, named after the first of them: equal trees stay equal."""
+    for members in linked.values():
+        there = sorted((os.fsencode(f"{path}/{name}"), path, name) for path, name in members if name in seen[path].rows)
+        if not there:
+            continue
+        _, first_path, first_name = there[0]
+        first = Row._make(seen[first_path].rows[first_name])
+        found.bytes += first.size
+        group = digest(there[0][0])[:16] if len(there) > 1 else b""
+        for _, path, name in there:
+            folder = seen[path]
+            row = folder.rows[name]
+            wanted = first._replace(group=group)
+            if row != wanted:
+                folder.rows[name] = wanted
+                folder.changed = True
+
+
+def _build(
+    store: ObjectStore, batch: Batch, seen: dict[str, _Seen], known: Known, found: Captured, *, trusted: bool
+) -> None:
+    """From the leaves up: a directory is written only when it or something beneath it changed."""
+    for path in reversed(list(seen)):
+        here = seen[path]
+        before = known.get(path)
+        prefix = f"{path}/" if path else ""
+        names = [name for name in here.folders if prefix + name in found.known]
+        if (
+            before is not None
+            and not here.changed
+            and names == here.folders
+            and all(_tree_of(known, prefix + name) == found.known[prefix + name].tree for name in names)
+            and (trusted or store.has(before.tree, 0))
+        ):
+            found.known[path] = before
+            continue
+        tree = Tree(stat.S_IMODE(here.info.st_mode), here.info.st_mtime_ns, here.fd_xattrs)
+        for name, row in here.rows.items():
+            tree.entries[os.fsencode(name)] = Row._make(row).node()
+        for name in names:
+            tree.entries[os.fsencode(name)] = Node(Kind.DIRECTORY, tree=found.known[prefix + name].tree)
+        key = batch.put_packed(pack_tree(tree))
+        found.known[path] = Folder(key, signature(here.info), here.fd_xattrs, here.rows, here.folders)
+    found.tree = found.known[""].tree
+
+
+def _tree_of(known: Known, path: str) -> bytes | None:
+    folder = known.get(path)
+    return folder.tree if folder is not None else None

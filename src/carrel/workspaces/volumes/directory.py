@@ -1,0 +1,470 @@
+"""The volume driver for every host: volumes are ordinary directories, snapshots are trees of content-named objects.
+
+A snapshot costs what changed; equal content is kept once across all volumes. There is no kernel quota: the cap is
+kept for whoever watches. Knows nothing of sandboxes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import ClassVar
+
+from carrel.errors import AlreadyExists, CarrelError, NotFound, PlatformError, SnapshotDamaged
+from carrel.workspaces.layout import CANONICAL_UID, empty_directory
+from carrel.workspaces.volumes import kernel, tarball
+from carrel.workspaces.volumes.base import (
+    Change,
+    Collected,
+    NameLocks,
+    SnapshotFacts,
+    VolumeDriver,
+    VolumeUsage,
+    check_cap,
+    check_name,
+)
+from carrel.workspaces.volumes.capture import Known, capture, pack_known, unpack_known
+from carrel.workspaces.volumes.copying import copy_tree
+from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, digest, sync_directory
+from carrel.workspaces.volumes.rebuild import rebuild
+from carrel.workspaces.volumes.trees import Kind, Node, compare, unpack_tree
+
+_NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"
+
+
+class DirectoryDriver(VolumeDriver):
+    """Volumes and snapshots beneath one directory."""
+
+    name: ClassVar[str] = "directory"
+    kernel_quota: ClassVar[bool] = False
+
+    def __init__(self, root: str):
+        self._root = os.path.abspath(root)
+        self._volumes = os.path.join(self._root, "volumes")
+        self._snapshots = os.path.join(self._root, "snapshots")
+        self._cache = os.path.join(self._root, "cache")
+        self._caps = os.path.join(self._root, "caps")
+        self._store = ObjectStore(self._root)
+        self._locks = NameLocks()
+        self._owner = CANONICAL_UID if os.geteuid() == 0 else None
+
+    def missing(self) -> str | None:
+        """Nothing is missing: this driver works everywhere."""
+        return None
+
+    def open(self) -> None:
+        """Make the directories; clean up after a killed process unless others are at work."""
+        with failing("cannot use the volumes' directory"):
+            self._store.prepare()
+            for path in (self._volumes, self._snapshots, self._cache, self._caps):
+                os.makedirs(path, 0o700, exist_ok=True)
+            with self._store.exclusive(wait=False) as held:
+                if held:
+                    self._clean()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def create(self, volume: str, cap_bytes: int | None) -> None:
+        """Make an empty volume."""
+        path = self.path(volume)
+        with self._locks.hold(volume), self._store.shared(), failing("cannot make the volume"):
+            try:
+                os.mkdir(path, 0o700)
+            except FileExistsError:
+                raise AlreadyExists(f"there is a volume {volume!r}", field="volume") from None
+            if self._owner is not None:
+                os.chown(path, self._owner, self._owner)
+            self._write_cap(volume, cap_bytes)
+
+    def path(self, volume: str) -> str:
+        """The directory to mount."""
+        return os.path.join(self._volumes, check_name(volume, "volume"))
+
+    def exists(self, volume: str) -> bool:
+        """Whether the volume is there."""
+        return os.path.isdir(self.path(volume))
+
+    def volumes(self) -> list[str]:
+        """The names of all volumes."""
+        return sorted(name for name in os.listdir(self._volumes) if not name.startswith("."))
+
+    def set_cap(self, volume: str, cap_bytes: int | None) -> None:
+        """Keep the cap."""
+        self._require(volume)
+        with self._store.shared(), failing("cannot keep the cap"):
+            self._write_cap(volume, cap_bytes)
+
+    def cap(self, volume: str) -> int | None:
+        """The cap that was set."""
+        try:
+            with open(os.path.join(self._caps, check_name(volume, "volume"))) as file:
+                return int(file.read())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def usage(self, volume: str) -> VolumeUsage:
+        """Allocated bytes, by a walk."""
+        self._require(volume)
+        total = 0
+        linked: set[int] = set()
+        with opened(self.path(volume)) as root, failing("cannot measure the volume"):
+            for visited in kernel.visit(root):
+                total += visited.info.st_blocks * 512
+                for _, info in visited.entries:
+                    if stat.S_ISDIR(info.st_mode):
+                        continue
+                    if info.st_nlink > 1:
+                        if info.st_ino in linked:
+                            continue
+                        linked.add(info.st_ino)
+                    total += info.st_blocks * 512
+        return VolumeUsage(total, constant_time=False)
+
+    def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
+        """Store what changed since the last snapshot of this volume, then the record."""
+        record = self._record_path(snapshot_id)
+        self._require(volume)
+        with self._locks.hold(volume), self._store.shared(), failing("cannot take the snapshot"):
+            if os.path.exists(record):
+                raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
+            known, generation = self._load_known(volume)
+            current = self._store.generation()
+            with opened(self.path(volume)) as root, Batch(self._store) as batch:
+                found = capture(self._store, batch, root, known, trusted=generation == current)
+                batch.finish()
+                stored = batch.stored
+            facts = SnapshotFacts(found.bytes, found.files, stored, found.skipped)
+            self._publish(record, found.tree, facts, parent)
+            with suppress(OSError):  # the snapshot is there; only the next one would cost more
+                self._save_known(volume, found.known, current)
+        return facts
+
+    def restore(self, volume: str, snapshot_id: str) -> None:
+        """Build the files aside, then swap."""
+        tree, _ = self._record(snapshot_id)
+        self._require(volume)
+        with self._locks.hold(volume), self._store.shared(), failing("cannot restore the snapshot"):
+            self._fill_aside(volume, tree)
+
+    def fork(self, snapshot_id: str, new_volume: str, cap_bytes: int | None) -> None:
+        """Build the files aside, then give them the volume's name."""
+        tree, facts = self._record(snapshot_id)
+        check_cap(facts.bytes, cap_bytes)
+        path = self.path(new_volume)
+        with self._locks.hold(new_volume), self._store.shared(), failing("cannot fork the snapshot"):
+            if os.path.lexists(path):
+                raise AlreadyExists(f"there is a volume {new_volume!r}", field="volume")
+            self._write_cap(new_volume, cap_bytes)
+            self._fill_aside(new_volume, tree)
+
+    def delete_volume(self, volume: str) -> None:
+        """Out of sight at once, then file by file."""
+        path = self.path(volume)
+        gone = os.path.join(self._volumes, _GONE + secrets.token_hex(8))
+        with self._locks.hold(volume), self._store.shared(), failing("cannot remove the volume"):
+            with suppress(FileNotFoundError):
+                os.rename(path, gone)
+                remove_tree(gone)
+            for folder in (self._cache, self._caps):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, volume))
+
+    def delete_snapshot(self, snapshot_id: str) -> None:
+        """Remove the record; garbage collection removes what only it needed."""
+        with failing("cannot remove the snapshot"), suppress(FileNotFoundError):
+            os.unlink(self._record_path(snapshot_id))
+            sync_directory(self._snapshots)
+
+    def snapshots(self) -> list[str]:
+        """The ids of all snapshots."""
+        return sorted(os.listdir(self._snapshots))
+
+    def facts(self, snapshot_id: str) -> SnapshotFacts:
+        """What the record says."""
+        return self._record(snapshot_id)[1]
+
+    def diff(self, a: str, b: str) -> list[Change]:
+        """Compare where the hashes differ."""
+        left, right = self._record(a)[0], self._record(b)[0]
+        with self._store.shared(), Reader(self._store) as reader, failing("cannot compare the snapshots"):
+            return compare(left, right, lambda key: unpack_tree(reader.read(key)))
+
+    def export_tar(self, snapshot_id: str) -> Iterator[bytes]:
+        """Directory by directory."""
+        top, _ = self._record(snapshot_id)
+        return self._tar(top)
+
+    def _tar(self, top: bytes) -> Iterator[bytes]:
+        firsts: dict[bytes, bytes] = {}
+        with self._store.shared(), Reader(self._store) as reader:
+            pending = [(b"", top)]
+            while pending:
+                prefix, key = pending.pop()
+                tree = unpack_tree(reader.read(key))
+                folder = Node(Kind.DIRECTORY, tree.mode, tree.mtime_ns, xattrs=tree.xattrs)
+                yield tarball.header(prefix or b"./", folder)
+                for name, node in tree.entries.items():
+                    path = prefix + name
+                    if node.kind is Kind.DIRECTORY:
+                        pending.append((path + b"/", node.tree))
+                        continue
+                    first = firsts.setdefault(node.group, path) if node.group is not None else path
+                    if first != path:
+                        yield tarball.header(path, node, hard_link_to=first)
+                        continue
+                    yield tarball.header(path, node)
+                    if node.kind is Kind.FILE:
+                        pieces = ((offset, reader.read(part)) for offset, _, part in node.extents)
+                        yield from tarball.content(node.size, pieces)
+            yield tarball.END
+
+    def verify(self, snapshot_id: str) -> list[str]:
+        """Read every object once."""
+        problems: list[str] = []
+        damage: list[SnapshotDamaged] = []
+        try:
+            top, _ = self._record(snapshot_id)
+        except SnapshotDamaged as error:
+            return [error.detail]
+        with self._store.shared(), Reader(self._store) as reader, failing("cannot verify the snapshot"):
+            done: set[bytes] = set()
+            pending = [top]
+            while pending:
+                key = pending.pop()
+                if key in done:
+                    continue
+                done.add(key)
+                try:
+                    tree = unpack_tree(reader.read(key))
+                except SnapshotDamaged as error:
+                    damage.append(error)
+                    problems.append(error.detail)
+                    continue
+                for name, node in tree.entries.items():
+                    if node.kind is Kind.DIRECTORY:
+                        pending.append(node.tree)
+                    for _, _, part in node.extents:
+                        if part in done:
+                            continue
+                        done.add(part)
+                        try:
+                            reader.read(part)
+                        except SnapshotDamaged as error:
+                            damage.append(error)
+                            problems.append(f"{error.detail}, needed by {os.fsdecode(name)!r}")
+            if damage:
+                self._distrust(damage)
+        return problems
+
+    def _distrust(self, damage: list[SnapshotDamaged]) -> None:
+        """The next snapshot stores damaged content again where a volume still has it, and so mends what shares it."""
+        names = [str(error.extra["object"]) for error in damage if "object" in error.extra]
+        with suppress(OSError):
+            self._store.distrust([bytes.fromhex(name) for name in names])
+
+    def collect_garbage(self) -> Collected:
+        """Find what is needed while others work; only the removal itself needs to be alone."""
+        live: set[bytes] = set()
+        with failing("cannot collect garbage"):
+            with self._store.shared(), Reader(self._store) as reader:
+                self._mark(reader, live)
+            with self._store.exclusive():
+                with Reader(self._store) as reader:
+                    self._mark(reader, live)
+                self._clean()
+                return self._store.sweep(live)
+
+    def _mark(self, reader: Reader, live: set[bytes]) -> None:
+        """Add what snapshots need. One that cannot be read stops the collection: nothing it needs may be lost."""
+        for snapshot_id in self.snapshots():
+            try:
+                pending = [self._record(snapshot_id)[0]]
+            except NotFound:
+                continue
+            while pending:
+                key = pending.pop()
+                if key in live:
+                    continue
+                for node in unpack_tree(reader.read(key)).entries.values():
+                    if node.kind is Kind.DIRECTORY:
+                        pending.append(node.tree)
+                    live.update(part for _, _, part in node.extents)
+                live.add(key)
+
+    @contextmanager
+    def replacing(self, volume: str) -> Iterator[str]:
+        """An empty directory that becomes the volume."""
+        self._require(volume)
+        with self._locks.hold(volume), self._store.shared(), failing("cannot replace the volume's files"):
+            with self._aside(volume) as directory:
+                yield directory
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._cache, volume))
+
+    def write_tree(self, snapshot_id: str, directory: str) -> None:
+        """Write the snapshot's files into an empty directory."""
+        tree, _ = self._record(snapshot_id)
+        with (
+            failing("cannot write the snapshot's files"),
+            self._store.shared(),
+            Reader(self._store) as reader,
+            opened(directory) as root,
+        ):
+            rebuild(self._store, reader, tree, root, self._owner)
+
+    def import_tree(self, volume: str, directory: str) -> None:
+        """Replace the volume's files by a copy."""
+        with self.replacing(volume) as aside, opened(directory) as source, opened(aside) as target:
+            copy_tree(source, target, self._owner)
+
+    def _fill_aside(self, volume: str, tree: bytes) -> None:
+        try:
+            with self._aside(volume) as directory, Reader(self._store) as reader, opened(directory) as root:
+                known = rebuild(self._store, reader, tree, root, self._owner)
+        except SnapshotDamaged as error:
+            self._distrust([error])
+            raise
+        with suppress(OSError):
+            self._save_known(volume, known, self._store.generation())
+
+    @contextmanager
+    def _aside(self, volume: str) -> Iterator[str]:
+        token = secrets.token_hex(8)
+        aside = os.path.join(self._volumes, _NEW + token)
+        path = self.path(volume)
+        os.mkdir(aside, 0o700)
+        try:
+            if self._owner is not None:
+                os.chown(aside, self._owner, self._owner)
+            yield aside
+            if not os.path.lexists(path):
+                os.rename(aside, path)
+                return
+            if not kernel.exchange(aside, path):
+                # Two steps where one is not to be had: a crash between them is undone by `open`.
+                old = os.path.join(self._volumes, f"{_OLD}{token}-{volume}")
+                os.rename(path, old)
+                os.rename(aside, path)
+                aside = old
+        finally:
+            remove_tree(aside)
+
+    def _clean(self) -> None:
+        """Undo what a killed process left. The exclusive lock must be held."""
+        for name in os.listdir(self._store.temporary):
+            os.unlink(os.path.join(self._store.temporary, name))
+        for name in os.listdir(self._volumes):
+            path = os.path.join(self._volumes, name)
+            if name.startswith(_OLD):
+                wanted = os.path.join(self._volumes, name.split("-", 2)[2])
+                if not os.path.lexists(wanted):
+                    os.rename(path, wanted)
+                    continue
+            if name.startswith("."):
+                remove_tree(path)
+
+    def _require(self, volume: str) -> None:
+        if not self.exists(volume):
+            raise NotFound(f"there is no volume {volume!r}", field="volume")
+
+    def _write_cap(self, volume: str, cap_bytes: int | None) -> None:
+        path = os.path.join(self._caps, volume)
+        if cap_bytes is None:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        self._write(path, str(cap_bytes).encode(), durable=False)
+
+    def _write(self, path: str, data: bytes, *, durable: bool) -> None:
+        aside = os.path.join(self._store.temporary, secrets.token_hex(8))
+        try:
+            with open(aside, "xb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if durable:
+                os.link(aside, path)  # unlike a rename, this never replaces
+                sync_directory(os.path.dirname(path))
+            else:
+                os.rename(aside, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(aside)
+
+    def _load_known(self, volume: str) -> tuple[Known, str]:
+        try:
+            with open(os.path.join(self._cache, volume), "rb") as file:
+                return unpack_known(file.read())
+        except FileNotFoundError:
+            return {}, ""
+
+    def _save_known(self, volume: str, known: Known, generation: str) -> None:
+        self._write(os.path.join(self._cache, volume), pack_known(known, generation), durable=False)
+
+    def _record_path(self, snapshot_id: str) -> str:
+        return os.path.join(self._snapshots, check_name(snapshot_id, "snapshot_id"))
+
+    def _publish(self, path: str, tree: bytes, facts: SnapshotFacts, parent: str | None) -> None:
+        body = json.dumps(
+            {
+                "version": 1,
+                "tree": tree.hex(),
+                "parent": parent,
+                "bytes": facts.bytes,
+                "files": facts.files,
+                "new_bytes": facts.new_bytes,
+                "skipped": facts.skipped,
+            }
+        ).encode()
+        try:
+            self._write(path, body + b"\n" + digest(body).hex().encode() + b"\n", durable=True)
+        except FileExistsError:
+            raise AlreadyExists("there is a snapshot of that id", field="snapshot_id") from None
+
+    def _record(self, snapshot_id: str) -> tuple[bytes, SnapshotFacts]:
+        try:
+            with open(self._record_path(snapshot_id), "rb") as file:
+                body, _, check = file.read(1 << 16).partition(b"\n")
+        except FileNotFoundError:
+            raise NotFound(f"there is no snapshot {snapshot_id!r}", field="snapshot_id") from None
+        if check.strip() != digest(body).hex().encode():
+            raise SnapshotDamaged(f"the record of snapshot {snapshot_id} is damaged", object=snapshot_id)
+        value = json.loads(body)
+        facts = SnapshotFacts(value["bytes"], value["files"], value["new_bytes"], value["skipped"])
+        return bytes.fromhex(value["tree"]), facts
+
+
+@contextmanager
+def opened(path: str) -> Iterator[int]:
+    """A directory, open, not followed when it is a link."""
+    fd = os.open(path, kernel.DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def failing(what: str) -> Iterator[None]:
+    """The host's errors become ours; our own pass."""
+    try:
+        yield
+    except CarrelError:
+        raise
+    except OSError as error:
+        raise PlatformError(f"{what}: {error.strerror or error}", errno=error.errno) from error
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory that nobody uses, whatever is in it."""
+    with suppress(FileNotFoundError):
+        os.chmod(path, 0o700)
+        with opened(path) as top:
+            empty_directory(top)
+        os.rmdir(path)

@@ -1,0 +1,180 @@
+"""The few Linux calls that Python does not offer, and opening files in a tree that hostile code may be changing.
+
+Knows nothing of volumes or snapshots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_FICLONE = 0x40049409
+_RENAME_EXCHANGE = 2
+_KEPT_OPEN = 96
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def exchange(a: str, b: str) -> bool:
+    """Swap two directories of one parent in one step; False where the file system cannot."""
+    result = _libc.renameat2(-100, os.fsencode(a), -100, os.fsencode(b), _RENAME_EXCHANGE)
+    if result == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+        return False
+    raise OSError(code, os.strerror(code), a)
+
+
+def clone(source: int, target: int) -> bool:
+    """Let one file share the other's blocks; False where the file system cannot."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError:
+        return False
+    return True
+
+
+def open_for_reading(name: str, parent: int, flags: int = FILE) -> int:
+    """Open an entry of a directory without following a link.
+
+    As an ordinary user, a file of ours that forbids reading is opened by allowing it for a moment.
+    """
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        info = os.fstat(handle)
+        if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        through = f"/proc/self/fd/{handle}"
+        mode = stat.S_IMODE(info.st_mode)
+        os.chmod(through, mode | (0o500 if stat.S_ISDIR(info.st_mode) else 0o400))
+        try:
+            return os.open(through, flags & ~os.O_NOFOLLOW)
+        finally:
+            if stat.S_ISREG(info.st_mode):  # a directory must stay passable while its entries are looked at
+                os.chmod(through, mode)
+    finally:
+        os.close(handle)
+
+
+class Directories:
+    """Open directories of one tree by path, the ones used last kept open: depth costs neither recursion, long paths
+    nor descriptors, and no component is ever followed when it is a link."""
+
+    def __init__(self, root: int):
+        self._root = root
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def get(self, path: str) -> int:
+        """The descriptor of a directory; stays open until many others were asked for."""
+        if not path:
+            return self._root
+        found = self._open.get(path)
+        if found is not None:
+            self._open.move_to_end(path)
+            return found
+        todo = []
+        while path and path not in self._open:
+            path, _, name = path.rpartition("/")
+            todo.append((path, name))
+        for parent, name in reversed(todo):
+            child = open_for_reading(name, self._open[parent] if parent else self._root, DIRECTORY)
+            self._open[f"{parent}/{name}" if parent else name] = child
+            while len(self._open) > _KEPT_OPEN:
+                _, oldest = self._open.popitem(last=False)
+                os.close(oldest)
+            found = child
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        """Close all but the root."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+@dataclass(slots=True)
+class Visited:
+    """One directory of a tree. The descriptor is open only until the next one is asked for; entries are not sorted."""
+
+    path: str
+    fd: int
+    info: os.stat_result
+    entries: list[tuple[str, os.stat_result]]
+
+
+def visit(root: int) -> Iterator[Visited]:
+    """Every directory beneath an open one, parents first. What vanishes meanwhile or is mounted there is left out."""
+    device = os.fstat(root).st_dev
+    directories = Directories(root)
+    pending = [""]
+    try:
+        while pending:
+            path = pending.pop()
+            try:
+                fd = directories.get(path)
+                info = os.fstat(fd)
+            except OSError as error:
+                if path and error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+                    continue
+                raise
+            if info.st_dev != device:
+                continue
+            entries = []
+            prefix = f"{path}/" if path else ""
+            with os.scandir(fd) as listing:
+                for entry in listing:
+                    name = entry.name
+                    try:
+                        found = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    entries.append((name, found))
+                    if found.st_mode & 0o170000 == 0o040000:
+                        pending.append(prefix + name)
+            yield Visited(path, fd, info, entries)
+    finally:
+        directories.close()
+
+
+def user_xattrs(fd: int) -> dict[str, bytes]:
+    """The attributes a program may set itself; none where the file system has none."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listxattr(fd):
+            if name.startswith("user."):
+                with suppress(OSError):
+                    found[name] = os.getxattr(fd, name)
+    return found
+
+
+def data_extents(fd: int, size: int) -> list[tuple[int, int]]:
+    """Where a file has data, as (offset, length)."""
+    extents = []
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                break
+            return [(0, size)]
+        if start >= size:
+            break
+        end = min(os.lseek(fd, start, os.SEEK_HOLE), size)
+        if end <= start:
+            break
+        extents.append((start, end - start))
+        at = end
+    return extents

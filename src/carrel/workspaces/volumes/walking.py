@@ -1,0 +1,147 @@
+"""Compares, packs and reads plain trees that do not change, such as read-only subvolumes. Follows nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from carrel.workspaces.volumes import kernel, tarball
+from carrel.workspaces.volumes.base import Change, ChangeKind
+from carrel.workspaces.volumes.trees import Kind, Node
+
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    info: os.stat_result
+    folder: str
+
+
+def _entries(root: int) -> dict[str, _Entry]:
+    found = {}
+    for visited in kernel.visit(root):
+        prefix = f"{visited.path}/" if visited.path else ""
+        for name, info in visited.entries:
+            if stat.S_IFMT(info.st_mode) in {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}:
+                found[prefix + name] = _Entry(info, visited.path)
+    return found
+
+
+def compare(one: int, other: int) -> list[Change]:
+    """What leads from one tree to the other, sorted by path."""
+    old, new = _entries(one), _entries(other)
+    left, right = kernel.Directories(one), kernel.Directories(other)
+    changes = []
+    try:
+        for path in old.keys() | new.keys():
+            before, after = old.get(path), new.get(path)
+            if before is None or after is None:
+                kind = ChangeKind.ADDED if before is None else ChangeKind.REMOVED
+                changes.append(Change(os.fsencode(path), kind))
+            elif _differ(path, before, after, left, right):
+                changes.append(Change(os.fsencode(path), ChangeKind.CHANGED))
+    finally:
+        left.close()
+        right.close()
+    return sorted(changes, key=lambda change: (change.path, change.kind))
+
+
+def _differ(path: str, before: _Entry, after: _Entry, left: kernel.Directories, right: kernel.Directories) -> bool:
+    a, b = before.info, after.info
+    if (a.st_ino, a.st_ctime_ns, a.st_mode, a.st_size) == (b.st_ino, b.st_ctime_ns, b.st_mode, b.st_size):
+        return False
+    if stat.S_IFMT(a.st_mode) != stat.S_IFMT(b.st_mode):
+        return True
+    name = path.rpartition("/")[2]
+    here, there = left.get(before.folder), right.get(after.folder)
+    if stat.S_ISLNK(a.st_mode):
+        return os.readlink(name, dir_fd=here) != os.readlink(name, dir_fd=there)
+    if a.st_mode != b.st_mode or (stat.S_ISREG(a.st_mode) and a.st_size != b.st_size):
+        return True
+    flags = kernel.DIRECTORY if stat.S_ISDIR(a.st_mode) else kernel.FILE
+    one = kernel.open_for_reading(name, here, flags)
+    try:
+        other = kernel.open_for_reading(name, there, flags)
+        try:
+            if kernel.user_xattrs(one) != kernel.user_xattrs(other):
+                return True
+            return stat.S_ISREG(a.st_mode) and any(x != y for x, y in zip(_pieces(one), _pieces(other), strict=True))
+        finally:
+            os.close(other)
+    finally:
+        os.close(one)
+
+
+def _pieces(fd: int) -> Iterator[bytes]:
+    at = 0
+    while data := os.pread(fd, _PIECE, at):
+        yield data
+        at += len(data)
+
+
+def tar(root: int) -> Iterator[bytes]:
+    """A tree as a tar stream."""
+    firsts: dict[int, bytes] = {}
+    for visited in kernel.visit(root):
+        folder = os.fsencode(visited.path) + b"/" if visited.path else b""
+        info = visited.info
+        attributes = kernel.user_xattrs(visited.fd) or None
+        node = Node(Kind.DIRECTORY, stat.S_IMODE(info.st_mode), info.st_mtime_ns, xattrs=attributes)
+        yield tarball.header(folder or b"./", node)
+        for name, entry in visited.entries:
+            path = folder + os.fsencode(name)
+            if stat.S_ISLNK(entry.st_mode):
+                target = os.fsencode(os.readlink(name, dir_fd=visited.fd))
+                yield tarball.header(path, Node(Kind.LINK, mtime_ns=entry.st_mtime_ns, target=target))
+            elif stat.S_ISREG(entry.st_mode):
+                first = firsts.setdefault(entry.st_ino, path) if entry.st_nlink > 1 else path
+                yield from _tar_file(path, name, visited.fd, entry, None if first == path else first)
+    yield tarball.END
+
+
+def _tar_file(path: bytes, name: str, parent: int, info: os.stat_result, first: bytes | None) -> Iterator[bytes]:
+    fd = kernel.open_for_reading(name, parent)
+    try:
+        node = Node(
+            Kind.FILE,
+            stat.S_IMODE(info.st_mode),
+            info.st_mtime_ns,
+            info.st_size,
+            xattrs=kernel.user_xattrs(fd) or None,
+        )
+        yield tarball.header(path, node, hard_link_to=first)
+        if first is None:
+            yield from tarball.content(info.st_size, _data(fd, info.st_size))
+    finally:
+        os.close(fd)
+
+
+def _data(fd: int, size: int) -> Iterator[tuple[int, bytes]]:
+    for start, length in kernel.data_extents(fd, size):
+        at, end = start, start + length
+        while at < end and (data := os.pread(fd, min(_PIECE, end - at), at)):
+            yield at, data
+            at += len(data)
+
+
+def unreadable(root: int) -> list[str]:
+    """One line for each file that cannot be read whole."""
+    problems = []
+    for visited in kernel.visit(root):
+        for name, info in visited.entries:
+            if not stat.S_ISREG(info.st_mode):
+                continue
+            path = f"{visited.path}/{name}" if visited.path else name
+            try:
+                fd = kernel.open_for_reading(name, visited.fd)
+                try:
+                    for _ in _data(fd, info.st_size):
+                        pass
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                problems.append(f"object {path!r} cannot be read: {error.strerror}")
+    return problems

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from sqlalchemy import inspect
+from sqlalchemy.engine import Connection
+
+from carrel.store import Database
+
+
+async def test_what_it_adds(database: Database) -> None:
+    def look(connection: Connection) -> tuple[set[str], set[str]]:
+        found = inspect(connection)
+        return set(found.get_table_names()), {column["name"] for column in found.get_columns("sessions")}
+
+    tables, columns = await database.read(look)
+    assert tables == {"sessions", "snapshots", "filespace_entries", "alembic_version"}
+    assert {"node", "lease_owner", "lease_until", "fence"} <= columns

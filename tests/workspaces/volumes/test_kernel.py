@@ -1,0 +1,65 @@
+"""Opening things in a tree that somebody else controls."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from carrel.workspaces.volumes import kernel
+
+
+def test_two_directories_change_places_in_one_step(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert kernel.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert os.listdir(tmp_path / "a") == ["b"]
+    with pytest.raises(FileNotFoundError):
+        kernel.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
+
+
+def test_links_are_never_followed(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "secret").write_text("x")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "away").symlink_to(tmp_path / "out")
+    (tree / "file").symlink_to(tmp_path / "out" / "secret")
+    root = os.open(tree, kernel.DIRECTORY)
+    directories = kernel.Directories(root)
+    try:
+        with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+            directories.get("away")
+        with pytest.raises(OSError, match="Too many levels"):
+            kernel.open_for_reading("file", root)
+        assert [visited.path for visited in kernel.visit(root)] == [""]
+    finally:
+        directories.close()
+        os.close(root)
+
+
+def test_few_directories_stay_open_however_many_there_are(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / str(number) / "below").mkdir(parents=True)
+    root = os.open(tmp_path, kernel.DIRECTORY)
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        most = 0
+        for _ in kernel.visit(root):
+            most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        assert most <= 100
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.close(root)
+
+
+def test_holes_are_seen(tmp_path: Path) -> None:
+    with open(tmp_path / "f", "wb") as file:
+        file.truncate(10 << 20)
+        file.seek(4 << 20)
+        file.write(b"x" * 4096)
+        file.flush()
+        extents = kernel.data_extents(file.fileno(), 10 << 20)
+    assert extents == [(4 << 20, 4096)]

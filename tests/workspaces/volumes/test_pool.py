@@ -1,0 +1,51 @@
+"""Pools are found, and what is not carrel's is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from carrel.errors import PlatformError
+from carrel.workspaces.volumes.pool import Pool, missing_programs, mounted_at, run
+
+
+def test_a_program_that_fails_is_quoted() -> None:
+    with pytest.raises(PlatformError, match="No such file"):
+        run("ls", "/nowhere")
+    with pytest.raises(PlatformError, match="cannot run"):
+        run("no-such-program-here", "x")
+
+
+def test_mounts_are_found_by_their_exact_place() -> None:
+    assert mounted_at("/proc") is not None
+    assert mounted_at("/proc/self") is None
+
+
+def test_a_pool_left_mounted_is_taken_over(tmp_path: Path) -> None:
+    if (reason := missing_programs()) is not None:
+        pytest.skip(reason)
+    place = tmp_path / "with space"
+    pools = [Pool(str(tmp_path / "pool file"), str(place), 0, 0) for _ in range(2)]
+    pools[0].open()
+    (place / "kept").touch()
+    pools[1].open()
+    assert (place / "kept").exists()
+    pools[1].close()
+    assert mounted_at(str(place)) is None
+
+
+def test_what_is_mounted_by_others_is_not_touched(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    place = tmp_path / "pool"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(place)], check=True)
+    try:
+        with pytest.raises(PlatformError, match="not carrel's"):
+            Pool(str(tmp_path / "pool.btrfs"), str(place), 0, 0).open()
+        assert mounted_at(str(place)) == ("tmpfs", "tmpfs")
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

@@ -1,0 +1,31 @@
+"""Plain trees compared and read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from carrel.workspaces.volumes import Change, ChangeKind, kernel, walking
+
+
+def test_copies_are_equal_until_one_changes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "d").mkdir(parents=True)
+        (tmp_path / name / "d" / "f").write_text("same")
+        (tmp_path / name / "l").symlink_to("d")
+        (tmp_path / name / "x").write_text("same")
+    one, other = (os.open(tmp_path / name, kernel.DIRECTORY) for name in ("a", "b"))
+    try:
+        assert walking.compare(one, other) == []
+        (tmp_path / "b" / "d" / "f").write_text("Same")
+        os.setxattr(tmp_path / "b" / "x", "user.x", b"1")
+        (tmp_path / "b" / "l").unlink()
+        assert walking.compare(one, other) == [
+            Change(b"d/f", ChangeKind.CHANGED),
+            Change(b"l", ChangeKind.REMOVED),
+            Change(b"x", ChangeKind.CHANGED),
+        ]
+        assert walking.unreadable(one) == []
+    finally:
+        os.close(one)
+        os.close(other)
