@@ -15,7 +15,7 @@ async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane
     await plane.operations.write_file("c", "kept", b"x")
     await plane.sessions.shutdown()
     assert plane.sessions.live() == []
-    assert [name for name in os.listdir(plane.layout.workspaces)] == ["ctx-c"]
+    assert list(os.listdir(plane.layout.workspaces)) == ["ctx-c"]
     other = await ControlPlane.open(plane.settings)
     try:
         assert (await other.sessions.get("c")).state is State.STOPPED
@@ -43,7 +43,7 @@ async def test_a_new_server_takes_over_what_lives_and_cleans_the_rest(plane: Con
         assert (await other.sessions.get("half")).state is State.STOPPED
         assert (await other.sessions.get(fleeting.id)).state is State.TERMINATED
         assert dead.context_id == "dead"
-        names = {name for name in os.listdir(plane.layout.workspaces)}
+        names = set(os.listdir(plane.layout.workspaces))
         assert names <= {"ctx-lives", "ctx-dead"}
         if survives:
             assert other.recovered.adopted == 1
