@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 
@@ -103,6 +105,21 @@ def test_kill_and_signal(box: Sandbox) -> None:
     next(trapped.stream())
     trapped.signal("USR1")
     assert trapped.wait().exit_code == 4
+
+
+def test_an_abandoned_stream_is_closed_at_once(box: Sandbox) -> None:
+    """Left to the garbage collector it could be closed inside the connection pool's lock, which never ends."""
+    sleeper = box.commands.start("echo up; sleep 60")
+    stream = sleeper.stream()
+    assert str(next(stream)) == "up\n"
+    response = weakref.ref(stream)
+    gc.disable()
+    try:
+        del stream
+        assert response() is None, "something still knows the stream"
+    finally:
+        gc.enable()
+    sleeper.kill()
 
 
 def test_bad_requests_name_the_field(box: Sandbox) -> None:

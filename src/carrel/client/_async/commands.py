@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 
@@ -9,7 +10,7 @@ import httpx
 
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
-from carrel.errors import NotRunning, SandboxLost
+from carrel.errors import CarrelError, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandList, CommandResult
 
 
@@ -33,7 +34,9 @@ class AsyncOutputStream:
         self._body = body
         self._deadline = deadline
         self._decoder = OutputDecoder()
-        self._chunks: AsyncIterator[Chunk] | None = None
+        self._ready: deque[Chunk] = deque()
+        self._raw: AsyncIterator[bytes] | None = None
+        self._over = False
         self._response: httpx.Response | None = None
 
     @property
@@ -45,32 +48,45 @@ class AsyncOutputStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self._chunks is None:
-            self._chunks = self._read()
-        return await self._chunks.__anext__()
+        while not self._ready:
+            if self._over:
+                raise StopAsyncIteration
+            await self._more()
+        return self._ready.popleft()
 
-    async def _read(self) -> AsyncIterator[Chunk]:
+    async def _more(self) -> None:
+        """Read on. No generator of our own: one that knew this object would keep an abandoned stream from being closed
+        at once, and the garbage collector may come to close it while the connection pool is locked.
+        """
         connection = self._connection
-        self._response = await connection.stream(
-            self._method,
-            self._path,
-            query=self._query,
-            body=self._body,
-            timeout=connection.patience(self._deadline),
-        )
         try:
-            async for data in self._response.aiter_raw():
-                for chunk in self._decoder.feed(data):
-                    yield chunk
+            if self._raw is None:
+                self._response = await connection.stream(
+                    self._method,
+                    self._path,
+                    query=self._query,
+                    body=self._body,
+                    timeout=connection.patience(self._deadline),
+                )
+                self._raw = self._response.aiter_raw()
+            self._ready.extend(self._decoder.feed(await self._raw.__anext__()))
+        except StopAsyncIteration:
+            await self.close()
+            if not self._decoder.ended:
+                raise SandboxLost(
+                    "the output ended before the command did", hint="re-attach with commands.get(id)"
+                ) from None
         except httpx.HTTPError as error:
+            await self.close()
             raise connection.unreachable(error) from None
-        finally:
-            await self._response.aclose()
-        if not self._decoder.ended:
-            raise SandboxLost("the output ended before the command did", hint="re-attach with commands.get(id)")
+        except CarrelError:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Stop reading; the connection is free again."""
+        self._over = True
+        self._raw = None
         if self._response is not None:
             await self._response.aclose()
 

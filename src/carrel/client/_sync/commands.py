@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
@@ -10,7 +11,7 @@ import httpx
 
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
-from carrel.errors import NotRunning, SandboxLost
+from carrel.errors import CarrelError, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandList, CommandResult
 
 
@@ -34,7 +35,9 @@ class OutputStream:
         self._body = body
         self._deadline = deadline
         self._decoder = OutputDecoder()
-        self._chunks: Iterator[Chunk] | None = None
+        self._ready: deque[Chunk] = deque()
+        self._raw: Iterator[bytes] | None = None
+        self._over = False
         self._response: httpx.Response | None = None
 
     @property
@@ -46,31 +49,45 @@ class OutputStream:
         return self
 
     def __next__(self) -> Chunk:
-        if self._chunks is None:
-            self._chunks = self._read()
-        return self._chunks.__next__()
+        while not self._ready:
+            if self._over:
+                raise StopIteration
+            self._more()
+        return self._ready.popleft()
 
-    def _read(self) -> Iterator[Chunk]:
+    def _more(self) -> None:
+        """Read on. No generator of our own: one that knew this object would keep an abandoned stream from being closed
+        at once, and the garbage collector may come to close it while the connection pool is locked.
+        """
         connection = self._connection
-        self._response = connection.stream(
-            self._method,
-            self._path,
-            query=self._query,
-            body=self._body,
-            timeout=connection.patience(self._deadline),
-        )
         try:
-            for data in self._response.iter_raw():
-                yield from self._decoder.feed(data)
+            if self._raw is None:
+                self._response = connection.stream(
+                    self._method,
+                    self._path,
+                    query=self._query,
+                    body=self._body,
+                    timeout=connection.patience(self._deadline),
+                )
+                self._raw = self._response.iter_raw()
+            self._ready.extend(self._decoder.feed(self._raw.__next__()))
+        except StopIteration:
+            self.close()
+            if not self._decoder.ended:
+                raise SandboxLost(
+                    "the output ended before the command did", hint="re-attach with commands.get(id)"
+                ) from None
         except httpx.HTTPError as error:
+            self.close()
             raise connection.unreachable(error) from None
-        finally:
-            self._response.close()
-        if not self._decoder.ended:
-            raise SandboxLost("the output ended before the command did", hint="re-attach with commands.get(id)")
+        except CarrelError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop reading; the connection is free again."""
+        self._over = True
+        self._raw = None
         if self._response is not None:
             self._response.close()
 
