@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from carrel.errors import (
         AlreadyExists,
+        ArchiveUnavailable,
         CarrelError,
         CommandFailed,
         Conflict,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         ProviderUnavailable,
         SandboxLost,
         ServerUnreachable,
+        SnapshotDamaged,
         TooLarge,
         Unauthorized,
         UnknownSetting,
@@ -54,12 +56,14 @@ if TYPE_CHECKING:
         Limits,
         Network,
         SandboxInfo,
+        SnapshotInfo,
         State,
         Trust,
     )
 
 __all__ = [
     "AlreadyExists",
+    "ArchiveUnavailable",
     "AsyncClient",
     "AsyncCommand",
     "AsyncSandbox",
@@ -92,6 +96,8 @@ __all__ = [
     "SandboxInfo",
     "SandboxLost",
     "ServerUnreachable",
+    "SnapshotDamaged",
+    "SnapshotInfo",
     "State",
     "Terminal",
     "TooLarge",
@@ -111,6 +117,7 @@ _MODELS = {
     "Limits",
     "Network",
     "SandboxInfo",
+    "SnapshotInfo",
     "State",
     "Trust",
 }

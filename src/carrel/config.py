@@ -59,6 +59,12 @@ class SandboxSettings(_Group):
     workspace_ttl_days: float = Field(
         default=7.0, gt=0, description="days without use until the workspace of a stopped sandbox is deleted"
     )
+    checkpoint_s: float = Field(
+        default=300.0, gt=0, description="seconds between checkpoints of a workspace that changes, into the archive"
+    )
+    filespace: bool = Field(
+        default=False, description="sync the workspaces of contexts with their filespace unless asked otherwise"
+    )
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
@@ -79,6 +85,26 @@ class Settings(_Group):
         min_length=1,
         description="where records are kept: `postgresql://user:password@host/name` or `sqlite:////path`; "
         "without one, `carrel.db` in `data_dir`",
+    )
+    archive: SecretStr | None = Field(
+        default=None,
+        min_length=1,
+        description="where snapshots are kept beyond this machine: `/path`, or "
+        "`s3://bucket/prefix?endpoint=https://host&region=name` (keys from the usual AWS variables); "
+        "without one, `archive` in `data_dir`",
+    )
+    volumes: Literal["auto", "directory", "btrfs"] = Field(
+        default="auto",
+        description="how workspaces are kept: `btrfs` has kernel quotas and instant snapshots and needs root; "
+        "`auto` takes it where it can be had",
+    )
+    node: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        description="the name of this server among those on one database; without one, a name is made and kept",
+    )
+    lease_s: float = Field(
+        default=30.0, ge=1, le=3600, description="seconds after which a server that fell silent loses its sessions"
     )
     token: str | None = Field(
         default=None,
@@ -112,12 +138,27 @@ class Settings(_Group):
             raise ValueError("a URL cannot hold a NUL")
         return value
 
+    @field_validator("archive")
+    @classmethod
+    def _known_archive(cls, value: SecretStr | None) -> SecretStr | None:
+        text = "" if value is None else value.get_secret_value()
+        if value is not None and ("\0" in text or not text.startswith(("/", "s3://"))):
+            raise ValueError("it must be an absolute path or a URL that starts with s3://")
+        return value
+
     @property
     def database_url(self) -> str:
         """The URL of the database or the path of its file. It may hold a password: never show it."""
         if self.database is None:
             return str(Path(self.data_dir) / "carrel.db")
         return self.database.get_secret_value()
+
+    @property
+    def archive_url(self) -> str:
+        """The directory or the URL of the archive. It may hold a password: never show it."""
+        if self.archive is None:
+            return str(Path(self.data_dir) / "archive")
+        return self.archive.get_secret_value()
 
     @property
     def max_body(self) -> int:

@@ -18,6 +18,7 @@
     ├── CommandFailed           —    only with `check=True`; a non-zero exit is otherwise a result
     └── PlatformError           500  carrel itself or its host failed; never a command's result
         ├── ProviderUnavailable 503
+        ├── ArchiveUnavailable  503  the archive's storage cannot be reached
         ├── SnapshotDamaged     500  stored content is missing or not what it was
         ├── SandboxLost         502  the sandbox died or answered nonsense
         └── ServerUnreachable   503
@@ -171,6 +172,12 @@ class ProviderUnavailable(PlatformError):
     """No provider that is available meets what was asked."""
 
     code, status, title = "provider_unavailable", 503, "No suitable provider is available"
+
+
+class ArchiveUnavailable(PlatformError):
+    """The storage of the archive cannot be reached or refuses; what is there stays as it was."""
+
+    code, status, title = "archive_unavailable", 503, "The archive cannot be reached"
 
 
 class SnapshotDamaged(PlatformError):

@@ -80,6 +80,9 @@ class SandboxRequest(Request):
     limits: Limits = Field(default_factory=Limits)
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
     labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32)
+    filespace: bool | None = Field(
+        default=None, description="keep the workspace in sync with the context's filespace; None: the server's default"
+    )
 
 
 class SandboxInfo(Answer):
@@ -99,6 +102,12 @@ class SandboxInfo(Answer):
     created_at: datetime
     last_activity_at: datetime
     error: str | None = None
+    node: str | None = Field(default=None, description="the server that has the session")
+    filespace: bool = Field(default=False, description="whether the workspace is kept in sync with the filespace")
+    snapshot: str | None = Field(default=None, description="the newest good snapshot")
+    notice: str | None = Field(
+        default=None, description="what a person should know though work goes on, such as an archive out of reach"
+    )
 
 
 class SandboxPage(Answer):
@@ -113,6 +122,9 @@ class TerminateRequest(Request):
 
     reason: str = Field(default="", max_length=1000)
     delete_files: bool = Field(default=False, description="delete a durable workspace too")
+    snapshot: bool | None = Field(
+        default=None, description="take a last snapshot of the workspace; None: unless its files are deleted"
+    )
 
 
 class TerminalSize(Request):
@@ -356,6 +368,10 @@ class SnapshotInfo(Answer):
     new_bytes: int | None = Field(default=None, description="what this snapshot added to the storage")
     files: int | None = None
     error: str | None = None
+    reason: Literal["request", "checkpoint", "stop", "fork"] = Field(
+        default="request", description="why it was taken; carrel keeps only the newest of those nobody asked for"
+    )
+    archived: bool = Field(default=False, description="whether it is in the archive, so that any server can restore it")
 
 
 class SnapshotPage(Answer):
@@ -390,3 +406,59 @@ class FileChanges(Answer):
 
     items: list[FileChange]
     truncated: bool = False
+
+
+class SyncDirection(StrEnum):
+    """Which way files go between a workspace and its filespace."""
+
+    PUSH = "push"
+    PULL = "pull"
+    BOTH = "both"
+
+
+class SyncRequest(Request):
+    """Push the workspace's changes to the filespace, pull the filespace's into the workspace, or both."""
+
+    direction: SyncDirection = SyncDirection.BOTH
+
+
+class SyncSummary(Answer):
+    """What a sync did. `conflicts` are paths that both sides had changed: the later write won."""
+
+    direction: SyncDirection
+    pushed: int = Field(description="files written to the filespace")
+    pushed_bytes: int
+    push_deleted: int = Field(description="files deleted in the filespace")
+    pulled: int = Field(description="files written to the workspace")
+    pulled_bytes: int
+    pull_deleted: int = Field(description="files deleted in the workspace")
+    conflicts: list[str] = Field(default_factory=list, description="at most 100 paths")
+    skipped: int = Field(description="links, sockets and other things a filespace does not hold")
+    duration_ms: float
+
+
+class FilespaceFile(Answer):
+    """One file of a filespace."""
+
+    path: str
+    size: int
+    mode: str = Field(description="octal permissions")
+    hash: str
+    updated_at: datetime
+
+
+class FilespacePage(Answer):
+    """Files of a filespace in the order of their paths; `next` is the cursor of the following page."""
+
+    items: list[FilespaceFile]
+    next: str | None = None
+
+
+class WorkspaceUsage(Answer):
+    """What a workspace holds against what it may."""
+
+    context_id: str | None
+    bytes: int
+    limit_bytes: int | None
+    measured_at: datetime
+    enforced_by: Literal["kernel", "watch"] = Field(description="who stops a write beyond the limit")
