@@ -27,6 +27,7 @@ def wanted() -> dict[Path, Callable[[], str]]:
     reference = ROOT / "docs/reference"
     files[reference / "errors.md"] = generate_reference.errors_page
     files[reference / "cli.md"] = generate_reference.cli_page
+    files[reference / "metrics.md"] = generate_reference.metrics_page
     if (ROOT / "src/carrel/config.py").exists():
         files[reference / "settings.md"] = generate_reference.settings_page
     return files

@@ -1,4 +1,4 @@
-"""Reference pages from the declarations themselves: errors, the command line, settings."""
+"""Reference pages from the declarations themselves: errors, the command line, settings, metrics."""
 
 from __future__ import annotations
 
@@ -43,6 +43,25 @@ def settings_page() -> str:
     )
 
 
+def metrics_page() -> str:
+    """Every metric: name, kind, labels, meaning."""
+    from carrel import metrics
+
+    rows = ["| name | kind | labels | meaning |", "| --- | --- | --- | --- |"]
+    for each in metrics.DECLARATIONS:
+        labels = "; ".join(f"`{label}`: {meaning}" for label, meaning in each.labels.items())
+        rows.append(f"| `{each.name}` | {each.kind} | {_cell(labels) or 'none'} | {_cell(each.text)} |")
+    return (
+        f"{HEAD}# Metrics\n\n"
+        "`GET /metrics` gives them in the text format of Prometheus, or as OpenMetrics when the request accepts\n"
+        "`application/openmetrics-text`. It needs the token, like every request. Durations are histograms, in\n"
+        "seconds. Beside these there are `carrel_process_*`: CPU, memory and files of the server itself.\n\n"
+        f"A metric has at most {metrics.MOST_SERIES:,} label sets; what comes after them is counted with every label\n"
+        f"`{metrics.OTHER}`. Metrics with a `context_id` are there for the {metrics.MOST_CONTEXTS:,} workspaces that\n"
+        "were used last, and go with the workspace.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
 def cli_page() -> str:
     """Every command with its arguments and options."""
     import typer.main
@@ -82,7 +101,7 @@ def _argument(param: object) -> str:
 
 
 def _option(param: object) -> str:
-    names = ", ".join(getattr(param, "opts", []))
+    names = ", ".join([*getattr(param, "opts", []), *getattr(param, "secondary_opts", [])])
     metavar = getattr(param, "metavar", None)
     if getattr(param, "is_flag", False):
         return names

@@ -12,7 +12,8 @@
     ├── Conflict                409
     │   ├── AlreadyExists       409
     │   ├── EditMismatch        409  the text to replace is absent or not unique
-    │   └── NotRunning          409
+    │   ├── NotRunning          409
+    │   └── RunsElsewhere       409  another server on the same database has the session; `node`
     ├── Unsupported             422  a capability the provider or host lacks
     ├── LimitExceeded           429  a quota or a capacity is used up
     ├── CommandFailed           —    only with `check=True`; a non-zero exit is otherwise a result
@@ -148,6 +149,12 @@ class NotRunning(Conflict):
     """The command, terminal or sandbox has ended."""
 
     code, title = "not_running", "Not running"
+
+
+class RunsElsewhere(Conflict):
+    """Another server on the same database has the session; `node` in `extra` names it."""
+
+    code, title = "runs_elsewhere", "Another server has this session"
 
 
 class Unsupported(CarrelError):

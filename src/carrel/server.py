@@ -32,6 +32,7 @@ from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.doctor import host_report
 from carrel.workspaces.layout import Layout
+from carrel.workspaces.volumes.doctor import disk_quota
 
 log = logging.getLogger("carrel.server")
 
@@ -218,7 +219,8 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
 
 def local_host_report(allow_process: bool = False) -> HostReport:
     """What this host can do, without a server: nothing is started or written."""
-    return host_report(open_providers("/", "/", allow_process=allow_process))
+    report = host_report(open_providers("/", "/", allow_process=allow_process))
+    return report.model_copy(update={"checks": [*report.checks, disk_quota()]})
 
 
 def _welcome(server: Running) -> str:

@@ -68,7 +68,7 @@ async def test_bad_requests_leave_nothing(http: httpx.AsyncClient, server: Runni
     for sent, status, field in BAD:
         refused(await http.post("/v1/sandboxes", **sent), status, field)
         assert (await http.get("/v1/sandboxes")).json()["items"] == []
-        assert os.listdir(server.plane.layout.workspaces) == []
+        assert os.listdir(server.plane.driver.directory) == []
     answer = await http.post("/v1/sandboxes", json={"limits": {"memroy_mb": 64}})
     assert "memory_mb" in answer.json()["hint"]
 
@@ -160,3 +160,11 @@ async def test_stop_keeps_the_files(http: httpx.AsyncClient) -> None:
     assert (await http.post("/v1/sandboxes", json={"context_id": "stoppable"})).status_code == 201
     assert (await http.get(f"{at}/files/content", params={"path": "kept"})).content == b"x"
     assert (await http.post("/v1/sandboxes/absent/stop")).json()["code"] == "not_found"
+
+
+async def test_usage(http: httpx.AsyncClient, box: str) -> None:
+    await http.put(f"{box}/files/content", params={"path": "f"}, content=b"x" * 300_000)
+    usage = (await http.get(f"{box}/usage")).json()
+    assert usage["context_id"] == "box" and usage["bytes"] >= 300_000
+    assert usage["limit_bytes"] == 1024**3 and usage["enforced_by"] in {"kernel", "watch"}
+    refused(await http.get("/v1/sandboxes/absent/usage"), 404, "id", "not_found")

@@ -23,12 +23,14 @@ def test_the_commands_are_these() -> None:
         "cp",
         "diff",
         "doctor",
+        "download",
         "exec",
         "fork",
         "logs",
         "ls",
         "ps",
         "restore",
+        "resume",
         "rm",
         "run",
         "serve",
@@ -36,6 +38,7 @@ def test_the_commands_are_these() -> None:
         "snapshot",
         "snapshots",
         "stop",
+        "usage",
         "version",
     ]
     assert expected == COMMANDS
@@ -116,6 +119,26 @@ def test_light_commands_import_nothing_heavy() -> None:
     code = f"import sys, carrel.cli.app; print(*[m for m in ({heavy}) if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.split() == []
+
+
+@pytest.mark.parametrize("words", [["ps"], ["usage"], ["ls", "absent"], ["snapshots", "absent"], ["resume", "absent"]])
+def test_commands_that_ask_a_server_import_none_of_it(data_dir: Path, words: list[str]) -> None:
+    """Only what a client needs: each of these takes longer to import than the command takes."""
+    code = "import sys, atexit\nfrom carrel.cli import main\n"
+    code += (
+        "atexit.register(lambda: print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr))\n"
+    )
+    code += "atexit.register(lambda: print(*[name for name in sys.modules if name.startswith('carrel.')], file=sys.stderr))\n"
+    code += f"main({words!r})"
+    environment = {**os.environ, "CARREL_DATA_DIR": str(data_dir)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    own, others = (line.split() for line in done.stderr.splitlines()[-2:])
+    assert {"httpx", "pydantic"} <= set(others)
+    assert not {"fastapi", "sqlalchemy", "alembic", "uvicorn", "prometheus_client", "obstore", "zstandard"} & set(
+        others
+    )
+    parts = {name.split(".")[1] for name in own}
+    assert parts == {"cli", "client", "errors", "models"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

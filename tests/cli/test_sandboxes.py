@@ -54,3 +54,35 @@ def test_stop_keeps_the_files(carrel: Carrel) -> None:
         assert carrel("exec", name, "cat f").stdout == b"kept\n"
     finally:
         carrel("rm", "--yes", "--files", name)
+
+
+def test_resume_starts_it_again(carrel: Carrel) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    try:
+        carrel("exec", name, "echo kept > f")
+        assert carrel("stop", name).returncode == 0
+        table = carrel("resume", name).stdout.decode().splitlines()
+        assert table[0].split()[0] == "CONTEXT" and table[1].split()[0] == name and table[1].split()[2] == "running"
+        again = json.loads(carrel("resume", "--json", name).stdout)
+        assert again["state"] == "running" and again["id"] == table[1].split()[1], "one that runs is left as it is"
+        assert carrel("exec", name, "cat f").stdout == b"kept\n"
+        absent = carrel("resume", "absent-context")
+        assert absent.returncode == 1 and b"hint:" in absent.stderr
+    finally:
+        carrel("rm", "--yes", "--files", name)
+
+
+def test_usage(carrel: Carrel) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    try:
+        carrel("exec", name, "head -c 3000000 /dev/urandom > f; sync")
+        table = carrel("usage").stdout.decode().splitlines()
+        assert table[0].split() == ["CONTEXT", "ID", "USED", "LIMIT", "SHARE", "ENFORCED", "BY"]
+        assert any(line.split()[0] == name and line.split()[3] == "1.0G" for line in table[1:])
+        shown = json.loads(carrel("usage", "--json", name).stdout)
+        assert [each["context_id"] for each in shown] == [name]
+        assert shown[0]["bytes"] >= 3_000_000 and shown[0]["limit_bytes"] == 1024**3
+        assert shown[0]["enforced_by"] in {"kernel", "watch"} and shown[0]["id"].startswith("sbx-")
+        assert carrel("usage", "absent-context").returncode == 1
+    finally:
+        carrel("rm", "--yes", "--files", name)

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
 import subprocess
+import sys
+import tarfile
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -27,3 +33,31 @@ def test_take_list_compare_restore_and_fork(carrel: Carrel) -> None:
         assert wrong.returncode == 1 and b"hint:" in wrong.stderr and b"Traceback" not in wrong.stderr
     finally:
         carrel("rm", "--yes", "--files", name, f"{name}-2")
+
+
+def test_download(carrel: Carrel, data_dir: Path, tmp_path: Path) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    try:
+        carrel("exec", name, "mkdir -p deep && echo one > deep/f && chmod 750 deep/f")
+        made = json.loads(carrel("snapshot", "--json", name).stdout)["id"]
+        target = tmp_path / "work.tar"
+        done = carrel("download", name, made, "-o", str(target))
+        assert done.returncode == 0 and done.stdout == b"" and done.stderr == f"wrote {target}\n".encode()
+        with tarfile.open(target) as archive:
+            member = next(each for each in archive.getmembers() if each.name.endswith("deep/f"))
+            assert member.mode == 0o750
+        piped = carrel("download", name, made, "-o", "-")
+        assert sorted(tarfile.open(fileobj=io.BytesIO(piped.stdout)).getnames()) == sorted(
+            tarfile.open(target).getnames()
+        )
+        wrong = carrel("download", name, "snap-absent", "-o", str(tmp_path / "never.tar"))
+        assert wrong.returncode == 1 and b"hint:" in wrong.stderr
+        assert os.listdir(tmp_path) == ["work.tar"], "a failed download leaves nothing"
+        master, slave = pty.openpty()
+        command = [sys.executable, "-m", "carrel", "download", name, made, "-o", "-"]
+        screen = subprocess.run(command, stdout=slave, stderr=subprocess.PIPE, check=False)
+        os.close(slave)
+        os.close(master)
+        assert screen.returncode == 2 and b"terminal" in screen.stderr
+    finally:
+        carrel("rm", "--yes", "--files", name)

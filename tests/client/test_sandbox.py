@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import io
+import tarfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from carrel.client import AsyncSandbox, Client, Sandbox
-from carrel.errors import InvalidRequest, NotRunning, Unsupported
+from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
+from carrel.errors import InvalidRequest, NotFound, NotRunning, Unsupported
 from carrel.models import State
 
 
@@ -92,3 +95,68 @@ def test_snapshots_restore_and_fork(client: Client, kept: Sandbox) -> None:
         assert twin.files.read("f") == b"two" and twin.id != kept.id
     finally:
         twin.terminate(delete_files=True)
+
+
+def test_a_snapshot_is_downloaded_whole_or_not_at_all(kept: Sandbox, tmp_path: Path) -> None:
+    kept.files.write("data/f", b"x" * 700_000)
+    snapshot = kept.snapshot()
+    counted: list[int] = []
+    target = tmp_path / "work.tar"
+    kept.download_snapshot(snapshot, target, progress=counted.append)
+    assert sum(counted) == target.stat().st_size > 700_000
+    with tarfile.open(target) as archive:
+        member = next(each for each in archive.getmembers() if each.name.endswith("data/f"))
+        file = archive.extractfile(member)
+        assert file is not None and file.read() == b"x" * 700_000
+    held = io.BytesIO()
+    kept.download_snapshot(snapshot.id, held)
+    assert held.getvalue() == target.read_bytes()
+    with pytest.raises(NotFound):
+        kept.download_snapshot("snap-absent", tmp_path / "never.tar")
+    with pytest.raises(InvalidRequest):
+        kept.download_snapshot(snapshot, tmp_path / "absent" / "work.tar")
+    assert [each.name for each in tmp_path.iterdir()] == ["work.tar"]
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="space"):
+        kept.download_snapshot(snapshot, tmp_path / "half.tar", progress=full)
+    assert [each.name for each in tmp_path.iterdir()] == ["work.tar"]
+
+
+def test_resume_starts_the_same_sandbox(kept: Sandbox) -> None:
+    kept.files.write("f", b"x")
+    before = kept.id
+    kept.stop()
+    assert kept.resume().state is State.RUNNING
+    assert kept.id == before and kept.files.read("f") == b"x"
+    assert kept.resume().id == before
+
+
+def test_resume_after_the_end_is_a_new_sandbox_on_the_same_files(kept: Sandbox) -> None:
+    kept.files.write("f", b"x")
+    before = kept.id
+    kept.terminate(reason="over", snapshot=False)
+    assert kept.resume().id == kept.id != before
+    assert kept.files.read("f") == b"x"
+
+
+def test_an_ephemeral_one_cannot_be_resumed(box: Sandbox) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        box.resume()
+    assert caught.value.field == "context_id" and caught.value.hint
+
+
+async def test_usage_and_download_when_awaited(async_client: AsyncClient, tmp_path: Path) -> None:
+    box = await async_client.sandbox(f"usage-{uuid.uuid4().hex[:12]}")
+    try:
+        await box.files.write("f", b"x" * 200_000)
+        usage = await box.usage()
+        assert usage.context_id == box.context_id and usage.bytes >= 200_000 and usage.limit_bytes
+        await box.download_snapshot(await box.snapshot(), tmp_path / "work.tar")
+        assert tarfile.is_tarfile(tmp_path / "work.tar")
+        await box.stop()
+        assert (await box.resume()).state is State.RUNNING
+    finally:
+        await box.terminate(delete_files=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -20,7 +21,8 @@ def data_dir() -> Iterator[str]:
 
 @pytest.fixture
 def settings(data_dir: str) -> Settings:
-    return load({"data_dir": data_dir, "sandbox.allow_process": True, "max_sandboxes": 6}, environ={})
+    flags = {"data_dir": data_dir, "sandbox.allow_process": True, "max_sandboxes": 6, "volumes": "directory"}
+    return load(flags, environ={})
 
 
 @pytest.fixture
@@ -32,3 +34,24 @@ async def plane(settings: Settings) -> AsyncIterator[ControlPlane]:
         plane = await ControlPlane.open(settings.model_copy(update={"sandbox": changed}))
     yield plane
     await plane.close()
+
+
+@pytest.fixture
+def node_settings(settings: Settings) -> list[Settings]:
+    """Two servers that share the database and the archive, and nothing else."""
+    shared = {"database": f"sqlite:///{settings.data_dir}/shared.db", "archive": f"{settings.data_dir}/archive"}
+    found = []
+    for name in ("a", "b"):
+        flags = {"data_dir": f"{settings.data_dir}/{name}", "node": name, "volumes": "directory", **shared}
+        found.append(load(flags, environ={}))
+    return found
+
+
+@pytest.fixture
+async def nodes(node_settings: list[Settings]) -> AsyncIterator[list[ControlPlane]]:
+    async with AsyncExitStack() as stack:
+        planes = []
+        for each in node_settings:
+            planes.append(await ControlPlane.open(each))
+            stack.push_async_callback(planes[-1].close)
+        yield planes

@@ -9,6 +9,7 @@ from carrel.control.janitor import max_entries, verdict
 from carrel.control.plane import ControlPlane
 from carrel.errors import LimitExceeded
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
+from carrel.workspaces.layout import encode
 from carrel.workspaces.usage import Usage
 
 
@@ -99,5 +100,5 @@ async def test_a_workspace_that_nobody_uses_is_deleted(plane: ControlPlane) -> N
     old = await plane.sessions.get("old")
     await plane.janitor.expire_workspaces()
     assert (await plane.sessions.get(old.id)).state is State.TERMINATED
-    paths = {name: plane.layout.path(name, ephemeral=False) for name in ("old", "young", "running")}
+    paths = {name: plane.driver.path(encode(name, ephemeral=False)) for name in ("old", "young", "running")}
     assert {name: os.path.isdir(path) for name, path in paths.items()} == {"old": False, "young": True, "running": True}

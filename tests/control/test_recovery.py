@@ -15,7 +15,7 @@ async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane
     await plane.operations.write_file("c", "kept", b"x")
     await plane.sessions.shutdown()
     assert plane.sessions.live() == []
-    assert list(os.listdir(plane.layout.workspaces)) == ["ctx-c"]
+    assert list(os.listdir(plane.driver.directory)) == ["ctx-c"]
     other = await ControlPlane.open(plane.settings)
     try:
         assert (await other.sessions.get("c")).state is State.STOPPED
@@ -36,14 +36,14 @@ async def test_a_new_server_takes_over_what_lives_and_cleans_the_rest(plane: Con
     record = await plane.store.get(lives.id)
     assert record is not None
     await plane.store.insert(replace(record, id="sbx-half", context_id="half", state=State.CREATING, handle=None))
-    plane.layout.make("orphan", ephemeral=True)
+    plane.driver.create("eph-orphan", None)
     other = await ControlPlane.open(plane.settings)
     try:
         assert (await other.sessions.get("dead")).state is State.STOPPED
         assert (await other.sessions.get("half")).state is State.STOPPED
         assert (await other.sessions.get(fleeting.id)).state is State.TERMINATED
         assert dead.context_id == "dead"
-        names = set(os.listdir(plane.layout.workspaces))
+        names = set(os.listdir(plane.driver.directory))
         assert names <= {"ctx-lives", "ctx-dead"}
         if survives:
             assert other.recovered.adopted == 1

@@ -21,7 +21,7 @@ from carrel.providers.base import Launch
 
 
 def workspaces(plane: ControlPlane) -> list[str]:
-    return sorted(name for name in os.listdir(plane.layout.workspaces))
+    return sorted(name for name in os.listdir(plane.driver.directory))
 
 
 def sockets(plane: ControlPlane) -> list[str]:

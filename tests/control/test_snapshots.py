@@ -11,6 +11,7 @@ from carrel.control.plane import ControlPlane
 from carrel.errors import AlreadyExists, Conflict, NotFound
 from carrel.models import CommandRequest, Limits, SandboxRequest, State
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
+from carrel.workspaces.layout import encode
 
 
 async def _write(plane: ControlPlane, name: str, text: str) -> None:
@@ -96,7 +97,7 @@ async def test_what_is_not_there_or_not_ready_is_refused(plane: ControlPlane) ->
         with pytest.raises(NotFound) as caught:
             await call
         assert caught.value.field == "snapshot_id"
-    assert not os.path.exists(plane.layout.path("new", ephemeral=False))
+    assert not os.path.exists(plane.driver.path(encode("new", ephemeral=False)))
 
 
 async def test_deleting_the_files_deletes_the_snapshots(plane: ControlPlane) -> None:

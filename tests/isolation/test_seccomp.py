@@ -32,6 +32,8 @@ WORD = st.integers(0, 2**64 - 1)
 ROOT = os.geteuid() == 0
 CAPABILITIES = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
 # DAC_READ_SEARCH, SYS_MODULE, SYS_CHROOT, SYS_PACCT, SYS_ADMIN, SYS_BOOT, SYS_TIME, MKNOD, SYSLOG
+# SUBVOL_CREATE, its second version, SNAP_CREATE_V2, SNAP_DESTROY, QUOTA_CTL, DEFRAG, SUBVOL_SETFLAGS
+SUBVOLUMES = (0x5000940E, 0x50009418, 0x50009417, 0x5000940F, 0xC0109428, 0x50009402, 0x4008941A)
 PRIVILEGED = all(CAPABILITIES >> bit & 1 for bit in (2, 16, 18, 20, 21, 22, 25, 27, 34))
 
 enforced = pytest.mark.skipif(not seccomp.available(), reason="this kernel or machine has no seccomp filters")
@@ -202,6 +204,12 @@ def test_devices_terminals_personalities_and_memory_maps(arch: str) -> None:
         assert ask(arch, "mknodat", 0, 0, kind | 0o644) == answer
     assert [ask(arch, "ioctl", 0, request) for request in (0x5412, 0x541C, 0x5423)] == [EPERM] * 3
     assert [ask(arch, "ioctl", 0, request) for request in (0x5401, 0x5413, 0x5414)] == [RET_ALLOW] * 3
+    assert [ask(arch, "ioctl", 0, request) for request in SUBVOLUMES] == [refuse(errno.ENOTTY)] * len(SUBVOLUMES)
+    assert ask(arch, "ioctl", 0, SUBVOLUMES[0] | 1 << 40) == refuse(errno.ENOTTY)
+    assert [ask(arch, "ioctl", 0, request) for request in (0x40049409, 0x4020940D, 0xC0189436)] == [RET_ALLOW] * 3
+    assert [ask(arch, "ioctl", 0, request) for request in (0x40086602, 0x941F, 0x80049300)] == [
+        RET_ALLOW, refuse(errno.ENOTTY), RET_ALLOW,
+    ]  # fmt: skip
     assert [ask(arch, "personality", value) for value in (0, 8, 0x20000, 0x20008, 2**32 - 1)] == [RET_ALLOW] * 5
     assert [ask(arch, "personality", value) for value in (0x40000, 0x400000, 7)] == [EPERM] * 3
     assert ask(arch, "prctl", 35) == EPERM
@@ -261,6 +269,8 @@ HARMLESS: list[tuple[str, tuple[int | bytes | None, ...], int]] = [
     ("ioctl", (-1, 0x5412), errno.EPERM),
     ("ioctl", (-1, 0x5412 | 1 << 40), errno.EPERM),
     ("ioctl", (-1, 0x541C), errno.EPERM),
+    ("ioctl", (-1, 0x5000940E), errno.ENOTTY),
+    ("ioctl", (-1, 0x50009418), errno.ENOTTY),
     ("personality", (0x40000,), errno.EPERM),
     ("prctl", (35, 0, 0, 0, 1), errno.EPERM),
     ("mknodat", (-100, b"/nowhere/null", stat.S_IFCHR | 0o666, 0x103), errno.EPERM),

@@ -36,6 +36,21 @@ async def test_a_handle_is_a_flat_json_value_and_removal_may_be_repeated(house: 
     shutil.rmtree(launch.workspace)
 
 
+async def test_what_runs_is_known_and_can_be_ended_by_its_id_alone(house: House) -> None:
+    launch = house.launch()
+    handle = await house.provider.start(launch)
+    another = house.another_provider()
+    try:
+        assert launch.id in await another.running()
+        await another.remove({"provider": house.kind, "id": launch.id, "socket": ""})
+        assert launch.id not in await another.running()
+        assert not await house.provider.alive(handle)
+        await house.provider.remove(handle)
+    finally:
+        await another.close()
+    shutil.rmtree(launch.workspace)
+
+
 async def test_files_appear_on_the_host_with_the_canonical_owner(house: House) -> None:
     async with house.box() as box:
         await box.supervisor.run("mkdir d; echo x > d/f")

@@ -12,9 +12,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from postgres import Postgres
+from sqlalchemy import text
+from sqlalchemy.engine import Connection
 
 from carrel.models import Limits, Network, State, Trust
 from carrel.store import Database, SessionRecord, SessionStore
+from carrel.store.tables import metadata
+from carrel.store.upgrades import upgrade
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +52,21 @@ async def where(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> As
 async def database(where: str) -> AsyncIterator[Database]:
     """An open database."""
     database = await Database.open(where)
+    yield database
+    await database.close()
+
+
+@pytest.fixture
+async def migrated(where: str) -> AsyncIterator[Database]:
+    """An open database whose tables every migration in turn has made, as an old one's."""
+
+    def work(connection: Connection) -> None:
+        metadata.drop_all(connection)
+        connection.execute(text("DROP TABLE alembic_version"))
+        upgrade(connection)
+
+    database = await Database.open(where)
+    await database.write(work)
     yield database
     await database.close()
 

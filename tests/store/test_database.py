@@ -121,23 +121,6 @@ async def test_what_is_stored_outlives_the_database(where: str, base: SessionRec
     await database.close()
 
 
-@pytest.mark.parametrize("kind", ["postgresql"])
-async def test_connections_that_were_cut_are_made_anew(postgres: Postgres, where: str, kind: str) -> None:
-    database = await Database.open(where)
-    store = SessionStore(database)
-    assert await store.get("x") is None
-    others = "pid != pg_backend_pid() AND backend_type = 'client backend'"
-    await postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}")
-    async with asyncio.timeout(10):
-        while True:  # what comes before the driver has heard of it may fail, in words
-            try:
-                assert await store.get("x") is None
-                break
-            except PlatformError as error:
-                assert error.field == "database"
-    await database.close()
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -155,14 +138,6 @@ async def test_a_url_that_is_none_is_refused_and_not_shown(url: str) -> None:
         await Database.open(url)
     assert caught.value.field == "database" and caught.value.hint
     assert "@" not in caught.value.detail and (url.startswith("hush") or "hush" not in str(caught.value.problem()))
-
-
-async def test_a_server_that_is_not_there_is_told_of(tmp_path: Path) -> None:
-    for host in (f"@/db?host={tmp_path}", "@127.0.0.1:1/db"):
-        with pytest.raises(PlatformError) as caught:
-            await Database.open(f"postgresql://carrel:hush-hush{host}")
-        assert caught.value.field == "database" and caught.value.hint
-        assert "hush" not in repr(caught.value) + str(caught.value.problem())
 
 
 async def test_a_database_that_is_not_there_is_told_of(postgres: Postgres) -> None:

@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import text
+from alembic.script import ScriptDirectory
+from sqlalchemy import inspect, text
 from sqlalchemy.engine import Connection
 
 from carrel.errors import PlatformError
 from carrel.store import Database, SessionRecord, SessionStore
-from carrel.store.schema import newest
+from carrel.store.schema import known, newest
 from carrel.store.tables import metadata
+from carrel.store.upgrades import config
 
 
 async def run(database: Database, *statements: str) -> None:
@@ -23,13 +28,77 @@ async def run(database: Database, *statements: str) -> None:
     await database.write(work)
 
 
-async def test_the_migrations_make_the_tables(database: Database) -> None:
-    def differences(connection: Connection) -> list[object]:
-        return list(compare_metadata(MigrationContext.configure(connection), metadata))
+def differences(connection: Connection) -> list[object]:
+    return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
-    assert await database.read(differences) == []
-    await run(database, "ALTER TABLE sessions ADD COLUMN surplus INTEGER")
-    assert len(await database.read(differences)) == 1, "the comparison can fail"
+
+async def test_the_migrations_make_the_tables(migrated: Database) -> None:
+    assert await migrated.read(differences) == []
+    await run(migrated, "ALTER TABLE sessions ADD COLUMN surplus INTEGER")
+    assert len(await migrated.read(differences)) == 1, "the comparison can fail"
+
+
+def anew(connection: Connection, revision: str = "head") -> None:
+    """Tables as the migrations up to a revision make them."""
+    metadata.drop_all(connection)
+    connection.execute(text("DROP TABLE alembic_version"))
+    command.upgrade(config(connection), revision)
+
+
+def shape(connection: Connection) -> dict[str, object]:
+    """Everything the database says of its tables; the order of columns is no matter, as every query names them."""
+    found = inspect(connection)
+    revisions = connection.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
+    tables: dict[str, object] = {"revisions": list(revisions)}
+    for name in found.get_table_names():
+        columns = [{**column, "type": repr(column["type"])} for column in found.get_columns(name)]
+        indexes = [
+            {**index, "dialect_options": {key: str(value) for key, value in index.get("dialect_options", {}).items()}}
+            for index in found.get_indexes(name)
+        ]
+        tables[name] = {
+            "columns": sorted(columns, key=lambda column: str(column["name"])),
+            "key": found.get_pk_constraint(name),
+            "indexes": sorted(indexes, key=lambda index: str(index["name"])),
+            "unique": found.get_unique_constraints(name),
+            "checks": found.get_check_constraints(name),
+            "foreign": found.get_foreign_keys(name),
+        }
+    return tables
+
+
+async def test_a_new_database_is_what_the_migrations_make(where: str) -> None:
+    database = await Database.open(where)
+    try:
+        made = await database.read(shape)
+        await database.write(anew)
+        assert await database.read(shape) == made
+        assert set(made) == {"revisions", "alembic_version", *metadata.tables} and made["revisions"] == [newest()]
+    finally:
+        await database.close()
+
+
+def test_the_names_of_the_scripts_are_their_revisions() -> None:
+    scripts = ScriptDirectory.from_config(config()).walk_revisions()
+    assert known() == tuple(script.revision for script in scripts)
+
+
+async def test_only_an_old_database_needs_the_toolkit(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys\nfrom carrel.store import Database\n"
+        "async def main():\n    database = await Database.open(sys.argv[1])\n    await database.close()\n"
+        "asyncio.run(main())\nprint('alembic' in sys.modules)\n"
+    )
+    path = str(tmp_path / "carrel.db")
+    for state, wanted in (("new", b"False\n"), ("made", b"False\n"), ("old", b"True\n"), ("upgraded", b"False\n")):
+        if state == "old":
+            database = await Database.open(path)
+            await database.write(partial(anew, revision="0001"))
+            await database.close()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, path, stdout=asyncio.subprocess.PIPE
+        )
+        assert (await process.communicate())[0] == wanted, state
 
 
 async def test_a_newer_schema_is_refused_and_left_alone(where: str) -> None:

@@ -62,7 +62,7 @@ def test_words_hold_what_both_databases_can(text: str) -> None:
     held = Words().process_bind_param(text, sqlite.dialect())
     assert held is not None and len(held) == len(text) and "\0" not in held
     held.encode()
-    if "\0" not in text:
+    if "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text):
         assert held == text
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.errors import InvalidRequest
-from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Layout, encode
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Layout, empty_directory, encode
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", fullmatch=True)
 
@@ -39,92 +39,102 @@ def test_other_names_are_refused(name: str) -> None:
         assert "/" not in result and "\0" not in result
 
 
-def test_make(layout: Layout) -> None:
-    path, new = layout.make("agent:1", ephemeral=False)
-    assert new and path.endswith("/ctx-agent+1")
+def workspace(layout: Layout, name: str, *, ephemeral: bool = False) -> Path:
+    """A workspace as a driver and the layout make it together."""
+    path = Path(layout.storage) / encode(name, ephemeral=ephemeral)
+    new = not path.exists()
+    if new:
+        path.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            os.chown(path, CANONICAL_UID, CANONICAL_UID)
+    layout.furnish(str(path), name, ephemeral=ephemeral, new=new, ttl_days=3, used=17)
+    return path
+
+
+def test_furnish(layout: Layout) -> None:
+    path = workspace(layout, "agent:1")
     assert set(os.listdir(path)) == {*SUBDIRECTORIES, CONTEXT_FILE}
-    described = json.loads((Path(path) / CONTEXT_FILE).read_text())
+    described = json.loads((path / CONTEXT_FILE).read_text())
     assert described["context_id"] == "agent:1"
+    assert (described["ttl_days"], described["disk_usage_bytes"]) == (3, 17)
     owner = CANONICAL_UID if os.geteuid() == 0 else os.geteuid()
-    for each in (path, *(os.path.join(path, name) for name in os.listdir(path))):
+    for each in (path, *(path / name for name in os.listdir(path))):
         info = os.stat(each)
         assert info.st_uid == owner
         assert stat.S_IMODE(info.st_mode) & 0o077 == 0
-    for each in (layout.data_dir, layout.workspaces, layout.run):
+    for each in (layout.data_dir, layout.storage, layout.run):
         assert stat.S_IMODE(os.stat(each).st_mode) == 0o700
 
 
-def test_make_again_keeps_files_and_date(layout: Layout) -> None:
-    path, _ = layout.make("a", ephemeral=False)
-    first = json.loads((Path(path) / CONTEXT_FILE).read_text())
-    (Path(path) / "data" / "kept").write_text("x")
-    again, new = layout.make("a", ephemeral=False)
-    assert (again, new) == (path, False)
-    assert (Path(path) / "data" / "kept").read_text() == "x"
-    second = json.loads((Path(path) / CONTEXT_FILE).read_text())
+def test_furnish_again_keeps_files_and_date(layout: Layout) -> None:
+    path = workspace(layout, "a")
+    first = json.loads((path / CONTEXT_FILE).read_text())
+    (path / "data" / "kept").write_text("x")
+    assert workspace(layout, "a") == path
+    assert (path / "data" / "kept").read_text() == "x"
+    second = json.loads((path / CONTEXT_FILE).read_text())
     assert second["created_at"] == first["created_at"]
     assert second["last_accessed_at"] >= first["last_accessed_at"]
 
 
 def test_a_context_file_that_is_a_trap_is_not_followed(layout: Layout, tmp_path: Path) -> None:
-    path, _ = layout.make("a", ephemeral=False)
+    path = workspace(layout, "a")
     victim = tmp_path / "victim"
     victim.write_text("untouched")
-    (Path(path) / CONTEXT_FILE).unlink()
-    (Path(path) / CONTEXT_FILE).symlink_to(victim)
-    layout.make("a", ephemeral=False)
+    (path / CONTEXT_FILE).unlink()
+    (path / CONTEXT_FILE).symlink_to(victim)
+    workspace(layout, "a")
     assert victim.read_text() == "untouched"
-    (Path(path) / CONTEXT_FILE).unlink()
-    (Path(path) / CONTEXT_FILE).mkdir()
-    ((Path(path) / CONTEXT_FILE) / "x").write_text("")
-    layout.make("a", ephemeral=False)
-    os.mkfifo(Path(path) / "fifo")
+    (path / CONTEXT_FILE).unlink()
+    (path / CONTEXT_FILE).mkdir()
+    ((path / CONTEXT_FILE) / "x").write_text("")
+    workspace(layout, "a")
+    os.mkfifo(path / "fifo")
     assert not [name for name in os.listdir(path) if name.startswith(".context-")]
 
 
-def test_remove_follows_no_link_and_needs_no_permission(layout: Layout, tmp_path: Path) -> None:
+def test_the_name_of_the_server_is_made_once(layout: Layout) -> None:
+    name = layout.node()
+    assert name.startswith("node-")
+    assert Layout(layout.data_dir).node() == name
+    (Path(layout.data_dir) / "node").write_bytes(b"\xff not a name")
+    with pytest.raises(PlatformError):
+        layout.node()
+
+
+def test_emptying_follows_no_link_and_needs_no_permission(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("x")
-    path, _ = layout.make("a", ephemeral=False)
-    (Path(path) / "data" / "link").symlink_to(outside)
-    (Path(path) / "data" / "loop").symlink_to("loop")
-    locked = Path(path) / "data" / "locked" / "deeper"
+    top = tmp_path / "top"
+    locked = top / "data" / "locked" / "deeper"
     locked.mkdir(parents=True)
+    (top / "data" / "link").symlink_to(outside)
+    (top / "data" / "loop").symlink_to("loop")
     (locked / "file").write_text("x")
     locked.chmod(0)
     locked.parent.chmod(0)
-    (Path(path) / os.fsdecode(b"\xff\xfe")).write_text("x")
-    layout.remove("a", ephemeral=False)
-    assert not os.path.exists(path)
+    (top / os.fsdecode(b"\xff\xfe")).write_text("x")
+    _empty(top)
+    assert os.listdir(top) == []
     assert (outside / "kept").read_text() == "x"
-    assert os.listdir(layout.trash) == []
 
 
-def test_remove_a_tree_deeper_than_any_path(layout: Layout) -> None:
-    path, _ = layout.make("a", ephemeral=True)
-    fd = os.open(path, os.O_RDONLY)
+def test_emptying_a_tree_deeper_than_any_path(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
     for _ in range(3000):
         os.mkdir("d" * 20, dir_fd=fd)
         below = os.open("d" * 20, os.O_RDONLY, dir_fd=fd)
         os.close(fd)
         fd = below
     os.close(fd)
-    layout.remove("a", ephemeral=True)
-    assert os.listdir(layout.workspaces) == []
-    assert os.listdir(layout.trash) == []
+    _empty(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
-def test_remove_what_is_not_there(layout: Layout) -> None:
-    layout.remove("never", ephemeral=False)
-    assert os.listdir(layout.trash) == []
-
-
-def test_leftovers(layout: Layout) -> None:
-    layout.make("eph-1", ephemeral=True)
-    layout.make("eph-2", ephemeral=True)
-    layout.make("eph-3", ephemeral=False)
-    assert layout.ephemeral_leftovers({"eph-2"}) == ["eph-1"]
-    os.makedirs(os.path.join(layout.trash, "dead", "workspace", "x"))
-    layout.empty_trash()
-    assert os.listdir(layout.trash) == []
+def _empty(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        empty_directory(fd)
+    finally:
+        os.close(fd)

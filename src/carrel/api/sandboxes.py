@@ -9,7 +9,15 @@ from starlette.responses import Response
 
 from carrel.api.parts import Plane, SandboxId, as_json, known_query
 from carrel.api.problems import ACTOR, problems
-from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, SupervisorHealth, TerminateRequest
+from carrel.models import (
+    SandboxInfo,
+    SandboxPage,
+    SandboxRequest,
+    State,
+    SupervisorHealth,
+    TerminateRequest,
+    WorkspaceUsage,
+)
 
 router = APIRouter(prefix="/v1/sandboxes", tags=["sandboxes"], dependencies=[Depends(known_query)])
 
@@ -68,6 +76,18 @@ async def list_sandboxes(
 async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
     """By its id or its context id."""
     return as_json(await plane.sessions.get(id))
+
+
+@router.get(
+    "/{id}/usage",
+    operation_id="get_usage",
+    summary="What a workspace holds",
+    response_model=None,
+    responses={200: {"model": WorkspaceUsage}, **problems(404, 409)},
+)
+async def get_usage(id: SandboxId, plane: Plane) -> Response:
+    """Against what it may hold."""
+    return as_json(await plane.sessions.usage(id))
 
 
 @router.post(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from carrel.client import Sandbox
 
 _CONTEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_LARGE = 8 * 1024 * 1024
 
 
 def split_target(text: str) -> tuple[str | None, str]:
@@ -103,6 +100,8 @@ def cp(
 
 
 def _upload(box: Sandbox, local: str, path: str) -> None:
+    from carrel.cli.progress import copying
+
     if local == "-":
         if path.endswith(("/", ".")):
             raise InvalidRequest("standard input needs the name of a file", field="DST", hint="CONTEXT:dir/name")
@@ -111,11 +110,13 @@ def _upload(box: Sandbox, local: str, path: str) -> None:
     source = Path(local)
     if _is_directory(box, path):
         path = str(PurePosixPath(path) / source.resolve().name)
-    with _progress(source.name, _local_size(source)) as advance:
+    with copying(source.name, _local_size(source)) as advance:
         box.files.upload(source, path, progress=advance)
 
 
 def _download(box: Sandbox, path: str, local: str) -> None:
+    from carrel.cli.progress import copying
+
     if local == "-":
         box.files.download(path, sys.stdout.buffer)
         sys.stdout.buffer.flush()
@@ -125,7 +126,7 @@ def _download(box: Sandbox, path: str, local: str) -> None:
     # The name is one component, so it cannot lead out of the directory that was named.
     if target.is_dir() and name not in {"", ".", ".."}:
         target /= name
-    with _progress(path, _remote_size(box, path)) as advance:
+    with copying(path, _remote_size(box, path)) as advance:
         box.files.download(path, target, progress=advance)
 
 
@@ -152,25 +153,3 @@ def _remote_size(box: Sandbox, path: str) -> int | None:
 
     info = box.files.stat(path)
     return info.size if info.kind is FileKind.FILE else None
-
-
-@contextmanager
-def _progress(title: str, total: int | None) -> Iterator[Callable[[int], object] | None]:
-    """A bar on stderr when somebody watches and the copy is long enough to see."""
-    if not sys.stderr.isatty() or (total is not None and total < _LARGE):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    from carrel.cli.shown import plain
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(plain(title), total=total)
-        yield lambda count: bar.advance(task, count)

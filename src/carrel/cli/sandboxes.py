@@ -1,8 +1,9 @@
-"""`ps` and `rm`: which sandboxes there are, and their end."""
+"""`ps`, `usage`, `stop`, `resume` and `rm`: which sandboxes there are, what they hold, their end and a new start."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from carrel.client import AsyncClient
-    from carrel.models import SandboxInfo
+    from carrel.models import SandboxInfo, WorkspaceUsage
 
 _AT_ONCE = 16
 
@@ -42,11 +43,17 @@ def ps(
     import asyncio
 
     found = asyncio.run(_sandboxes(all_states=all_states))
-    from carrel.cli.shown import age, coloured, print_json, print_table
+    from carrel.cli.shown import print_json
 
     if json:
         print_json([{**info.model_dump(mode="json"), "commands": count} for info, count in found])
-        return
+    else:
+        _show(found)
+
+
+def _show(found: Sequence[tuple[SandboxInfo, int | None]]) -> None:
+    from carrel.cli.shown import age, coloured, print_table
+
     colours = {"running": "green", "error": "red", "terminated": "dim", "stopped": "dim"}
     rows: list[list[str | Text]] = []
     for info, count in found:
@@ -115,13 +122,14 @@ def stop(
     contexts: Annotated[list[str], typer.Argument(metavar="CONTEXT…", help="Contexts or sandbox ids.")],
     json: options.Json = False,
 ) -> None:
-    """Stop sandboxes and keep their files; the next use starts them again.
+    """Stop sandboxes and keep their files; the next use starts them again, and so does `resume`.
 
     \b
     carrel stop conversation-42
     carrel exec conversation-42 -- ls
     """
     from carrel.cli.failures import note, tell
+    from carrel.cli.progress import waiting
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
@@ -130,7 +138,8 @@ def stop(
     with Client() as client:
         for name in dict.fromkeys(contexts):
             try:
-                stopped.append(client.attach(client.find(name)).stop())
+                with waiting(f"stopping {name}", quiet=json):
+                    stopped.append(client.attach(client.find(name)).stop())
             except CarrelError as error:
                 tell(f"{name}: {error.detail}", error.hint)
                 failed = True
@@ -142,6 +151,81 @@ def stop(
     raise typer.Exit(1 if failed else 0)
 
 
+def resume(context: options.Context, json: options.Json = False) -> None:
+    """Start the sandbox of a context again, on its files. One that runs is left as it is.
+
+    \b
+    carrel resume conversation-42
+    """
+    from carrel.cli.progress import waiting
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client, waiting(f"resuming {context}", quiet=json):
+        info = client.attach(client.find(context)).resume()
+    if json:
+        print_json(info.model_dump(mode="json"))
+    else:
+        _show([(info, None)])
+
+
+def usage(
+    context: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONTEXT]", help="Only this one.", autocompletion=options.contexts),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Show what workspaces hold, and what they may.
+
+    \b
+    carrel usage
+    carrel usage conversation-42 --json
+    """
+    import asyncio
+
+    from carrel.cli.shown import coloured, print_json, print_table, size
+
+    found = asyncio.run(_usages(context))
+    if json:
+        print_json([{"id": info.id, **usage.model_dump(mode="json")} for info, usage in found])
+        return
+    rows: list[list[str | Text]] = []
+    for info, usage in found:
+        limit = usage.limit_bytes
+        share: str | Text = "-"
+        if limit:
+            used = 100 * usage.bytes / limit
+            share = coloured(f"{used:.0f}%", "red" if used >= 90 else "yellow" if used >= 75 else "green")
+        most = "-" if limit is None else size(limit)
+        rows.append([info.context_id or "-", info.id, size(usage.bytes), most, share, usage.enforced_by])
+    print_table(["CONTEXT", "ID", "USED", "LIMIT", "SHARE", "ENFORCED BY"], rows)
+
+
+async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage]]:
+    import asyncio
+
+    from carrel.client import AsyncClient
+    from carrel.models import State
+
+    async with AsyncClient() as client:
+        if context is not None:
+            info = await client.find(context)
+            return [(info, await client.attach(info).usage())]
+        found = [info async for info in client.sandboxes() if info.state is not State.TERMINATED]
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def asked(info: SandboxInfo) -> tuple[SandboxInfo, WorkspaceUsage] | None:
+            async with gate:
+                try:
+                    return info, await client.attach(info).usage()
+                except CarrelError:
+                    # One that has just ended, or is on another server, must not hide the others.
+                    return None
+
+        return [each for each in await asyncio.gather(*(asked(info) for info in found)) if each is not None]
+
+
 def rm(
     contexts: Annotated[
         list[str] | None,
@@ -150,6 +234,9 @@ def rm(
     everything: Annotated[bool, typer.Option("--all", help="Every sandbox.")] = False,
     files: Annotated[bool, typer.Option("--files", help="Delete the workspaces too.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    snapshot: Annotated[
+        bool | None, typer.Option("--snapshot/--no-snapshot", help="Take a last one; by default unless --files.")
+    ] = None,
     reason: Annotated[str, typer.Option(help="Kept in the record.")] = "carrel rm",
     json: options.Json = False,
 ) -> None:
@@ -163,6 +250,7 @@ def rm(
     if bool(contexts) == everything:
         raise typer.BadParameter("name one or more contexts, or give --all", param_hint="CONTEXT")
     from carrel.cli.failures import note, tell
+    from carrel.cli.progress import waiting
     from carrel.cli.shown import print_json
     from carrel.client import Client
     from carrel.models import State
@@ -184,7 +272,9 @@ def rm(
             _ask([info.context_id or info.id for info in chosen], files=files)
         for info in chosen:
             try:
-                removed.append(client.attach(info).terminate(reason=reason, delete_files=files))
+                with waiting(f"removing {info.context_id or info.id}", quiet=json):
+                    ended = client.attach(info).terminate(reason=reason, delete_files=files, snapshot=snapshot)
+                removed.append(ended)
             except CarrelError as error:
                 tell(f"{info.context_id or info.id}: {error.detail}", error.hint)
                 failed = True

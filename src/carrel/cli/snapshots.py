@@ -1,7 +1,8 @@
-"""Snapshots on the command line: take, list, restore, fork, compare."""
+"""Snapshots on the command line: take, list, restore, fork, compare, download."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -17,10 +18,11 @@ def snapshot(context: Context, json: options.Json = False) -> None:
     \b
     carrel snapshot conversation-42
     """
+    from carrel.cli.progress import waiting
     from carrel.cli.shown import print_json, size
     from carrel.client import Client
 
-    with Client() as client:
+    with Client() as client, waiting(f"taking a snapshot of {context}", quiet=json):
         made = client.attach(client.find(context)).snapshot()
     if json:
         print_json(made.model_dump(mode="json"))
@@ -67,10 +69,11 @@ def restore(
     carrel restore conversation-42 snap-0123456789abcdef
     """
     from carrel.cli.failures import note
+    from carrel.cli.progress import waiting
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client() as client, waiting(f"restoring {context}", quiet=json):
         info = client.attach(client.find(context)).restore(snapshot_id)
     if json:
         print_json(info.model_dump(mode="json"))
@@ -90,10 +93,11 @@ def fork(
     carrel fork conversation-42 conversation-43
     """
     from carrel.cli.failures import note
+    from carrel.cli.progress import waiting
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client() as client, waiting(f"forking {context}", quiet=json):
         info = client.attach(client.find(context)).fork(new_context, snapshot_id).info()
     if json:
         print_json(info.model_dump(mode="json"))
@@ -123,3 +127,34 @@ def diff(
     signs = {"added": "+", "removed": "-", "changed": "~"}
     for change in changes:
         typer.echo(f"{signs[change.kind]} {plain(change.path)}")
+
+
+def download(
+    context: Context,
+    snapshot_id: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="See `carrel snapshots`.")],
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Default SNAPSHOT.tar; - for stdout.")
+    ] = None,
+) -> None:
+    """Download the files of a snapshot as a tar archive.
+
+    \b
+    carrel download conversation-42 snap-0123456789abcdef -o work.tar
+    carrel download conversation-42 snap-0123456789abcdef -o - | tar -tv
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.progress import copying
+    from carrel.client import Client
+
+    if output == "-" and sys.stdout.isatty():
+        raise typer.BadParameter("a tar archive is nothing for a terminal", param_hint="--output")
+    name = output or f"{snapshot_id}.tar"
+    with Client() as client:
+        box = client.attach(client.find(context))
+        if name == "-":
+            box.download_snapshot(snapshot_id, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return
+        with copying(name) as advance:
+            box.download_snapshot(snapshot_id, name, progress=advance)
+    note(f"wrote {name}")

@@ -1,4 +1,5 @@
-"""Upkeep in the background: writes down last activity, watches disk use, stops what is idle, deletes what is old.
+"""Upkeep in the background: keeps leases, watches disk use, takes checkpoints, archives, stops what is idle, deletes
+what is old.
 
 Acts only through sessions and operations; decides nothing about what an agent may do.
 """
@@ -7,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from carrel.config import SandboxSettings
+from carrel.config import Settings
+from carrel.control.leasing import Leasing
+from carrel.control.live import LiveSandbox
 from carrel.control.operations import SELF, Operations
-from carrel.control.sessions import LiveSandbox, Sessions
+from carrel.control.sessions import Sessions
+from carrel.control.snapshots import Snapshots
+from carrel.control.workspaces import Workspaces
 from carrel.errors import CarrelError
 from carrel.models import State
 from carrel.store import SessionStore
@@ -31,6 +37,11 @@ MIN_ENTRIES = 10_000
 GIVE_UP_AFTER = 3
 IDLE_LOOK_EVERY = 15.0
 EXPIRE_EVERY = 3600.0
+CHECKPOINT_LOOK_EVERY = 15.0
+CATCH_UP_EVERY = 5.0
+PUSH_EVERY = 2.0
+GONE_FOR_GOOD_S = 86_400.0
+TEND_EVERY = 1.0
 
 
 def max_entries(disk_mb: int) -> int:
@@ -64,21 +75,51 @@ class _Watch:
 class Janitor:
     """The background loops of a control plane."""
 
-    def __init__(self, sessions: Sessions, operations: Operations, store: SessionStore, settings: SandboxSettings):
-        self._settings = settings
+    def __init__(
+        self,
+        sessions: Sessions,
+        leasing: Leasing,
+        operations: Operations,
+        snapshots: Snapshots,
+        workspaces: Workspaces,
+        store: SessionStore,
+        settings: Settings,
+    ):
+        self._settings = settings.sandbox
+        self._lease_s = settings.lease_s
         self._sessions = sessions
+        self._leasing = leasing
         self._operations = operations
+        self._snapshots = snapshots
+        self._workspaces = workspaces
         self._store = store
         self._flushed: dict[str, float] = {}
         self._watches: dict[str, _Watch] = {}
+        self._checkpoints: dict[str, float] = {}
+        self._generations: dict[str, int | None] = {}
 
     async def run(self) -> None:
         """Run until cancelled."""
+        settings = self._settings
+        loops: list[tuple[Callable[[], Awaitable[None]], float]] = [
+            (self.flush, FLUSH_EVERY),
+            (self.renew_leases, self._lease_s / 3),
+            (self.stop_idle, min(IDLE_LOOK_EVERY, settings.idle_stop_s / 4)),
+            (self.checkpoint, min(CHECKPOINT_LOOK_EVERY, settings.checkpoint_s / 4)),
+            (self.catch_up, min(CATCH_UP_EVERY, settings.checkpoint_s / 4)),
+            (self.push_filespaces, PUSH_EVERY),
+            (self.count, IDLE_EVERY),
+            (self.tend, TEND_EVERY),
+            (self.expire_workspaces, EXPIRE_EVERY),
+            (self.collect_garbage, EXPIRE_EVERY),
+        ]
+        if self._workspaces.driver.kernel_quota:
+            loops.append((self.read_usage, IDLE_EVERY))
+        else:
+            loops.append((self.watch_disks, TICK))
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._repeat(self.flush, FLUSH_EVERY))
-            group.create_task(self._repeat(self.watch_disks, TICK))
-            group.create_task(self._repeat(self.stop_idle, min(IDLE_LOOK_EVERY, self._settings.idle_stop_s / 4)))
-            group.create_task(self._repeat(self.expire_workspaces, EXPIRE_EVERY))
+            for work, seconds in loops:
+                group.create_task(self._repeat(work, seconds))
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], seconds: float) -> None:
         while True:
@@ -100,6 +141,81 @@ class Janitor:
         alive = {box.record.id for box in boxes}
         self._flushed = {key: value for key, value in (self._flushed | changed).items() if key in alive}
 
+    async def renew_leases(self) -> None:
+        """Keep what is this server's, and settle what a silent server left."""
+        await self._leasing.renew()
+        await self._leasing.settle_abandoned()
+
+    async def checkpoint(self) -> None:
+        """Put a snapshot of every workspace that changed for long enough into the archive."""
+        now = time.monotonic()
+        boxes = {box.record.id: box for box in self._sessions.live() if not box.record.ephemeral}
+        self._checkpoints = {key: self._checkpoints.get(key, now) for key in boxes}
+        self._generations = {key: self._generations.get(key) for key in boxes}
+        for key, box in boxes.items():
+            if now - self._checkpoints[key] < self._settings.checkpoint_s:
+                continue
+            self._checkpoints[key] = time.monotonic()
+            try:
+                if await self._changed(box):
+                    await self._snapshots.checkpoint(box.record)
+            except CarrelError as error:
+                log.warning("no checkpoint of sandbox %s: %s", key, error)
+                await self._sessions.note(box.record, notice=f"no checkpoint could be taken: {error.detail}"[:2000])
+
+    async def _changed(self, box: LiveSandbox) -> bool:
+        """Whether a workspace may have changed since its last checkpoint; what is asked of it counts as a change."""
+        volume = self._workspaces.volume(box.record)
+        generation = await asyncio.to_thread(self._workspaces.driver.generation, volume)
+        known = self._generations[box.record.id]
+        self._generations[box.record.id] = generation
+        if generation is not None and known is not None:
+            return generation != known
+        changed = box.changed or await self._anything_runs(box)
+        box.changed = False
+        return changed
+
+    async def catch_up(self) -> None:
+        """Archive the snapshots that are not in the archive yet."""
+        for context, notice in (await self._workspaces.catch_up()).items():
+            record = await self._store.of_context(context)
+            if record is not None and record.notice != notice:
+                await self._sessions.note(record, notice=notice)
+
+    async def push_filespaces(self) -> None:
+        """Push what operations may have changed, once nothing is under way."""
+        for box in self._sessions.live():
+            if not box.record.filespace or not box.to_push or box.in_flight:
+                continue
+            box.to_push = False
+            try:
+                await self._sessions.push(box.record, box.workspace)
+            except CarrelError as error:
+                log.warning("sandbox %s: its filespace could not be synced: %s", box.record.id, error)
+
+    async def read_usage(self) -> None:
+        """Ask the kernel what every workspace holds."""
+        for box in self._sessions.live():
+            context = box.record.context_id
+            if context is not None:
+                used = await self._workspaces.usage(box.record)
+                self._workspaces.metrics.workspace(context, used.bytes, box.last_activity)
+
+    async def count(self) -> None:
+        """Count sessions, and look how full the volume is."""
+        self._workspaces.metrics.sandboxes(await self._store.counts())
+        facts = await asyncio.to_thread(os.statvfs, self._workspaces.driver.directory)
+        capacity = facts.f_blocks * facts.f_frsize
+        self._workspaces.metrics.volume(capacity - facts.f_bfree * facts.f_frsize, capacity)
+
+    async def tend(self) -> None:
+        """Look after the storage of the volumes."""
+        await asyncio.to_thread(self._workspaces.driver.tend)
+
+    async def collect_garbage(self) -> None:
+        """Free what deleted snapshots left."""
+        await asyncio.to_thread(self._workspaces.collect_garbage)
+
     async def stop_idle(self) -> None:
         """Stop the sandboxes that nobody has used for long enough; what runs in one counts as use."""
         horizon = time.time() - self._settings.idle_stop_s
@@ -119,9 +235,15 @@ class Janitor:
         """End the sessions that were stopped long ago, and delete their workspaces."""
         horizon = time.time() - self._settings.workspace_ttl_days * 86_400
         for record in await self._store.in_states((State.STOPPED, State.ERROR)):
-            if record.last_activity_at < horizon:
+            here = record.node in {None, self._workspaces.node}  # else its server does it, unless that is gone for good
+            if record.last_activity_at < (horizon if here else horizon - GONE_FOR_GOOD_S):
                 await self._sessions.terminate(record.id, "expired", delete_workspace=True, unused_since=horizon)
                 log.info("the workspace of %s was not used for long and is deleted", record.context_id or record.id)
+
+        for context in await self._workspaces.contexts():  # what went to another server is of no use here
+            newest = await self._store.newest_of_context(context)
+            if newest is not None and newest.node not in {None, self._workspaces.node}:
+                await self._workspaces.leave(context)
 
     async def watch_disks(self) -> None:
         """Measure the workspaces that are due."""
@@ -144,6 +266,8 @@ class Janitor:
         )
         if usage.bytes <= disk_mb * 1024 * 1024:  # files without a name are found only through those who hold them
             usage = replace(usage, bytes=usage.bytes + await box.provider.held_bytes(box.handle))
+        if box.record.context_id is not None:
+            self._workspaces.metrics.workspace(box.record.context_id, usage.bytes, box.last_activity)
         now = time.monotonic()
         watch.next_busy = now + max(BUSY_EVERY, COST_FACTOR * usage.seconds)
         watch.next_idle = now + max(IDLE_EVERY, COST_FACTOR * usage.seconds)

@@ -20,6 +20,7 @@ from carrel.control.connection import Download, Json
 from carrel.control.door import (
     DONE,
     Decide,
+    Decision,
     Kind,
     Operation,
     Outcome,
@@ -29,16 +30,17 @@ from carrel.control.door import (
     refusal,
 )
 from carrel.control.frames import Chunk, FrameReader
-from carrel.control.sessions import LiveSandbox, Sessions
+from carrel.control.live import LiveSandbox
+from carrel.control.sessions import Sessions
 from carrel.control.tools import TOOLS, create_file
 from carrel.errors import (
-    CarrelError,
     InvalidPath,
     InvalidRequest,
     LimitExceeded,
     SandboxLost,
     Unsupported,
 )
+from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
     MAX_OUTPUT_BYTES,
     CommandInfo,
@@ -118,7 +120,15 @@ def _path(path: str, name: str = "path") -> str:
 class Operations:
     """Every operation on running sandboxes."""
 
-    def __init__(self, sessions: Sessions, decide: Decide = allow_all, record: Record = log_operation):
+    def __init__(
+        self,
+        sessions: Sessions,
+        decide: Decide = allow_all,
+        record: Record = log_operation,
+        *,
+        metrics: Metrics | None = None,
+    ):
+        self._metrics = metrics or Metrics()
         self._sessions = sessions
         self._decide = decide
         self._record = record
@@ -127,36 +137,40 @@ class Operations:
     async def _door(
         self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
     ) -> AsyncIterator[LiveSandbox]:
+        began = time.monotonic()
         box = await self._sessions.find(name)
         operation = Operation(kind, operation_name, arguments, actor, box.record.id, box.record.context_id)
-        decision = self._decide(operation)
-        if decision.verdict != "allow":
-            error = refusal(operation, decision)
-            self._record(operation, decision, Outcome(error.code))
-            raise error
+        decision = self._decided(operation, began)
         box.in_flight += 1
         if actor != SELF:  # upkeep is no activity of the agent
-            box.used = True
-            box.last_activity = time.time()
+            box.touch()
         outcome = DONE
         try:
             yield box
-        except SandboxLost as error:
-            outcome = Outcome(error.code)
-            await self._sessions.lost(box)
-            raise
-        except CarrelError as error:
-            outcome = Outcome(error.code)
-            raise
         except BaseException as error:
-            outcome = Outcome(type(error).__name__)
+            outcome = Outcome(outcome_of(error))
+            if isinstance(error, SandboxLost):
+                await self._sessions.lost(box)
             raise
         finally:
             box.in_flight -= 1
             if actor != SELF:
-                box.used = True
-                box.last_activity = time.time()
-            self._record(operation, decision, outcome)
+                box.touch()
+            self._tell(operation, decision, outcome, began)
+
+    def _decided(self, operation: Operation, began: float) -> Decision:
+        decision = self._decide(operation)
+        if decision.verdict != "allow":
+            error = refusal(operation, decision)
+            self._tell(operation, decision, Outcome(error.code), began)
+            raise error
+        return decision
+
+    def _tell(self, operation: Operation, decision: Decision, outcome: Outcome, began: float) -> None:
+        self._record(operation, decision, outcome)
+        if operation.actor != SELF:
+            seconds = time.monotonic() - began
+            self._metrics.operated(operation.kind, operation.name, outcome.error or OK, seconds)
 
     # sessions
 
@@ -171,7 +185,9 @@ class Operations:
     async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
         """End a session for good."""
         with self.session_door("terminate", request.model_dump(), actor, name, None):
-            return await self._sessions.terminate(name, request.reason, delete_workspace=request.delete_files)
+            return await self._sessions.terminate(
+                name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
+            )
 
     async def stop(self, name: str, actor: str = "") -> SandboxInfo:
         """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
@@ -183,20 +199,17 @@ class Operations:
         self, name: str, arguments: Mapping[str, object], actor: str, sandbox_id: str, context_id: str | None = None
     ) -> Iterator[None]:
         """The door for what is done to a whole session: decided before, recorded after."""
+        began = time.monotonic()
         operation = Operation("session", name, arguments, actor, sandbox_id, context_id)
-        decision = self._decide(operation)
-        if decision.verdict != "allow":
-            error = refusal(operation, decision)
-            self._record(operation, decision, Outcome(error.code))
-            raise error
+        decision = self._decided(operation, began)
         outcome = DONE
         try:
             yield
-        except CarrelError as failure:
-            outcome = Outcome(failure.code)
+        except BaseException as error:
+            outcome = Outcome(outcome_of(error))
             raise
         finally:
-            self._record(operation, decision, outcome)
+            self._tell(operation, decision, outcome, began)
 
     # commands
 

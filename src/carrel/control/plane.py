@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 
 from carrel.config import Settings
 from carrel.control.door import Decide, Record, allow_all, log_operation
 from carrel.control.janitor import Janitor
+from carrel.control.leasing import Leasing
+from carrel.control.live import LiveSandboxes
 from carrel.control.operations import Operations
+from carrel.control.ownership import Ownership
 from carrel.control.recovery import Recovered, recover
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
-from carrel.errors import ProviderUnavailable
+from carrel.control.workspaces import Workspaces
+from carrel.errors import CarrelError, ProviderUnavailable
+from carrel.metrics import Metrics
 from carrel.models import HostReport
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.store import Database, SessionStore
+from carrel.store.leases import LeaseStore
 from carrel.store.snapshots import SnapshotStore
+from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import Layout
-from carrel.workspaces.volumes import DirectoryDriver
+from carrel.workspaces.remote import Remote
+from carrel.workspaces.volumes import VolumeDriver, open_driver
+from carrel.workspaces.volumes.doctor import disk_quota
 
 log = logging.getLogger("carrel.control")
 
@@ -32,6 +43,7 @@ class ControlPlane:
         self,
         settings: Settings,
         layout: Layout,
+        driver: VolumeDriver,
         database: Database,
         providers: Mapping[str, Provider],
         *,
@@ -42,15 +54,31 @@ class ControlPlane:
         self.layout = layout
         self.providers = dict(providers)
         self.recovered = Recovered()
+        self.driver = driver
+        self.node = settings.node or layout.node()
+        self.metrics = Metrics()
         self._database = database
         self.store = SessionStore(database)
-        self.sessions = Sessions(settings, self.store, layout, providers)
-        self.operations = Operations(self.sessions, decide, record)
-        self.snapshots = Snapshots(
-            self.sessions, self.operations, SnapshotStore(database), layout, DirectoryDriver(layout.storage)
+        snapshots = SnapshotStore(database)
+        remote = Remote.open(settings.archive_url)
+        self.workspaces = Workspaces(
+            layout,
+            driver,
+            snapshots,
+            Archive(remote, os.path.join(layout.cache, "archive")),
+            self.node,
+            ttl_days=settings.sandbox.workspace_ttl_days,
+            metrics=self.metrics,
         )
-        self.sessions.on_deleted = self.snapshots.forget
-        self.janitor = Janitor(self.sessions, self.operations, self.store, settings.sandbox)
+        ownership = Ownership(LeaseStore(database), self.node, settings.lease_s)
+        live = LiveSandboxes()
+        self.sessions = Sessions(settings, self.store, self.workspaces, ownership, live, providers)
+        self.leasing = Leasing(live, self.store, ownership)
+        self.operations = Operations(self.sessions, decide, record, metrics=self.metrics)
+        self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
+        self.janitor = Janitor(
+            self.sessions, self.leasing, self.operations, self.snapshots, self.workspaces, self.store, settings
+        )
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod
@@ -65,20 +93,20 @@ class ControlPlane:
         """Open the data directory, take over what runs, start the upkeep."""
         layout = Layout(settings.data_dir)
         await asyncio.to_thread(layout.prepare)
-        database = await Database.open(settings.database_url)
-        plane: ControlPlane | None = None
-        try:
+        async with AsyncExitStack() as stack:
+            database = await Database.open(settings.database_url)
+            stack.push_async_callback(database.close)
+            driver = await asyncio.to_thread(open_driver, layout.storage, settings.volumes)
+            stack.push_async_callback(asyncio.to_thread, driver.close)
             if providers is None:
-                providers = open_providers(layout.run, layout.workspaces, allow_process=settings.sandbox.allow_process)
-            plane = cls(settings, layout, database, providers, decide=decide, record=record)
+                providers = open_providers(layout.run, driver.directory, allow_process=settings.sandbox.allow_process)
+            plane = cls(settings, layout, driver, database, providers, decide=decide, record=record)
+            stack.pop_all()
+        try:
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
-            await plane.snapshots.recover()
-            plane.recovered = await recover(plane.sessions, plane.store, layout)
+            plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
         except BaseException:
-            if plane is not None:
-                await plane.close()
-            else:
-                await database.close()
+            await plane.close()
             raise
         plane._upkeep = asyncio.get_running_loop().create_task(plane.janitor.run())
         return plane
@@ -87,7 +115,8 @@ class ControlPlane:
         """What this host can do."""
         from carrel.providers.doctor import host_report
 
-        return await asyncio.to_thread(host_report, self.providers)
+        report = await asyncio.to_thread(host_report, self.providers)
+        return report.model_copy(update={"checks": [*report.checks, await asyncio.to_thread(disk_quota, self.driver)]})
 
     async def ready(self) -> None:
         """Raise unless the store answers and some provider can be used."""
@@ -111,4 +140,8 @@ class ControlPlane:
                     await provider.close()
                 except Exception:
                     log.exception("provider %s could not be closed", provider.name)
+            try:
+                await asyncio.to_thread(self.driver.close)
+            except CarrelError:
+                log.exception("the volumes could not be closed")
             await self._database.close()

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from carrel.control.lifecycle import LIVE
 from carrel.control.sessions import Sessions
-from carrel.errors import CarrelError
+from carrel.control.workspaces import Workspaces
+from carrel.errors import RunsElsewhere
+from carrel.providers.base import Provider
 from carrel.store import SessionStore
-from carrel.workspaces.layout import Layout
 
 log = logging.getLogger("carrel.recovery")
 
@@ -25,26 +29,52 @@ class Recovered:
     ended: int = 0
 
 
-async def recover(sessions: Sessions, store: SessionStore, layout: Layout) -> Recovered:
-    """Bring records and sandboxes together. Runs once, before the server takes requests."""
-    try:
-        await asyncio.to_thread(layout.empty_trash)
-    except (CarrelError, OSError):
-        log.exception("some removed workspaces could not be deleted")
+async def recover(
+    sessions: Sessions,
+    store: SessionStore,
+    workspaces: Workspaces,
+    providers: Mapping[str, Provider],
+    run_dir: str,
+) -> Recovered:
+    """Bring the records of this server, its sandboxes and its files together. Runs once, before it takes requests."""
+    await workspaces.recover()
     adopted, ended = 0, 0
     for record in await store.in_states(LIVE):
+        if record.node not in {None, workspaces.node}:
+            continue
         try:
             if await sessions.adopt(record):
                 adopted += 1
             else:
                 await sessions.end_recorded(record, "the server was restarted")
                 ended += 1
+        except RunsElsewhere as error:
+            log.warning("session %s was taken over meanwhile: %s", record.id, error)
         except Exception:
             log.exception("session %s could not be recovered", record.id)
     keep = {box.record.id for box in sessions.live()}
-    for name in await asyncio.to_thread(layout.ephemeral_leftovers, keep):
-        try:
-            await asyncio.to_thread(layout.remove, name, ephemeral=True)
-        except (CarrelError, OSError):
-            log.exception("the workspace of %s could not be removed", name)
+    await _end_strays(providers, keep)
+    await workspaces.sweep(keep)
+    await asyncio.to_thread(_remove_sockets, run_dir, {str(box.handle["socket"]) for box in sessions.live()})
     return Recovered(adopted, ended)
+
+
+async def _end_strays(providers: Mapping[str, Provider], keep: set[str]) -> None:
+    """End the sandboxes that no record of this server knows."""
+    for provider in providers.values():
+        for name in await provider.running():
+            if name in keep:
+                continue
+            try:
+                await provider.remove({"provider": provider.name, "id": name, "socket": ""})
+                log.info("sandbox %s, which nobody waited for, is ended", name)
+            except Exception:
+                log.exception("sandbox %s could not be ended", name)
+
+
+def _remove_sockets(run_dir: str, keep: set[str]) -> None:
+    for name in os.listdir(run_dir):
+        path = os.path.join(run_dir, name)
+        if name.startswith(("sbx-", "eph-")) and path not in keep:
+            with suppress(FileNotFoundError):
+                os.unlink(path)

@@ -1,101 +1,97 @@
 """Sessions: get or create, find, end. Binds contexts to sandboxes, one per context however many ask at once.
 
-Chooses providers and writes records; what happens inside a sandbox is the business of `operations`.
+Chooses providers and writes records under a lease; what happens inside a sandbox is the business of `operations`, what
+becomes of its files that of `workspaces`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from weakref import WeakValueDictionary
 
 from carrel.config import Settings
-from carrel.control.connection import SupervisorConnection
 from carrel.control.lifecycle import LIVE, Event, next_state
-from carrel.control.terms import LIMIT_CAPABILITY, changes, launch, refuse_differences
+from carrel.control.live import LiveSandbox, LiveSandboxes
+from carrel.control.ownership import Ownership
+from carrel.control.terms import changes, launch, plan, refuse_differences
+from carrel.control.workspaces import Provided, Workspaces, cap_bytes
 from carrel.errors import (
+    AlreadyExists,
     CarrelError,
     Conflict,
-    InvalidRequest,
     LimitExceeded,
     NotFound,
     NotRunning,
     PlatformError,
+    RunsElsewhere,
 )
-from carrel.models import Limits, Network, SandboxInfo, SandboxPage, SandboxRequest, State
-from carrel.providers import choose
-from carrel.providers.base import NETWORK_CAPABILITY, Handle, Provider
+from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
+from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord, SessionStore
-from carrel.workspaces.layout import Layout
 
 log = logging.getLogger("carrel.sessions")
 
 LISTED = tuple(state for state in State if state is not State.TERMINATED)
 _PARALLEL_ENDS = 32
 
+Sync = Callable[[SessionRecord, str], Awaitable[None]]
+"""Bring the filespace and the workspace of a session together, one way; the second is the workspace's path."""
 
-class LiveSandbox:
-    """A running sandbox as this process holds it: the way to it, and what must be quick to look up."""
 
-    __slots__ = (
-        "connection",
-        "handle",
-        "in_flight",
-        "last_activity",
-        "oom_kills",
-        "over_quota",
-        "provider",
-        "record",
-        "used",
-        "workspace",
-    )
-
-    def __init__(self, record: SessionRecord, provider: Provider, handle: Handle, workspace: str):
-        self.record = record
-        self.provider = provider
-        self.handle = handle
-        self.workspace = workspace
-        self.connection = SupervisorConnection(str(handle["socket"]))
-        self.last_activity = record.last_activity_at
-        self.in_flight = 0
-        self.used = False
-        self.oom_kills = 0
-        self.over_quota: str | None = None
+async def _no_sync(_record: SessionRecord, _path: str) -> None:
+    return
 
 
 class Sessions:
     """Every session of this server."""
 
-    def __init__(self, settings: Settings, store: SessionStore, layout: Layout, providers: Mapping[str, Provider]):
+    def __init__(
+        self,
+        settings: Settings,
+        store: SessionStore,
+        workspaces: Workspaces,
+        ownership: Ownership,
+        live: LiveSandboxes,
+        providers: Mapping[str, Provider],
+    ):
         self._settings = settings
         self._store = store
-        self._layout = layout
+        self._workspaces = workspaces
+        self._ownership = ownership
         self._providers = dict(providers)
-        self._live: dict[str, LiveSandbox] = {}
-        self._by_context: dict[str, str] = {}
+        self._live = live
         self._starting = 0
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
-        self.on_deleted: Callable[[str], Awaitable[None]] = _nothing
-        """Called with the context whose workspace was deleted."""
+        self.pull: Sync = _no_sync
+        self.push: Sync = _no_sync
 
     # finding
 
     def live(self) -> list[LiveSandbox]:
         """The sandboxes that run now."""
-        return list(self._live.values())
+        return self._live.all()
 
     async def find(self, name: str) -> LiveSandbox:
         """The running sandbox with that id or of that context; `NotFound`, or `NotRunning` if it ended."""
-        box = self._running(name)
+        box = self._live.find(name)
         if box is not None:
+            box.check_lease()
             return box
-        record = await self._record(name)
+        record = await self.record(name)
+        if record.state in LIVE and record.node not in {None, self._ownership.node}:
+            raise RunsElsewhere(
+                f"sandbox '{name}' runs on server '{record.node}'",
+                field="id",
+                hint=f"ask server '{record.node}'",
+                node=record.node,
+            )
         raise NotRunning(
             f"sandbox '{name}' is {record.state}",
             field="id",
@@ -104,7 +100,7 @@ class Sessions:
 
     async def get(self, name: str) -> SandboxInfo:
         """A session by its id or its context."""
-        return self._info(await self._record(name))
+        return self._info(await self.record(name))
 
     async def page(
         self,
@@ -119,6 +115,38 @@ class Sessions:
             limit=limit, cursor=cursor, states=LISTED if states is None else states, context_id=context_id
         )
         return SandboxPage(items=[self._info(record) for record in records], next=following)
+
+    async def usage(self, name: str) -> WorkspaceUsage:
+        """What a workspace holds now."""
+        record = await self.record(name)
+        self.require_here(record)
+        found = await self._workspaces.usage(record)
+        return WorkspaceUsage(
+            context_id=record.context_id,
+            bytes=found.bytes,
+            limit_bytes=cap_bytes(record),
+            measured_at=datetime.now(UTC),
+            enforced_by="kernel" if self._workspaces.driver.kernel_quota else "watch",
+        )
+
+    def require_here(self, record: SessionRecord) -> None:
+        """Refuse what needs the files of a workspace that another server has."""
+        if record.node not in {None, self._ownership.node}:
+            raise RunsElsewhere(
+                f"the workspace of '{record.context_id or record.id}' is on server '{record.node}'",
+                field="id",
+                hint="ask that server, or resume the context here once that server has stopped it",
+                node=record.node,
+            )
+
+    async def require_unused(self, context_id: str) -> None:
+        """Refuse a context that has a session or files, here or elsewhere."""
+        previous = await self._store.newest_of_context(context_id)
+        ended = previous is None or (previous.state is State.TERMINATED and previous.node == self._ownership.node)
+        if not ended or await self._workspaces.exists(context_id):
+            raise AlreadyExists(
+                f"context '{context_id}' has a workspace already", field="context_id", hint="fork to a new context"
+            )
 
     # making
 
@@ -146,120 +174,103 @@ class Sessions:
         if self._closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
         if request.context_id is None:
-            record, provider = self._plan(request, None, key)
-            return await self._start(record, provider, fresh=True), True
+            return await self._start(request, None, None, key), True
         async with self._lock(f"context {request.context_id}"):
-            box = self._running(request.context_id)
-            existing = box.record if box else await self._store.of_context(request.context_id)
-            if existing is not None and existing.state is State.RUNNING:
-                if box is not None and await box.provider.alive(box.handle):
+            box = self._live.find(request.context_id)
+            if box is not None:
+                if await box.provider.alive(box.handle):
                     return await self._reuse(box, request), False
-                refuse_differences(existing, request)
-                if box is not None:
-                    await self._drop(box)
-            record, provider = self._plan(request, existing, key)
-            return await self._start(record, provider, fresh=existing is None), True
+                refuse_differences(box.record, request)
+                await self._live.end(box)
+            try:
+                return await self._start_of_context(request, key), True
+            except AlreadyExists:  # another server was quicker: it has the session now
+                return await self._start_of_context(request, key), True
+
+    async def _start_of_context(self, request: SandboxRequest, key: str | None) -> SandboxInfo:
+        previous = await self._store.newest_of_context(request.context_id or "")
+        existing = previous if previous is not None and previous.state is not State.TERMINATED else None
+        return await self._start(request, previous, existing, key)
 
     async def _reuse(self, box: LiveSandbox, request: SandboxRequest) -> SandboxInfo:
         refuse_differences(box.record, request)
         box.last_activity = time.time()
         if request.labels and dict(box.record.labels) != request.labels:
-            await self._store.update(box.record.id, labels=request.labels)
+            await self._store.update(box.record.id, fence=box.record.fence, labels=request.labels)
             box.record = replace(box.record, labels=request.labels)
         return self._info(box.record)
 
-    def _plan(
-        self, request: SandboxRequest, existing: SessionRecord | None, key: str | None
-    ) -> tuple[SessionRecord, Provider]:
-        """Everything that can be refused is refused here, before anything is made."""
-        given = request.model_fields_set
-        trust = request.trust if existing is None or "trust" in given else existing.trust
-        wanted = request.provider if request.provider != "auto" else self._settings.sandbox.provider
-        provider = choose(self._providers, wanted, trust)
-        if provider.unsafe and not self._settings.sandbox.allow_process:
-            raise InvalidRequest(
-                f"provider '{provider.name}' does not isolate and is switched off on this server",
-                field="provider",
-                hint="choose another provider, or let the operator set CARREL_SANDBOX_ALLOW_PROCESS=true",
-            )
-        explicit = {} if existing is None else existing.limits.model_dump(exclude_none=True)
-        explicit |= request.limits.model_dump(exclude_none=True)
-        provider.require(*(LIMIT_CAPABILITY[name] for name in explicit if name in LIMIT_CAPABILITY))
-        limits = self._defaults(provider) | explicit
-        network = request.network or (None if existing is None else existing.network)
-        if network is None:
-            network = Network.HOST if provider.unsafe else self._settings.sandbox.network
-        provider.require(NETWORK_CAPABILITY[network])
-        now = time.time()
-        ephemeral = request.context_id is None
-        state = State.CREATING if existing is None else next_state(existing.state, Event.START)
-        record = SessionRecord(
-            id=existing.id if existing else f"{'eph' if ephemeral else 'sbx'}-{secrets.token_hex(8)}",
-            context_id=request.context_id,
-            ephemeral=ephemeral,
-            state=state,
-            provider=provider.name,
-            isolation_level=provider.isolation_level,
-            unsafe=provider.unsafe,
-            trust=trust,
-            network=network,
-            limits=Limits.model_validate(limits),
-            env=request.env if existing is None or "env" in given else existing.env,
-            labels=request.labels if existing is None or request.labels else existing.labels,
-            idempotency_key=key or (existing.idempotency_key if existing else None),
-            created_at=existing.created_at if existing else now,
-            last_activity_at=now,
-        )
-        return record, provider
-
-    def _defaults(self, provider: Provider) -> dict[str, float]:
-        defaults = self._settings.sandbox
-        has = provider.capabilities()
-        wanted = {
-            "cpus": defaults.cpu_limit,
-            "memory_mb": defaults.memory_mb,
-            "processes": defaults.processes,
-        }
-        enforced = {name: value for name, value in wanted.items() if LIMIT_CAPABILITY[name] in has}
-        return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}
-
-    async def _start(self, record: SessionRecord, provider: Provider, *, fresh: bool) -> SandboxInfo:
+    async def _start(
+        self, request: SandboxRequest, previous: SessionRecord | None, existing: SessionRecord | None, key: str | None
+    ) -> SandboxInfo:
+        began = time.monotonic()
+        node = self._ownership.node
+        record, provider = plan(
+            request, existing, key, settings=self._settings, providers=self._providers, node=node
+        )  # fmt: skip
         if len(self._live) + self._starting >= self._settings.max_sandboxes:
             raise LimitExceeded(
                 f"{self._settings.max_sandboxes} sandboxes run already",
                 hint="terminate some, or raise CARREL_MAX_SANDBOXES",
             )
+        if existing is not None:
+            record = replace(record, fence=(await self._ownership.take(existing)).fence)
+        moved = None
+        if previous is not None and previous.node not in {None, node}:
+            moved = await self._move(record, previous, existing)
         self._starting += 1
-        name = record.context_id or record.id
-        new = False
+        new = moved is not None and moved.new
         handle: Handle | None = None
         # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
-        writing = asyncio.ensure_future(self._write_start(record, fresh))
+        writing = asyncio.ensure_future(self._write_start(record, fresh=existing is None))
         try:
-            workspace, new = await asyncio.to_thread(self._layout.make, name, ephemeral=record.ephemeral)
-            handle = await provider.start(launch(record, provider, workspace))
+            provided = moved or await self._workspaces.provide(record, previous)
+            new = provided.new
+            if record.filespace:
+                await self.pull(record, provided.path)
+            handle = await provider.start(launch(record, provider, provided.path))
             await writing
             if self._closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
-            record = replace(record, state=next_state(record.state, Event.STARTED), handle=handle)
-            await self._store.update(record.id, state=record.state, handle=handle)
-            self._adopt(LiveSandbox(record, provider, handle, workspace))
-            return self._info(record)
+            notice = provided.notice or record.notice
+            state = next_state(record.state, Event.STARTED)
+            record = replace(record, state=state, handle=handle, notice=notice)
+            await self._store.update(record.id, fence=record.fence, state=state, handle=handle, notice=notice)
+            box = LiveSandbox(record, provider, handle, provided.path)
+            box.leased_until = self._ownership.deadline(began)
+            self._live.add(box)
         except BaseException as error:
             await asyncio.gather(writing, return_exceptions=True)
-            await self._undo(record, provider, handle, new=new, error=error)
+            written = not writing.cancelled() and writing.exception() is None
+            await self._undo(record, provider, handle, new=new, written=written, error=error)
             if isinstance(error, CarrelError) or not isinstance(error, Exception):
                 raise
             log.exception("a sandbox could not be started")
             raise PlatformError(f"the sandbox could not be started: {type(error).__name__}") from None
         finally:
             self._starting -= 1
+        seconds = time.monotonic() - began
+        self._workspaces.metrics.started(provider.name, "fresh" if previous is None else "resume", seconds)
+        return self._info(record)
 
-    async def _write_start(self, record: SessionRecord, fresh: bool) -> None:
+    async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:
+        """Bring the workspace from another server before anything is written: until then it is that server's."""
+        owner = existing.lease_owner if existing else None
+        silent = owner not in {None, self._ownership.node}  # the lease was taken from a server that let it end
+        try:
+            return await self._workspaces.move(record, previous, silent=silent)
+        except BaseException:
+            if silent and owner is not None:
+                await self._ownership.hand_back(record, owner)
+            elif existing is not None:
+                await self._store.update(record.id, fence=record.fence, release=True)
+            raise
+
+    async def _write_start(self, record: SessionRecord, *, fresh: bool) -> None:
         if fresh:
-            await self._store.insert(record)
+            await self._store.insert(record, self._ownership.lease)
         else:
-            await self._store.update(record.id, **changes(record), handle=None, error=None)
+            await self._store.update(record.id, changes(record), fence=record.fence, handle=None, error=None)
 
     async def _undo(
         self,
@@ -268,6 +279,7 @@ class Sessions:
         handle: Handle | None,
         *,
         new: bool,
+        written: bool,
         error: BaseException,
     ) -> None:
         """Leave nothing of a start that failed. Each step is tried whatever becomes of the one before."""
@@ -278,36 +290,40 @@ class Sessions:
             log.exception("sandbox %s could not be removed after a failed start", record.id)
         try:
             if new or record.ephemeral:
-                name = record.context_id or record.id
-                await asyncio.to_thread(self._layout.remove, name, ephemeral=record.ephemeral)
+                await self._workspaces.discard(record)
         except (CarrelError, OSError):
             log.exception("the workspace of %s could not be removed after a failed start", record.id)
+        if not written:
+            return  # there is no record, or it is another server's by now
         event = Event.TERMINATE if record.ephemeral else Event.FAIL
         text = error.detail if isinstance(error, CarrelError) else "the start was broken off"
-        await self._store.update(
-            record.id,
-            state=next_state(record.state, event),
-            handle=None,
-            error=text[:2000],
-            idempotency_key=None,
-        )
-
-    def _adopt(self, box: LiveSandbox) -> None:
-        self._live[box.record.id] = box
-        if box.record.context_id is not None:
-            self._by_context[box.record.context_id] = box.record.id
+        try:
+            await self._store.update(
+                record.id,
+                fence=record.fence,
+                release=True,
+                state=next_state(record.state, event),
+                handle=None,
+                error=text[:2000],
+                idempotency_key=None,
+            )
+        except CarrelError as failure:
+            log.warning("the failed start of %s could not be written down: %s", record.id, failure)
 
     async def adopt(self, record: SessionRecord) -> bool:
-        """Take over a sandbox that a server before this one started; False when it does not run any more."""
+        """Take over a sandbox that the process before this one started; False when it does not run any more."""
         provider = self._providers.get(record.provider)
-        if provider is None or record.handle is None or not await provider.alive(record.handle):
+        handle = record.handle
+        if provider is None or handle is None or not await provider.alive(handle):
             return False
-        if record.state is State.CREATING:
-            return False  # its supervisor was never seen ready
-        path = self._layout.path(record.context_id or record.id, ephemeral=record.ephemeral)
-        box = LiveSandbox(replace(record, state=State.RUNNING), provider, record.handle, path)
-        box.used = True
-        self._adopt(box)
+        if record.state is not State.RUNNING:
+            return False  # it was never seen ready, or is being stopped
+        began = time.monotonic()
+        record = await self._ownership.take(record, anew=True)
+        box = LiveSandbox(record, provider, handle, self._workspaces.path(record))
+        box.leased_until = self._ownership.deadline(began)
+        box.used = box.to_push = True
+        self._live.add(box)
         return True
 
     # ending
@@ -315,99 +331,150 @@ class Sessions:
     async def stop_idle(self, box: LiveSandbox, unused_since: float) -> bool:
         """Stop a sandbox unless it was used meanwhile; says whether it was stopped."""
         record = box.record
-        async with self._lock(f"context {record.context_id}" if record.context_id else f"id {record.id}"):
-            if self._live.get(record.id) is not box or box.in_flight or box.last_activity > unused_since:
+        async with self._own_lock(record):
+            if not self._live.has(box) or box.in_flight or box.last_activity > unused_since:
                 return False
-            if not record.ephemeral:
-                box.record = record = replace(record, state=next_state(record.state, Event.IDLE))
-                await self._store.update(record.id, state=record.state)
             await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, "idle")
             return True
 
-    async def record(self, name: str) -> SessionRecord:
-        """What is recorded of a session, by its id or its context; `NotFound`."""
-        return await self._record(name)
-
     @asynccontextmanager
-    async def stopped(self, record: SessionRecord) -> AsyncIterator[bool]:
-        """Hold a session stopped, so that its workspace can be replaced; says whether it was running."""
-        async with self._lock(f"context {record.context_id}" if record.context_id else f"id {record.id}"):
-            record = await self._record(record.id)
+    async def stopped(self, record: SessionRecord) -> AsyncIterator[tuple[SessionRecord, bool]]:
+        """Hold a session stopped on this server, so that its files can be replaced; says also whether it was running.
+
+        The session is this server's afterwards, wherever it was.
+        """
+        async with self._own_lock(record):
+            record = await self.record(record.id)
             ran = record.state in LIVE
             if ran:
-                await self._end(record, Event.STOP, "its files are replaced")
-            yield ran
+                if self._live.get(record.id) is None:
+                    record = await self._ownership.take(record)
+                record = await self._end(record, Event.STOP, "its files are replaced")
+            record = await self._ownership.take(record)
+            try:
+                yield record, ran
+            except BaseException:
+                await self._store.update(record.id, fence=record.fence, release=True)
+                raise
+            node = self._ownership.node
+            await self._store.update(record.id, fence=record.fence, release=True, node=node, notice=None)
 
     async def terminate(
-        self, name: str, reason: str = "", *, delete_workspace: bool = False, unused_since: float | None = None
+        self,
+        name: str,
+        reason: str = "",
+        *,
+        snapshot: bool | None = None,
+        delete_workspace: bool = False,
+        unused_since: float | None = None,
     ) -> SandboxInfo:
-        """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be
-        repeated.
+        """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be repeated.
+
+        A last snapshot is taken of a durable workspace that stays, unless `snapshot` is False.
         """
-        record = await self._record(name)
-        key = f"context {record.context_id}" if record.context_id else f"id {record.id}"
-        async with self._lock(key):
-            record = await self._record(record.id)
+        record = await self.record(name)
+        async with self._own_lock(record):
+            record = await self.record(record.id)
             if unused_since is not None and (record.state in LIVE or record.last_activity_at > unused_since):
                 return record.info()
             if record.state is not State.TERMINATED:
-                record = await self._end(record, Event.TERMINATE, reason)
+                if self._live.get(record.id) is None:
+                    record = await self._ownership.take(record)
+                kept = delete_workspace if snapshot is None else not snapshot
+                record = await self._end(record, Event.TERMINATE, reason, kept=kept)
             elif record.context_id and await self._store.of_context(record.context_id):
                 return record.info()  # the workspace belongs to a newer session of the same context
             if delete_workspace and record.context_id is not None:
-                await asyncio.to_thread(self._layout.remove, record.context_id, ephemeral=False)
-                await self.on_deleted(record.context_id)
+                await self._workspaces.forget(record.context_id)
         return record.info()
 
     async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
-        """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is
-        terminated.
-        """
-        record = await self._record(name)
-        key = f"context {record.context_id}" if record.context_id else f"id {record.id}"
-        async with self._lock(key):
-            record = await self._record(record.id)
+        """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is terminated."""
+        record = await self.record(name)
+        async with self._own_lock(record):
+            record = await self.record(record.id)
             if record.state in LIVE:
+                if self._live.get(record.id) is None:
+                    record = await self._ownership.take(record)
                 event = Event.STOP if error is None else Event.FAIL
                 record = await self._end(record, Event.TERMINATE if record.ephemeral else event, reason, error)
         return record.info()
 
-    async def _end(self, record: SessionRecord, event: Event, reason: str, error: str | None = None) -> SessionRecord:
-        state = next_state(record.state, event)
+    async def _end(
+        self, record: SessionRecord, event: Event, reason: str, error: str | None = None, *, kept: bool = False
+    ) -> SessionRecord:
+        """End the sandbox, keep its files, then write the end and give the lease back.
+
+        `kept` says that there is nothing to keep. A server that is killed in the middle does it again when it is back.
+        """
         box = self._live.get(record.id)
+        here = record.node in {None, self._ownership.node}
+        started = record.state in {State.RUNNING, State.IDLE_STOPPING}
+        if record.state is State.RUNNING and not record.ephemeral:
+            record = replace(record, state=next_state(record.state, Event.IDLE))
+            await self._store.update(record.id, fence=record.fence, state=record.state)
         if box is not None:
-            await self._drop(box)
+            await self._live.end(box)
             record = replace(record, last_activity_at=max(box.last_activity, record.last_activity_at))
-        elif record.handle is not None and (provider := self._providers.get(record.provider)) is not None:
+        elif here and record.handle is not None and (provider := self._providers.get(record.provider)) is not None:
             await provider.remove(record.handle)
+        notice, snapshot = record.notice, record.snapshot
         if record.ephemeral:
-            await asyncio.to_thread(self._layout.remove, record.id, ephemeral=True)
-        record = replace(record, state=state, handle=None, end_reason=reason or None, error=error)
+            await self._workspaces.discard(record)
+        elif started and not kept and here:
+            snapshot, notice, failure = await self._keep(record)
+            if failure is not None and event is Event.STOP:
+                event, error = Event.FAIL, failure
+        state = next_state(record.state, event)
+        record = replace(
+            record, state=state, handle=None, end_reason=reason or None, error=error, notice=notice, snapshot=snapshot
+        )
         await self._store.update(
             record.id,
+            fence=record.fence,
+            release=True,
             state=state,
             handle=None,
             end_reason=record.end_reason,
             error=error,
+            notice=notice,
+            snapshot=snapshot,
             last_activity_at=record.last_activity_at,
         )
         return record
 
-    async def end_recorded(self, record: SessionRecord, reason: str) -> None:
-        """End what a server before this one left: ephemeral sessions are terminated, durable ones stopped."""
-        await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, reason)
+    async def _keep(self, record: SessionRecord) -> tuple[str | None, str | None, str | None]:
+        """Push, snapshot, archive: the newest snapshot, what the session says, and what went wrong."""
+        failure: str | None = None
+        if record.filespace:
+            try:
+                await self.push(record, self._workspaces.path(record))
+            except CarrelError as error:
+                failure = f"the filespace could not be synced: {error.detail}"
+        try:
+            taken = await self._workspaces.take(record, "stop")
+        except CarrelError as error:
+            log.warning("no snapshot of %s: %s", record.context_id, error)
+            return record.snapshot, record.notice, f"no snapshot could be taken: {error.detail}"[:2000]
+        return taken.id, await self._workspaces.settle(taken), failure
 
-    async def _drop(self, box: LiveSandbox) -> None:
-        box.connection.close()
-        await box.provider.remove(box.handle)
-        if self._live.get(box.record.id) is box:
-            del self._live[box.record.id]
-            if box.record.context_id is not None:
-                self._by_context.pop(box.record.context_id, None)
+    async def note(self, record: SessionRecord, **values: str | None) -> None:
+        """Write down what a running session says of itself."""
+        box = self._live.get(record.id)
+        if box is not None:
+            box.record = replace(box.record, **values)  # type: ignore[arg-type]
+            await self._store.update(record.id, values, fence=box.record.fence)
+        else:
+            await self._store.update(record.id, values)
+
+    async def end_recorded(self, record: SessionRecord, reason: str) -> None:
+        """End what the process before this one left: ephemeral sessions are terminated, durable ones stopped."""
+        record = await self._ownership.take(record, anew=True)
+        await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, reason)
 
     async def lost(self, box: LiveSandbox) -> None:
         """Somebody could not reach the supervisor: find out whether the sandbox is dead, and record that."""
-        if self._live.get(box.record.id) is not box or self._closing:
+        if not self._live.has(box) or self._closing:
             return
         if not await box.provider.alive(box.handle):
             await self.stop(box.record.id, "lost", error="the sandbox died")
@@ -434,11 +501,9 @@ class Sessions:
         box = self._live.get(record.id)
         return record.info(box.last_activity if box else None)
 
-    def _running(self, name: str) -> LiveSandbox | None:
-        return self._live.get(name) or self._live.get(self._by_context.get(name, ""))
-
-    async def _record(self, name: str) -> SessionRecord:
-        box = self._running(name)
+    async def record(self, name: str) -> SessionRecord:
+        """What is recorded of a session, by its id or its context; `NotFound`."""
+        box = self._live.find(name)
         record = box.record if box else None
         if record is None and 0 < len(name) <= 128:
             record = await self._store.get(name) or await self._store.of_context(name)
@@ -450,6 +515,9 @@ class Sessions:
             )
         return record
 
+    def _own_lock(self, record: SessionRecord) -> AbstractAsyncContextManager[None]:
+        return self._lock(f"context {record.context_id}" if record.context_id else f"id {record.id}")
+
     @asynccontextmanager
     async def _lock(self, key: str) -> AsyncIterator[None]:
         lock = self._locks.get(key)
@@ -457,7 +525,3 @@ class Sessions:
             lock = self._locks[key] = asyncio.Lock()
         async with lock:
             yield
-
-
-async def _nothing(_context: str) -> None:
-    return

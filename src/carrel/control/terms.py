@@ -1,10 +1,20 @@
-"""The terms a sandbox runs under: what is asked against what is promised, recorded and already running. Pure."""
+"""The terms a sandbox runs under: what is asked against what is promised, recorded and already running.
+
+Decides and refuses before anything is made; makes nothing.
+"""
 
 from __future__ import annotations
 
-from carrel.errors import Conflict
-from carrel.models import SandboxRequest
-from carrel.providers.base import Capability, Launch, Provider
+import secrets
+import time
+from collections.abc import Mapping
+
+from carrel.config import Settings
+from carrel.control.lifecycle import LIVE, Event, next_state
+from carrel.errors import Conflict, InvalidRequest
+from carrel.models import Limits, Network, SandboxRequest, State
+from carrel.providers import choose
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Launch, Provider
 from carrel.store import SessionRecord
 
 LIMIT_CAPABILITY = {
@@ -13,6 +23,80 @@ LIMIT_CAPABILITY = {
     "processes": Capability.LIMIT_PROCESSES,
 }
 """The disk limit is not in here: the control plane watches workspaces itself, whatever the provider."""
+
+
+def plan(
+    request: SandboxRequest,
+    existing: SessionRecord | None,
+    key: str | None,
+    *,
+    settings: Settings,
+    providers: Mapping[str, Provider],
+    node: str,
+) -> tuple[SessionRecord, Provider]:
+    """The record of a sandbox to be started and its provider. Everything that can be refused is refused here."""
+    given = request.model_fields_set
+    trust = request.trust if existing is None or "trust" in given else existing.trust
+    wanted = request.provider if request.provider != "auto" else settings.sandbox.provider
+    provider = choose(dict(providers), wanted, trust)
+    if provider.unsafe and not settings.sandbox.allow_process:
+        raise InvalidRequest(
+            f"provider '{provider.name}' does not isolate and is switched off on this server",
+            field="provider",
+            hint="choose another provider, or let the operator set CARREL_SANDBOX_ALLOW_PROCESS=true",
+        )
+    explicit = {} if existing is None else existing.limits.model_dump(exclude_none=True)
+    explicit |= request.limits.model_dump(exclude_none=True)
+    provider.require(*(LIMIT_CAPABILITY[name] for name in explicit if name in LIMIT_CAPABILITY))
+    network = request.network or (None if existing is None else existing.network)
+    if network is None:
+        network = Network.HOST if provider.unsafe else settings.sandbox.network
+    provider.require(NETWORK_CAPABILITY[network])
+    now = time.time()
+    ephemeral = request.context_id is None
+    if ephemeral and request.filespace:
+        raise InvalidRequest(
+            "an ephemeral sandbox has no filespace", field="filespace", hint="make the sandbox with a context_id"
+        )
+    filespace = request.filespace
+    if filespace is None:
+        filespace = existing.filespace if existing else settings.sandbox.filespace and not ephemeral
+    record = SessionRecord(
+        id=existing.id if existing else f"{'eph' if ephemeral else 'sbx'}-{secrets.token_hex(8)}",
+        context_id=request.context_id,
+        ephemeral=ephemeral,
+        state=State.CREATING if existing is None else next_state(_settled(existing.state), Event.START),
+        provider=provider.name,
+        isolation_level=provider.isolation_level,
+        unsafe=provider.unsafe,
+        trust=trust,
+        network=network,
+        limits=Limits.model_validate(_defaults(settings, provider) | explicit),
+        env=request.env if existing is None or "env" in given else existing.env,
+        labels=request.labels if existing is None or request.labels else existing.labels,
+        idempotency_key=key or (existing.idempotency_key if existing else None),
+        created_at=existing.created_at if existing else now,
+        last_activity_at=now,
+        node=node,
+        fence=existing.fence if existing else 1,
+        filespace=filespace,
+        snapshot=existing.snapshot if existing else None,
+        notice=existing.notice if existing else None,
+    )
+    return record, provider
+
+
+def _settled(state: State) -> State:
+    """Who has the lease and no sandbox finds a session that was left in the middle of something as stopped."""
+    return next_state(state, Event.STOP) if state in LIVE else state
+
+
+def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:
+    defaults = settings.sandbox
+    has = provider.capabilities()
+    wanted = {"cpus": defaults.cpu_limit, "memory_mb": defaults.memory_mb, "processes": defaults.processes}
+    enforced = {name: value for name, value in wanted.items() if LIMIT_CAPABILITY[name] in has}
+    return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}
 
 
 def launch(record: SessionRecord, provider: Provider, workspace: str) -> Launch:
@@ -33,7 +117,8 @@ def launch(record: SessionRecord, provider: Provider, workspace: str) -> Launch:
 def changes(record: SessionRecord) -> dict[str, object]:
     """What a new start writes over the record of an old one."""
     names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
-    return {name: getattr(record, name) for name in (*names, "last_activity_at", "idempotency_key")}
+    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice")
+    return {name: getattr(record, name) for name in (*names, *more)}
 
 
 def refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
@@ -46,6 +131,8 @@ def refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
         asked.append(("network", request.network, record.network))
     if "trust" in given:
         asked.append(("trust", request.trust, record.trust))
+    if request.filespace is not None:
+        asked.append(("filespace", request.filespace, record.filespace))
     if request.env:
         asked.append(("env", request.env, dict(record.env)))
     for name, value in request.limits.model_dump(exclude_none=True).items():

@@ -132,13 +132,6 @@ def examine() -> Host:
             "a process that escaped would still be a stranger to the other sandboxes",
             "run carrel as root",
         ),
-        _optional(
-            "disk quota",
-            False,
-            "file size limit in the kernel, workspace size by watching",
-            "a workspace over its cap is stopped within seconds, not at the very byte",
-            None,
-        ),
         Finding(
             "KVM",
             "ok" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "degraded",

@@ -52,6 +52,7 @@ def refuse(number: int) -> int:
 
 
 _EPERM, _ENOSYS = refuse(errno.EPERM), refuse(errno.ENOSYS)
+_ENOTTY = refuse(errno.ENOTTY)
 _EAFNOSUPPORT, _EPROTONOSUPPORT = refuse(errno.EAFNOSUPPORT), refuse(errno.EPROTONOSUPPORT)
 
 
@@ -128,6 +129,10 @@ _SOCKET_TYPE = 0xF  # the rest is SOCK_NONBLOCK and SOCK_CLOEXEC; the kernel ref
 _NETLINK_ROUTE = 0
 _IP_PROTOCOLS = (0, socket.IPPROTO_ICMP, socket.IPPROTO_TCP, socket.IPPROTO_UDP, socket.IPPROTO_ICMPV6)
 _TERMINAL_HIJACKS = (0x5412, 0x541C, 0x541D, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCCONS, TIOCSETD
+# btrfs lets a directory's owner make subvolumes, and one inside a workspace would escape the workspace's cap and
+# its snapshots. Of all requests with the letter of btrfs, only sharing blocks between files is left.
+_LETTER, _BTRFS = 0xFF00, 0x9400
+_FILE_CLONES = (0x40049409, 0x4020940D, 0xC0189436)  # FICLONE, FICLONERANGE, FIDEDUPERANGE
 _PR_SET_MM = 35
 _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)  # default, PER_LINUX32, UNAME26, both, "only ask"
 _FILE_TYPES = (0, stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK)
@@ -149,9 +154,11 @@ _NETLINK_SOCKET = _only(
     _SOCKET_TYPE,
 )
 
+_FILE_SYSTEM_REQUEST = _only(1, (_BTRFS,), _only(1, _FILE_CLONES, RET_ALLOW, _ENOTTY), RET_ALLOW, _LETTER)
+
 CHECKED: Mapping[str, Check] = {
     "clone": _only(0, (0,), RET_ALLOW, _EPERM, _CLONE_NEW),
-    "ioctl": _only(1, _TERMINAL_HIJACKS, _EPERM, RET_ALLOW),
+    "ioctl": _only(1, _TERMINAL_HIJACKS, _EPERM, _FILE_SYSTEM_REQUEST),
     "mknod": _only(1, _FILE_TYPES, RET_ALLOW, _EPERM, stat.S_IFMT(0xFFFF)),
     "mknodat": _only(2, _FILE_TYPES, RET_ALLOW, _EPERM, stat.S_IFMT(0xFFFF)),
     "personality": _only(0, _PERSONALITIES, RET_ALLOW, _EPERM),

@@ -188,6 +188,8 @@ class Zygote:
             elif op == "held":
                 named = self._named.get(body["id"])
                 self._answer(connection, seq, bytes=self._nest.held(named) if named else 0)
+            elif op == "list":
+                self._answer(connection, seq, ids=list(self._named))
             elif op == "describe":
                 self._answer(connection, seq, **self.describe())
             elif op == "stop":

@@ -94,6 +94,10 @@ class Provider(ABC):
         May be called twice, and for a sandbox that is already gone. The workspace is not touched.
         """
 
+    async def running(self) -> list[str]:
+        """The ids of the sandboxes the provider knows of, also those nobody waited for; none when it cannot tell."""
+        return []
+
     async def out_of_memory_kills(self, handle: Handle) -> int:
         """How many processes the kernel has killed in this sandbox for lack of memory; 0 when it cannot be known."""
         return 0

@@ -77,12 +77,18 @@ class ZygoteProvider(Provider):
         """See `Provider.alive`."""
         return cgroups.start_time(number(handle, "pid")) == number(handle, "start_time") != 0
 
+    async def running(self) -> list[str]:
+        """See `Provider.running`."""
+        found = await self._zygote.known("list")
+        return [str(name) for name in found.get("ids", [])]
+
     async def remove(self, handle: Handle) -> None:
         """See `Provider.remove`."""
         answer = await self._zygote.known("remove", id=handle["id"])
         if not answer.get("known") and await self.alive(handle):
             await self._kill(handle)
-        _unlink(str(handle["socket"]))
+        if handle.get("socket"):
+            _unlink(str(handle["socket"]))
 
     async def _kill(self, handle: Handle) -> None:
         """End a sandbox whose zygote is gone."""

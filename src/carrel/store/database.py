@@ -2,7 +2,7 @@
 stored.
 
 A query is a plain function of a connection, so there is one set of them. SQLite runs it in a thread of its own (one hop
-a call, where an asyncio driver makes one a statement); PostgreSQL runs it on the event loop, through asyncpg.
+a call, where an asyncio driver makes one a statement); PostgreSQL has its own module, imported when it is used.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
-import asyncpg
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Connection, Engine
-from sqlalchemy.engine.interfaces import AdaptedConnection, DBAPIConnection
-from sqlalchemy.exc import DisconnectionError, IntegrityError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from carrel.config import DATABASES
 from carrel.errors import InvalidRequest, PlatformError
@@ -31,9 +29,6 @@ from carrel.store.schema import migrate
 
 T = TypeVar("T")
 Query = Callable[[Connection], T]
-
-_CONNECT_S = 10
-_STATEMENT_S = 60
 
 # WAL lets readers and the writer work side by side; NORMAL loses at most the last commits at a power cut,
 # never the file. The timeout comes first, because even turning on WAL may have to wait.
@@ -67,13 +62,10 @@ def _begin(connection: Connection) -> None:
         cursor.close()
 
 
-def _alive(connection: AdaptedConnection, _: ConnectionPoolEntry, __: PoolProxiedConnection) -> None:
-    # The driver knows when the server has hung up; asking the server instead would cost three round trips a query.
-    if connection.driver_connection.is_closed():
-        raise DisconnectionError
-
-
 class _Runner(Protocol):
+    failures: tuple[type[Exception], ...]
+    """What the driver raises when the database cannot be used, besides what the toolkit makes of it."""
+
     async def read(self, query: Query[T]) -> T: ...
     async def write(self, query: Query[T]) -> T: ...
     async def close(self) -> None: ...
@@ -81,6 +73,8 @@ class _Runner(Protocol):
 
 class _Sqlite:
     """One thread that writes and one that reads, so that a reader never queues behind a waiting writer."""
+
+    failures: tuple[type[Exception], ...] = (sqlite3.Error,)
 
     def __init__(self, path: str):
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -110,32 +104,6 @@ def _run(engine: Engine, query: Query[T]) -> T:
         return query(connection)
 
 
-class _Postgres:
-    """A pool of connections. Reads are single statements and need no transaction around them."""
-
-    def __init__(self, url: str):
-        async def connect() -> object:
-            # The driver reads the URL itself, so every parameter of libpq it knows (sslmode, host, ...) works.
-            return await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)
-
-        self._engine: AsyncEngine = create_async_engine(
-            "postgresql+asyncpg://", async_creator=connect, pool_size=8, max_overflow=0, hide_parameters=True
-        )
-        event.listen(self._engine.sync_engine, "checkout", _alive)
-        self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
-
-    async def read(self, query: Query[T]) -> T:
-        async with self._reading.connect() as connection:
-            return await connection.run_sync(query)
-
-    async def write(self, query: Query[T]) -> T:
-        async with self._engine.begin() as connection:
-            return await connection.run_sync(query)
-
-    async def close(self) -> None:
-        await self._engine.dispose()
-
-
 class Database:
     """Runs queries: `read` and `write` take a function of a connection, each call is one transaction."""
 
@@ -158,7 +126,9 @@ class Database:
                 raise InvalidRequest("the URL names no file", field="database", hint="write sqlite:////path/to/file")
             return await cls._opened(lambda: _Sqlite(path), f"the database {path}", "data_dir")
         host = _checked(where, scheme)
-        return await cls._opened(lambda: _Postgres(where), f"the PostgreSQL database on {host}", "database")
+        from carrel.store.postgres import Postgres
+
+        return await cls._opened(lambda: Postgres(where), f"the PostgreSQL database on {host}", "database")
 
     @classmethod
     async def _opened(cls, make: Callable[[], _Runner], name: str, field: str) -> Database:
@@ -173,7 +143,7 @@ class Database:
 
     async def read(self, query: Query[T]) -> T:
         """Run a query that changes nothing and is one statement."""
-        with _words(self._name, self._field):
+        with _words(self._name, self._field, self._runner.failures):
             return await self._runner.read(query)
 
     async def write(self, query: Query[T]) -> T:
@@ -181,7 +151,7 @@ class Database:
 
         An `IntegrityError` comes through, as only the caller knows which rule was broken.
         """
-        with _words(self._name, self._field):
+        with _words(self._name, self._field, self._runner.failures):
             return await self._runner.write(query)
 
     async def close(self) -> None:
@@ -212,13 +182,14 @@ def _checked(url: str, scheme: str) -> str:
 
 
 @contextmanager
-def _words(name: str, field: str) -> Iterator[None]:
+def _words(name: str, field: str, failures: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn what drivers raise into one error that says which database failed."""
+    known: tuple[type[Exception], ...] = (SQLAlchemyError, OSError, *failures)
     try:
         yield
     except IntegrityError:
         raise
-    except (SQLAlchemyError, sqlite3.Error, OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+    except known as error:
         said = getattr(error, "orig", None) or error
         raise PlatformError(
             f"{name} cannot be used: {str(said) or type(said).__name__}",

@@ -27,16 +27,17 @@ class Lease:
 
 
 class LeaseStore:
-    """Takes, keeps and gives back leases. `owner` must name one control plane process, not only its host."""
+    """Takes, keeps and gives back leases. `owner` names a server of which only one process can run at a time."""
 
     def __init__(self, database: Database, clock: Callable[[], ColumnElement[float]] = database_clock):
         self._database = database
         self._clock = clock
 
-    async def acquire(self, session_id: str, owner: str, seconds: float) -> int | None:
+    async def acquire(self, session_id: str, owner: str, seconds: float, *, anew: bool = False) -> int | None:
         """Take the lease if it is free or has ended, and return its fence; None when another has it, or no session.
 
-        For the owner that has it already it is extended and the fence stays; one that let it end gets a new fence.
+        For the owner that has it already it is extended and the fence stays; one that let it end gets a new fence, and
+        so does one that asks for it `anew`, because the process that had the lease before it is dead.
         """
         now = self._clock()
         mine = and_(sessions.c.lease_owner == owner, sessions.c.lease_until > now)
@@ -47,7 +48,7 @@ class LeaseStore:
             .values(
                 lease_owner=owner,
                 lease_until=now + seconds,
-                fence=case((mine, sessions.c.fence), else_=sessions.c.fence + 1),
+                fence=sessions.c.fence + 1 if anew else case((mine, sessions.c.fence), else_=sessions.c.fence + 1),
             )
             .returning(sessions.c.fence)
         )
@@ -64,18 +65,52 @@ class LeaseStore:
         statement = self._held(session_id, owner, fence).where(sessions.c.lease_until > now)
         return await self._changed(statement.values(lease_until=now + seconds))
 
+    async def renew_all(self, owner: str, seconds: float) -> dict[str, int]:
+        """Extend every lease of an owner that has not ended; the sessions that it has, with their fences."""
+        now = self._clock()
+        statement = (
+            update(sessions)
+            .where(sessions.c.lease_owner == owner, sessions.c.lease_until > now)
+            .values(lease_until=now + seconds)
+            .returning(sessions.c.id, sessions.c.fence)
+        )
+
+        def run(connection: Connection) -> dict[str, int]:
+            return {row.id: int(row.fence) for row in connection.execute(statement)}
+
+        return await self._database.write(run)
+
     async def release(self, session_id: str, owner: str, fence: int) -> bool:
         """Give a lease back at once; False when it is another's by now."""
         return await self._changed(self._held(session_id, owner, fence).values(lease_owner=None, lease_until=None))
+
+    async def revoke(self, session_id: str, fence: int) -> int | None:
+        """Make a lease that has ended worthless to its owner, whose name stays on it; the new fence, or None."""
+        statement = (
+            update(sessions)
+            .where(sessions.c.id == session_id, sessions.c.fence == fence, sessions.c.lease_until <= self._clock())
+            .values(fence=sessions.c.fence + 1)
+            .returning(sessions.c.fence)
+        )
+
+        def run(connection: Connection) -> int | None:
+            found = connection.execute(statement).scalar_one_or_none()
+            return None if found is None else int(found)
+
+        return await self._database.write(run)
+
+    async def hand_back(self, session_id: str, owner: str, fence: int, to: str) -> None:
+        """Undo the taking of a lease that had ended: it shows its owner of before again, as ended."""
+        await self._changed(self._held(session_id, owner, fence).values(lease_owner=to, lease_until=0.0))
 
     async def get(self, session_id: str) -> Lease | None:
         """The lease on a session, ended or not; None when it was given back or never taken."""
         found = await self._select(sessions.c.id == session_id)
         return found[0] if found else None
 
-    async def expired(self, now: float | None = None) -> list[Lease]:
-        """The leases that had ended by `now` (the clock of the database), the longest ended first."""
-        return await self._select(sessions.c.lease_until <= (self._clock() if now is None else now))
+    async def expired(self, now: float | None = None, *, grace: float = 0.0) -> list[Lease]:
+        """The leases that had ended `grace` seconds before `now` (the database's clock), the longest ended first."""
+        return await self._select(sessions.c.lease_until <= (self._clock() if now is None else now) - grace)
 
     def _held(self, session_id: str, owner: str, fence: int) -> Update:
         return update(sessions).where(

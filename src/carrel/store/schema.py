@@ -1,42 +1,44 @@
-"""Brings the tables of an open connection to what this code knows, in the caller's transaction. Knows no engine."""
+"""Brings the tables of an open connection to what this code knows, in the caller's transaction. Knows no engine.
+
+A database that is up to date costs one look at its revision, and a new one gets the tables as they are now; only what
+an older carrel made is migrated, so that most starts need not import the toolkit for it.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 from functools import cache
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import func, inspect, select
+from sqlalchemy import Column, MetaData, PrimaryKeyConstraint, String, Table, func, insert, inspect, select
 from sqlalchemy.engine import Connection
 
 from carrel.errors import PlatformError
-from carrel.store import migrations
-from carrel.store.migrations.versions.r0001_sessions import COLUMNS
+from carrel.store.migrations import versions
+from carrel.store.tables import metadata
 
 _LOCK = 0x63617272656C  # "carrel": the advisory lock of everyone who migrates this database
-_FIRST = "0001"
+_SCRIPT = re.compile(r"r(\d{4})_\w+\.py")
 
-
-def _config(connection: Connection | None = None) -> Config:
-    config = Config()
-    config.set_main_option("script_location", os.path.dirname(migrations.__file__).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    return config
+# As the migration toolkit makes it and reads it.
+_version = Table(
+    "alembic_version",
+    MetaData(),
+    Column("version_num", String(32), nullable=False),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
 
 
 @cache
-def _known() -> tuple[str, ...]:
-    """Every revision, the newest first."""
-    return tuple(script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions())
+def known() -> tuple[str, ...]:
+    """Every revision, the newest first, by the names of the scripts."""
+    names = os.listdir(os.path.dirname(versions.__file__))
+    return tuple(sorted((found[1] for name in names if (found := _SCRIPT.fullmatch(name))), reverse=True))
 
 
 def newest() -> str:
     """The revision this code brings a database to."""
-    return _known()[0]
+    return known()[0]
 
 
 def migrate(connection: Connection) -> None:
@@ -45,32 +47,30 @@ def migrate(connection: Connection) -> None:
     The transaction must be one that keeps other writers of a SQLite file out (`BEGIN IMMEDIATE`); on PostgreSQL
     an advisory lock does, until the transaction ends.
     """
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
-    present = MigrationContext.configure(connection).get_current_heads()
+    found = inspect(connection)
+    present: set[str] = set()
+    if found.has_table(_version.name):
+        present.update(connection.execute(select(_version.c.version_num)).scalars())
     for revision in present:
-        if revision not in _known():
+        if revision not in known():
             raise PlatformError(
                 f"the database was made by a newer carrel: its schema is {revision}, this one knows up to {newest()}",
                 field="database",
                 hint="run the newer carrel, or give this one a database of its own",
             )
-    if present == (newest(),):
+    if present == {newest()}:
         return
-    config = _config(connection)
-    if not present and inspect(connection).has_table("sessions"):
-        _refuse_strangers(connection)
-        command.stamp(config, _FIRST)
-    command.upgrade(config, "head")
+    if not present and not found.has_table("sessions"):
+        _make(connection)
+        return
+    from carrel.store.upgrades import upgrade
+
+    upgrade(connection, adopt=not present)
 
 
-def _refuse_strangers(connection: Connection) -> None:
-    """Tables without a revision are those of the first release, or not carrel's at all."""
-    found = {column["name"] for column in inspect(connection).get_columns("sessions")}
-    if found != {name for name, _kind, _nullable in COLUMNS}:
-        raise PlatformError(
-            "the database has a table `sessions` that carrel did not make",
-            field="database",
-            hint="give carrel a database (or a schema) of its own",
-        )
+def _make(connection: Connection) -> None:
+    metadata.create_all(connection, checkfirst=False)
+    _version.create(connection, checkfirst=True)
+    connection.execute(insert(_version).values(version_num=newest()))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from types import MappingProxyType
 
 from sqlalchemy import ColumnElement, Double, Select, and_, bindparam, case, func, insert, or_, select, update
 from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
-from carrel.errors import Conflict
+from carrel.errors import AlreadyExists, Conflict
 from carrel.models import Limits, Network, SandboxInfo, State, Trust
+from carrel.store.clock import database_clock
 from carrel.store.cursors import decode_cursor, encode_cursor
 from carrel.store.database import Database
 from carrel.store.tables import sessions
@@ -45,6 +47,9 @@ class SessionRecord:
     lease_owner: str | None = None
     lease_until: float | None = None
     fence: int = 0
+    filespace: bool = False
+    snapshot: str | None = None
+    notice: str | None = None
 
     def info(self, last_activity_at: float | None = None) -> SandboxInfo:
         """The record as the API shows it."""
@@ -63,6 +68,10 @@ class SessionRecord:
             created_at=datetime.fromtimestamp(self.created_at, UTC),
             last_activity_at=datetime.fromtimestamp(max(last_activity_at or 0, self.last_activity_at), UTC),
             error=self.error,
+            node=self.node,
+            filespace=self.filespace,
+            snapshot=self.snapshot,
+            notice=self.notice,
         )
 
 
@@ -102,6 +111,9 @@ def _record(row: RowMapping) -> SessionRecord:
         lease_owner=row["lease_owner"],
         lease_until=row["lease_until"],
         fence=row["fence"],
+        filespace=row["filespace"],
+        snapshot=row["snapshot"],
+        notice=row["notice"],
     )
 
 
@@ -111,29 +123,45 @@ class SessionStore:
     def __init__(self, database: Database):
         self._database = database
 
-    async def insert(self, record: SessionRecord) -> None:
-        """Add a record, without a lease; `Conflict` when its context or idempotency key is taken."""
+    async def insert(self, record: SessionRecord, lease: tuple[str, float] | None = None) -> None:
+        """Add a record; `AlreadyExists` when its context or idempotency key is taken.
+
+        `lease` is the owner and the seconds of a lease that begins at once, with fence 1; else nobody has one.
+        """
         values = {name: _plain(name, getattr(record, name)) for name in _NAMES if name not in _LEASE}
+        if lease is not None:
+            owner, seconds = lease
+            values |= {"lease_owner": owner, "lease_until": database_clock() + seconds, "fence": 1}
         statement = insert(sessions).values(**values)
         try:
             await self._database.write(lambda connection: connection.execute(statement).close())
         except IntegrityError:
-            raise Conflict(
+            raise AlreadyExists(
                 "a session of this context or idempotency key exists already",
                 field="context_id",
                 hint="ask again: the existing one is then returned",
             ) from None
 
-    async def update(self, session_id: str, **values: object) -> None:
+    async def update(
+        self,
+        session_id: str,
+        more: Mapping[str, object] = MappingProxyType({}),
+        *,
+        fence: int | None = None,
+        release: bool = False,
+        **values: object,
+    ) -> None:
         """Change some fields of one record, in one transaction.
 
         With `fence`, only while the lease that gave it has not been released or taken by another: else nothing is
-        changed and `Conflict` is raised.
+        changed and `Conflict` is raised. With `release` the lease is given back in the same step.
         """
-        fence = values.pop("fence", None)
+        values |= more
         if refused := _LEASE & values.keys():
             raise TypeError(f"only a lease changes {', '.join(sorted(refused))}")
         plain = {name: _plain(name, value) for name, value in values.items()}
+        if release:
+            plain |= {"lease_owner": None, "lease_until": None}
         statement = update(sessions).where(sessions.c.id == session_id).values(**plain)
         if fence is not None:
             statement = statement.where(sessions.c.fence == fence, sessions.c.lease_owner.is_not(None))
@@ -164,6 +192,12 @@ class SessionStore:
         """The record of a context that is not terminated."""
         return await self._one(and_(sessions.c.context_id == context_id, sessions.c.state != State.TERMINATED.value))
 
+    async def newest_of_context(self, context_id: str) -> SessionRecord | None:
+        """The record of a context that was made last, terminated or not."""
+        query = select(sessions).where(sessions.c.context_id == context_id)
+        found = await self._all(query.order_by(sessions.c.created_at.desc(), sessions.c.id.desc()).limit(1))
+        return found[0] if found else None
+
     async def of_key(self, idempotency_key: str) -> SessionRecord | None:
         """The record a creation with that idempotency key made."""
         return await self._one(sessions.c.idempotency_key == idempotency_key)
@@ -177,6 +211,16 @@ class SessionStore:
         query = select(func.count()).select_from(sessions)
         query = query.where(sessions.c.state.in_([state.value for state in states]))
         return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
+
+    async def counts(self) -> dict[State, int]:
+        """How many records are in each state that is not terminated."""
+        query = select(sessions.c.state, func.count()).where(sessions.c.state != State.TERMINATED.value)
+        query = query.group_by(sessions.c.state)
+
+        def run(connection: Connection) -> dict[State, int]:
+            return {State(state): int(number) for state, number in connection.execute(query)}
+
+        return await self._database.read(run)
 
     async def page(
         self,

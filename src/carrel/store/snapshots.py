@@ -40,6 +40,9 @@ class SnapshotRecord:
     files: int | None = None
     error: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    node: str | None = None
+    reason: str = "request"
+    archived: bool = False
 
 
 def _record(row: RowMapping) -> SnapshotRecord:
@@ -80,6 +83,29 @@ class SnapshotStore:
         query = query.where(snapshots.c.status == SnapshotStatus.READY.value)
         found = await self._all(query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()).limit(1))
         return found[0] if found else None
+
+    async def mark_archived(self, snapshot_id: str) -> None:
+        """The archive has it."""
+        statement = update(snapshots).where(snapshots.c.id == snapshot_id).values(archived=True)
+        await self._database.write(lambda connection: connection.execute(statement).close())
+
+    async def unarchived(self, node: str) -> list[SnapshotRecord]:
+        """The ready snapshots of a node that are not in the archive yet, oldest first."""
+        query = select(snapshots).where(snapshots.c.status == SnapshotStatus.READY.value)
+        query = query.where(snapshots.c.node == node, snapshots.c.archived.is_(False))
+        return await self._all(query.order_by(snapshots.c.created_at, snapshots.c.id))
+
+    async def all_ready(self, context_id: str) -> list[SnapshotRecord]:
+        """Every good snapshot of a context, newest first."""
+        query = select(snapshots).where(snapshots.c.context_id == context_id)
+        query = query.where(snapshots.c.status == SnapshotStatus.READY.value)
+        return await self._all(query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()))
+
+    async def ids(self, node: str) -> set[str]:
+        """The snapshots of a node that are ready or being made."""
+        query = select(snapshots.c.id).where(snapshots.c.status != SnapshotStatus.FAILED.value)
+        query = query.where(or_(snapshots.c.node == node, snapshots.c.node.is_(None)))
+        return await self._database.read(lambda connection: set(connection.execute(query).scalars()))
 
     async def in_status(self, status: SnapshotStatus) -> list[SnapshotRecord]:
         """Every record with that status, oldest first."""

@@ -86,6 +86,9 @@ sessions = Table(
     Column("lease_owner", Words(255), nullable=True),
     Column("lease_until", Double, nullable=True, comment="seconds since 1970, by the clock of the database"),
     Column("fence", BigInteger, nullable=False, server_default=text("0")),
+    Column("filespace", Boolean, nullable=False, server_default=text("false")),
+    Column("snapshot", Words(64), nullable=True),
+    Column("notice", Prose, nullable=True),
 )
 
 _live = sessions.c.state != "terminated"
@@ -110,6 +113,9 @@ snapshots = Table(
     Column("created_at", Double, nullable=False, comment="seconds since 1970, UTC"),
     Column("error", Prose, nullable=True),
     Column("labels", JSON, nullable=False),
+    Column("node", Words(255), nullable=True),
+    Column("reason", String(16), nullable=False, server_default=text("'request'")),
+    Column("archived", Boolean, nullable=False, server_default=text("false")),
 )
 Index("snapshots_context", snapshots.c.context_id, snapshots.c.created_at, snapshots.c.id)
 Index("snapshots_status", snapshots.c.status)

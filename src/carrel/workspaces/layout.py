@@ -38,21 +38,25 @@ def encode(name: str, *, ephemeral: bool) -> str:
     return ("eph-" if ephemeral else "ctx-") + name.replace(":", "+")
 
 
+def decode(volume: str) -> str:
+    """The context, or the ephemeral sandbox, that a directory belongs to."""
+    return volume[4:].replace("+", ":")
+
+
 class Layout:
     """The data directory of one server."""
 
     def __init__(self, data_dir: str):
         self.data_dir = data_dir
         self.storage = os.path.join(data_dir, "storage")
-        self.workspaces = os.path.join(self.storage, "volumes")
         self.run = os.path.join(data_dir, "run")
-        self.trash = os.path.join(data_dir, "trash")
+        self.cache = os.path.join(data_dir, "cache")
         self._root = os.geteuid() == 0
 
     def prepare(self) -> None:
         """Make the directories of the server itself, each for its owner only."""
         try:
-            for path in (self.data_dir, self.storage, self.workspaces, self.run, self.trash):
+            for path in (self.data_dir, self.storage, self.run, self.cache):
                 Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
                 os.chmod(path, 0o700)
         except OSError as error:
@@ -62,20 +66,24 @@ class Layout:
                 hint="choose another one with --data-dir or CARREL_DATA_DIR",
             ) from None
 
-    def path(self, name: str, *, ephemeral: bool) -> str:
-        """Where the workspace of a context or of an ephemeral sandbox lies."""
-        return os.path.join(self.workspaces, encode(name, ephemeral=ephemeral))
-
-    def make(self, name: str, *, ephemeral: bool) -> tuple[str, bool]:
-        """Make the workspace, or complete one that is there. Returns its path and whether it is new."""
-        path = self.path(name, ephemeral=ephemeral)
+    def node(self) -> str:
+        """The name of this server among those on one database: made once, and kept."""
+        path = os.path.join(self.data_dir, "node")
         try:
-            os.mkdir(path, 0o700)
-            new = True
-        except FileExistsError:
-            new = False
-        except OSError as error:
-            raise PlatformError(f"cannot make the workspace: {error.strerror}") from None
+            with suppress(FileNotFoundError), open(path, encoding="ascii") as file:
+                if _NAME.fullmatch(name := file.read(200).strip()):
+                    return name
+            name = f"node-{secrets.token_hex(6)}"
+            aside = f"{path}.{secrets.token_hex(4)}"
+            with open(aside, "x", encoding="ascii") as file:
+                file.write(name + "\n")
+            os.replace(aside, path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlatformError(f"the name of this server cannot be kept: {error}", field="data_dir") from None
+        return name
+
+    def furnish(self, path: str, name: str, *, ephemeral: bool, new: bool, ttl_days: float = 7, used: int = 0) -> None:
+        """Give a workspace its directories, when it is new, and its description."""
         try:
             fd = _open_directory(path)
         except OSError as error:
@@ -85,22 +93,18 @@ class Layout:
                 for sub in SUBDIRECTORIES:
                     os.mkdir(sub, 0o700, dir_fd=fd)
                     self._own(sub, fd)
-                if self._root:
-                    os.fchown(fd, CANONICAL_UID, CANONICAL_UID)
-            self._describe(fd, name, ephemeral, new)
+            self._describe(fd, name, ephemeral, new, ttl_days, used)
         except OSError as error:
-            if new:
-                self.remove(name, ephemeral=ephemeral)
-            raise PlatformError(f"cannot make the workspace: {error.strerror}") from None
+            if new or error.errno not in {errno.ENOSPC, errno.EDQUOT}:  # a full workspace can still be used
+                raise PlatformError(f"cannot make the workspace: {error.strerror}") from None
         finally:
             os.close(fd)
-        return path, new
 
     def _own(self, name: str, fd: int) -> None:
         if self._root:
             os.chown(name, CANONICAL_UID, CANONICAL_UID, dir_fd=fd, follow_symlinks=False)
 
-    def _describe(self, fd: int, name: str, ephemeral: bool, new: bool) -> None:
+    def _describe(self, fd: int, name: str, ephemeral: bool, new: bool, ttl_days: float, used: int) -> None:
         """Write `.context.json`. The sandbox can write it too, so carrel never believes what it says."""
         now = datetime.now(UTC).isoformat()
         created = now if new else datetime.fromtimestamp(os.fstat(fd).st_ctime, UTC).isoformat()
@@ -112,8 +116,8 @@ class Layout:
             "namespace": None,
             "created_at": created,
             "last_accessed_at": now,
-            "ttl_days": 0 if ephemeral else 7,
-            "disk_usage_bytes": 0,
+            "ttl_days": 0 if ephemeral else ttl_days,
+            "disk_usage_bytes": used,
         }
         temporary = f".context-{secrets.token_hex(8)}"
         out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
@@ -143,41 +147,6 @@ class Layout:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
-    def remove(self, name: str, *, ephemeral: bool) -> None:
-        """Remove a workspace: out of sight at once, then file by file. Nothing happens when there is none."""
-        grave = secrets.token_hex(8)
-        try:
-            os.makedirs(os.path.join(self.trash, grave), 0o700)
-            path = self.path(name, ephemeral=ephemeral)
-            # The agent may have forbidden its own directory; as an ordinary user we could then not move it.
-            os.close(_open_directory(path))
-            os.rename(path, os.path.join(self.trash, grave, "workspace"))
-        except FileNotFoundError:
-            with suppress(OSError):
-                os.rmdir(os.path.join(self.trash, grave))
-            return
-        except OSError as error:
-            raise PlatformError(f"cannot remove the workspace: {error.strerror}") from None
-        self._bury(grave)
-
-    def _bury(self, grave: str) -> None:
-        top = os.open(os.path.join(self.trash, grave), _DIRECTORY)
-        try:
-            empty_directory(top)
-        finally:
-            os.close(top)
-        os.rmdir(os.path.join(self.trash, grave))
-
-    def empty_trash(self) -> None:
-        """Remove what a server that was killed had thrown away. Only before anything else runs."""
-        for grave in os.listdir(self.trash):
-            self._bury(grave)
-
-    def ephemeral_leftovers(self, keep: set[str]) -> list[str]:
-        """Names of ephemeral workspaces on disk that belong to no sandbox in `keep`."""
-        found = [entry[4:] for entry in os.listdir(self.workspaces) if entry.startswith("eph-")]
-        return [name for name in found if name not in keep and _NAME.fullmatch(name)]
-
 
 def empty_directory(top: int) -> None:
     """Remove everything beneath an open directory, which must not be in use by others.
@@ -197,7 +166,7 @@ def empty_directory(top: int) -> None:
     if stuck:
         raise PlatformError(
             f"{len(stuck)} entries of a removed workspace could not be deleted",
-            hint="see the trash directory beneath the data directory; it is tried again at the next start",
+            hint="it is tried again at the next start",
         )
 
 

@@ -72,27 +72,6 @@ def test_twenty_forks_share_their_blocks(btrfs: BtrfsDriver) -> None:
     assert btrfs.stored_bytes() <= 1.1 * before
 
 
-def test_streams_carry_only_what_changed(btrfs: BtrfsDriver, make) -> None:  # type: ignore[no-untyped-def]
-    other = make("btrfs")
-    btrfs.create("a", None)
-    mutate(btrfs.path("a"), random.Random(5), 60)
-    fill(os.path.join(btrfs.path("a"), "x"), 10)
-    btrfs.snapshot("a", "one")
-    Path(btrfs.path("a"), "small").write_text("changed")
-    btrfs.snapshot("a", "two", "one")
-    whole = list(btrfs.send_stream("one"))
-    change = list(btrfs.send_stream("two", "one"))
-    assert sum(map(len, whole)) > 10 * MB
-    assert sum(map(len, change)) < 10_000
-    other.receive("one", iter(whole))
-    other.receive("two", iter(change))
-    other.fork("two", "b", None)
-    assert picture(other.path("b")) == picture(btrfs.path("a"))
-    with pytest.raises(PlatformError):
-        other.receive("broken", iter([b"".join(whole)[: 5 * MB]]))
-    assert other.snapshots() == ["one", "two"]
-
-
 def test_a_pool_grows_is_found_again_and_leaves_nothing(tmp_path: Path) -> None:
     driver = BtrfsDriver(str(tmp_path / "p"), pool_bytes=128 * MB, pool_max_bytes=512 * MB)
     if (reason := driver.missing()) is not None:
@@ -151,7 +130,7 @@ def test_a_full_pool_fails_cleanly(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from carrel.workspaces.volumes import BtrfsDriver, pool
+from carrel.workspaces.volumes import BtrfsDriver
 left = int(sys.argv[2])
 def guarded(where, name):
     real = getattr(where, name)
@@ -164,9 +143,9 @@ def guarded(where, name):
     setattr(where, name, call)
 driver = BtrfsDriver(sys.argv[1])
 driver.open()
-guarded(pool, "run")
 guarded(os, "rename")
-from carrel.workspaces.volumes import btrfs
+from carrel.workspaces.volumes import btrfs, kernel
+guarded(kernel, "control")
 guarded(btrfs, "exchange")
 driver.snapshot("a", "two")
 driver.restore("a", "one")
@@ -181,7 +160,7 @@ def test_a_kill_leaves_the_old_or_the_new(btrfs: BtrfsDriver, tmp_path: Path) ->
     one = picture(btrfs.path("a"))
     place = str(tmp_path / "btrfs0")
     killed = 0
-    for after in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1000):
+    for after in (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 1000):
         mutate(btrfs.path("a"), random.Random(after), 4)
         before = picture(btrfs.path("a"))
         code = subprocess.run([sys.executable, "-c", KILLED, place, str(after)], check=False).returncode

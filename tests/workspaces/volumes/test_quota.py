@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from carrel.workspaces.volumes import BtrfsDriver, quota
+from carrel.workspaces.volumes import BtrfsDriver, quota, subvolumes
 from carrel.workspaces.volumes.pool import run
 
 
@@ -18,10 +18,10 @@ def test_usage_and_limit_are_those_of_the_program(make) -> None:  # type: ignore
         driver.stored_bytes()  # everything is committed
         line = run("btrfs", "qgroup", "show", "--raw", "-r", "-f", driver.path(name)).decode().splitlines()[-1].split()
         limit = int(line[3]) if line[3].isdigit() else None
-        assert quota.referenced(driver.path(name)) == (int(line[1]), limit)
         assert limit == cap
         fd = os.open(driver.path(name), os.O_RDONLY)
         try:
-            assert line[0] == f"0/{quota.number_of(fd)}"
+            assert quota.referenced(fd) == (int(line[1]), limit)
+            assert line[0] == f"0/{subvolumes.number_of(fd)}"
         finally:
             os.close(fd)

@@ -6,7 +6,7 @@ Knows transport and errors; knows no resource.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TypeVar
 from urllib.parse import quote, urlencode
 
@@ -23,6 +23,7 @@ Query = Mapping[str, str | int | None]
 CONNECT_S = 10.0
 # What the server needs on top of a command's own deadline: to kill the tree and to send the output.
 GRACE_S = 30.0
+READ_SIZE = 256 * 1024
 _JSON = {"content-type": "application/json"}
 _LOST = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 
@@ -126,6 +127,19 @@ class AsyncConnection:
     ) -> httpx.Response:
         """Send a request and leave the body of the answer to be read; the caller closes the response."""
         return await self._open(self._request(method, path, query=query, body=body, timeout=timeout), stream=True)
+
+    async def pieces(
+        self, path: str, query: Query | None = None, timeout: httpx.Timeout | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """GET bytes of any size as they arrive."""
+        response = await self.stream("GET", path, query=query, timeout=timeout)
+        try:
+            async for piece in response.aiter_raw(READ_SIZE):
+                yield piece
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from None
+        finally:
+            await response.aclose()
 
     async def _send(
         self,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
-
-import httpx
 
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._io_async import Progress, Source, blocking
@@ -18,7 +16,6 @@ from carrel.errors import FileMissing, InvalidPath, InvalidRequest
 from carrel.models import EditResult, FileInfo, FileKind, FileList
 
 DIRECTORY_LIMIT = 10_000
-READ_SIZE = 256 * 1024
 
 
 class AsyncFiles:
@@ -45,17 +42,9 @@ class AsyncFiles:
                 hint="read bytes with files.read, or pass errors='replace'",
             ) from None
 
-    async def stream(self, path: str, *, offset: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+    def stream(self, path: str, *, offset: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes of a file in pieces, for files of any size."""
-        query = {"path": path, "offset": offset or None, "length": length}
-        response = await self._connection.stream("GET", self._content, query=query)
-        try:
-            async for piece in response.aiter_raw(READ_SIZE):
-                yield piece
-        except httpx.HTTPError as error:
-            raise self._connection.unreachable(error) from None
-        finally:
-            await response.aclose()
+        return self._connection.pieces(self._content, {"path": path, "offset": offset or None, "length": length})
 
     async def write(
         self,
@@ -150,10 +139,7 @@ class AsyncFiles:
     ) -> None:
         """Copy a file or a directory to a local path or an open binary file. Symlinks are not copied."""
         if not isinstance(local, str | os.PathLike):
-            async for piece in self.stream(path):
-                await blocking(local.write, piece)
-                if progress is not None:
-                    progress(len(piece))
+            await give(self.stream(path), local, progress)
             return
         target = Path(local)
         info = await self.stat(path)
@@ -178,21 +164,34 @@ class AsyncFiles:
                 await self._download_file(entry.path, entry, place, progress)
 
     async def _download_file(self, path: str, info: FileInfo, target: Path, progress: Progress | None) -> None:
-        try:
-            descriptor, partial = await blocking(_partial, target)
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="local") from None
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                async for piece in self.stream(path):
-                    await blocking(file.write, piece)
-                    if progress is not None:
-                        progress(len(piece))
-            executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
-            await blocking(_place, partial, target, 0o777 if executable else 0o666)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
+        await save(self.stream(path), target, 0o777 if executable else 0o666, progress)
+
+
+async def save(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
+    """Write what arrives to a local file, whole or not at all."""
+    try:
+        descriptor, partial = await blocking(_partial, target)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="local") from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            await give(pieces, file, progress)
+        await blocking(_place, partial, target, mode)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+async def give(pieces: AsyncGenerator[bytes, None], file: IO[bytes], progress: Progress | None) -> None:
+    """Write what arrives to an open binary file."""
+    try:
+        async for piece in pieces:
+            await blocking(file.write, piece)
+            if progress is not None:
+                progress(len(piece))
+    finally:
+        await pieces.aclose()
 
 
 def _opened(source: Path) -> IO[bytes]:

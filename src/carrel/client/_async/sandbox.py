@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import base64
+import os
 import shlex
+import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import IO
 from urllib.parse import quote
 
 from carrel.client._async.commands import AsyncCommands
 from carrel.client._async.connection import AsyncConnection, encoded
-from carrel.client._async.files import AsyncFiles
+from carrel.client._async.files import AsyncFiles, give, save
 from carrel.client._async.terminal import AsyncTerminal
-from carrel.errors import CarrelError, NotFound, NotRunning
+from carrel.client._io_async import Progress
+from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
     ExecuteResult,
     FileChange,
@@ -22,6 +27,7 @@ from carrel.models import (
     SnapshotPage,
     SupervisorHealth,
     ToolResult,
+    WorkspaceUsage,
 )
 
 
@@ -29,12 +35,16 @@ class AsyncSandbox:
     """A sandbox. A `with` block terminates it at its end if it is ephemeral, and leaves a kept one alone."""
 
     def __init__(self, connection: AsyncConnection, info: SandboxInfo):
+        self._connection = connection
+        self._identify(info)
+
+    def _identify(self, info: SandboxInfo) -> None:
+        connection = self._connection
         self.id = info.id
         self.context_id = info.context_id
         self.ephemeral = info.ephemeral
         self.provider = info.provider
         self.unsafe = info.unsafe
-        self._connection = connection
         self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
         self.commands = AsyncCommands(connection, self._path)
         self.files = AsyncFiles(connection, self._path)
@@ -112,14 +122,54 @@ class AsyncSandbox:
         query = {"before": _id(before), "after": _id(after)}
         return (await self._connection.get(FileChanges, f"{self._path}/diff", query)).items
 
-    async def stop(self) -> SandboxInfo:
-        """End what runs and keep the files; `client.sandbox` with the same context starts it again."""
-        return await self._connection.post(SandboxInfo, f"{self._path}/stop", b"")
+    async def download_snapshot(
+        self,
+        snapshot: SnapshotInfo | str,
+        target: str | os.PathLike[str] | IO[bytes],
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write the files of a snapshot as a tar archive to a local path or an open binary file."""
+        path = f"{self._path}/snapshots/{quote(_id(snapshot), safe='')}/tar"
+        arriving = self._connection.pieces(path, timeout=self._connection.patience(None))
+        if isinstance(target, str | os.PathLike):
+            await save(arriving, Path(target), 0o666, progress)
+        else:
+            await give(arriving, target, progress)
 
-    async def terminate(self, *, reason: str = "", delete_files: bool = False) -> SandboxInfo:
-        """End the sandbox and everything that runs in it. A kept workspace stays unless `delete_files`."""
-        body = encoded({"reason": reason, "delete_files": delete_files})
-        return await self._connection.post(SandboxInfo, f"{self._path}/terminate", body)
+    async def usage(self) -> WorkspaceUsage:
+        """What the workspace holds, and what it may."""
+        return await self._connection.get(WorkspaceUsage, f"{self._path}/usage")
+
+    async def stop(self) -> SandboxInfo:
+        """End what runs and keep the files; `resume` starts it again."""
+        patience = self._connection.patience(None)
+        return await self._connection.post(SandboxInfo, f"{self._path}/stop", b"", timeout=patience)
+
+    async def resume(self) -> SandboxInfo:
+        """Start a sandbox on the same files again; one that runs is left as it is."""
+        if self.context_id is None:
+            raise InvalidRequest(
+                "an ephemeral sandbox keeps nothing to start again on",
+                field="context_id",
+                hint="make the sandbox with a context_id",
+            )
+        headers = {"idempotency-key": uuid.uuid4().hex}
+        body, patience = encoded({"context_id": self.context_id}), self._connection.patience(None)
+        info = await self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers, timeout=patience)
+        self._identify(info)
+        return info
+
+    async def terminate(
+        self, *, reason: str = "", delete_files: bool = False, snapshot: bool | None = None
+    ) -> SandboxInfo:
+        """End the sandbox and everything that runs in it. A kept workspace stays unless `delete_files`.
+
+        `snapshot` takes a last one before the end, or leaves it; by default it is taken unless the files are deleted.
+        """
+        body = encoded({"reason": reason, "delete_files": delete_files, "snapshot": snapshot})
+        patience = self._connection.patience(None)
+        return await self._connection.post(SandboxInfo, f"{self._path}/terminate", body, timeout=patience)
 
     async def __aenter__(self) -> AsyncSandbox:
         return self

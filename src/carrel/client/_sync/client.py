@@ -57,7 +57,9 @@ class Client:
             }
         )
         headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
-        info = self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers)
+        # A workspace may have to come from the archive first, so the server decides how long it takes.
+        patience = self._connection.patience(None)
+        info = self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers, timeout=patience)
         return self.attach(info)
 
     def attach(self, info: SandboxInfo) -> Sandbox:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
-
-import httpx
 
 from carrel.client._io_sync import Progress, Source, blocking
 from carrel.client._sync.connection import Connection, encoded
@@ -19,7 +17,6 @@ from carrel.errors import FileMissing, InvalidPath, InvalidRequest
 from carrel.models import EditResult, FileInfo, FileKind, FileList
 
 DIRECTORY_LIMIT = 10_000
-READ_SIZE = 256 * 1024
 
 
 class Files:
@@ -46,16 +43,9 @@ class Files:
                 hint="read bytes with files.read, or pass errors='replace'",
             ) from None
 
-    def stream(self, path: str, *, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
+    def stream(self, path: str, *, offset: int = 0, length: int | None = None) -> Generator[bytes, None]:
         """The bytes of a file in pieces, for files of any size."""
-        query = {"path": path, "offset": offset or None, "length": length}
-        response = self._connection.stream("GET", self._content, query=query)
-        try:
-            yield from response.iter_raw(READ_SIZE)
-        except httpx.HTTPError as error:
-            raise self._connection.unreachable(error) from None
-        finally:
-            response.close()
+        return self._connection.pieces(self._content, {"path": path, "offset": offset or None, "length": length})
 
     def write(
         self,
@@ -148,10 +138,7 @@ class Files:
     ) -> None:
         """Copy a file or a directory to a local path or an open binary file. Symlinks are not copied."""
         if not isinstance(local, str | os.PathLike):
-            for piece in self.stream(path):
-                blocking(local.write, piece)
-                if progress is not None:
-                    progress(len(piece))
+            give(self.stream(path), local, progress)
             return
         target = Path(local)
         info = self.stat(path)
@@ -176,21 +163,34 @@ class Files:
                 self._download_file(entry.path, entry, place, progress)
 
     def _download_file(self, path: str, info: FileInfo, target: Path, progress: Progress | None) -> None:
-        try:
-            descriptor, partial = blocking(_partial, target)
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="local") from None
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                for piece in self.stream(path):
-                    blocking(file.write, piece)
-                    if progress is not None:
-                        progress(len(piece))
-            executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
-            blocking(_place, partial, target, 0o777 if executable else 0o666)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
+        save(self.stream(path), target, 0o777 if executable else 0o666, progress)
+
+
+def save(pieces: Generator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
+    """Write what arrives to a local file, whole or not at all."""
+    try:
+        descriptor, partial = blocking(_partial, target)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="local") from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            give(pieces, file, progress)
+        blocking(_place, partial, target, mode)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def give(pieces: Generator[bytes, None], file: IO[bytes], progress: Progress | None) -> None:
+    """Write what arrives to an open binary file."""
+    try:
+        for piece in pieces:
+            blocking(file.write, piece)
+            if progress is not None:
+                progress(len(piece))
+    finally:
+        pieces.close()
 
 
 def _opened(source: Path) -> IO[bytes]:

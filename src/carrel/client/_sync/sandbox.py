@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import base64
+import os
 import shlex
+import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import IO
 from urllib.parse import quote
 
+from carrel.client._io_sync import Progress
 from carrel.client._sync.commands import Commands
 from carrel.client._sync.connection import Connection, encoded
-from carrel.client._sync.files import Files
+from carrel.client._sync.files import Files, give, save
 from carrel.client._sync.terminal import Terminal
-from carrel.errors import CarrelError, NotFound, NotRunning
+from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
     ExecuteResult,
     FileChange,
@@ -23,6 +28,7 @@ from carrel.models import (
     SnapshotPage,
     SupervisorHealth,
     ToolResult,
+    WorkspaceUsage,
 )
 
 
@@ -30,12 +36,16 @@ class Sandbox:
     """A sandbox. A `with` block terminates it at its end if it is ephemeral, and leaves a kept one alone."""
 
     def __init__(self, connection: Connection, info: SandboxInfo):
+        self._connection = connection
+        self._identify(info)
+
+    def _identify(self, info: SandboxInfo) -> None:
+        connection = self._connection
         self.id = info.id
         self.context_id = info.context_id
         self.ephemeral = info.ephemeral
         self.provider = info.provider
         self.unsafe = info.unsafe
-        self._connection = connection
         self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
         self.commands = Commands(connection, self._path)
         self.files = Files(connection, self._path)
@@ -111,14 +121,52 @@ class Sandbox:
         query = {"before": _id(before), "after": _id(after)}
         return (self._connection.get(FileChanges, f"{self._path}/diff", query)).items
 
-    def stop(self) -> SandboxInfo:
-        """End what runs and keep the files; `client.sandbox` with the same context starts it again."""
-        return self._connection.post(SandboxInfo, f"{self._path}/stop", b"")
+    def download_snapshot(
+        self,
+        snapshot: SnapshotInfo | str,
+        target: str | os.PathLike[str] | IO[bytes],
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write the files of a snapshot as a tar archive to a local path or an open binary file."""
+        path = f"{self._path}/snapshots/{quote(_id(snapshot), safe='')}/tar"
+        arriving = self._connection.pieces(path, timeout=self._connection.patience(None))
+        if isinstance(target, str | os.PathLike):
+            save(arriving, Path(target), 0o666, progress)
+        else:
+            give(arriving, target, progress)
 
-    def terminate(self, *, reason: str = "", delete_files: bool = False) -> SandboxInfo:
-        """End the sandbox and everything that runs in it. A kept workspace stays unless `delete_files`."""
-        body = encoded({"reason": reason, "delete_files": delete_files})
-        return self._connection.post(SandboxInfo, f"{self._path}/terminate", body)
+    def usage(self) -> WorkspaceUsage:
+        """What the workspace holds, and what it may."""
+        return self._connection.get(WorkspaceUsage, f"{self._path}/usage")
+
+    def stop(self) -> SandboxInfo:
+        """End what runs and keep the files; `resume` starts it again."""
+        patience = self._connection.patience(None)
+        return self._connection.post(SandboxInfo, f"{self._path}/stop", b"", timeout=patience)
+
+    def resume(self) -> SandboxInfo:
+        """Start a sandbox on the same files again; one that runs is left as it is."""
+        if self.context_id is None:
+            raise InvalidRequest(
+                "an ephemeral sandbox keeps nothing to start again on",
+                field="context_id",
+                hint="make the sandbox with a context_id",
+            )
+        headers = {"idempotency-key": uuid.uuid4().hex}
+        body, patience = encoded({"context_id": self.context_id}), self._connection.patience(None)
+        info = self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers, timeout=patience)
+        self._identify(info)
+        return info
+
+    def terminate(self, *, reason: str = "", delete_files: bool = False, snapshot: bool | None = None) -> SandboxInfo:
+        """End the sandbox and everything that runs in it. A kept workspace stays unless `delete_files`.
+
+        `snapshot` takes a last one before the end, or leaves it; by default it is taken unless the files are deleted.
+        """
+        body = encoded({"reason": reason, "delete_files": delete_files, "snapshot": snapshot})
+        patience = self._connection.patience(None)
+        return self._connection.post(SandboxInfo, f"{self._path}/terminate", body, timeout=patience)
 
     def __enter__(self) -> Sandbox:
         return self

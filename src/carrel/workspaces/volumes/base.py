@@ -13,9 +13,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from carrel.errors import InvalidRequest, LimitExceeded
+
+if TYPE_CHECKING:
+    from carrel.workspaces.volumes.capture import Known
+    from carrel.workspaces.volumes.exporting import Exported
+    from carrel.workspaces.volumes.objects import Batch, ObjectStore
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+:=@-]{0,199}")
 
@@ -91,6 +96,11 @@ class VolumeDriver(ABC):
     def create(self, volume: str, cap_bytes: int | None) -> None:
         """Make an empty volume; `AlreadyExists` when there is one."""
 
+    @property
+    @abstractmethod
+    def directory(self) -> str:
+        """The directory that all volumes lie in; known once the driver is open."""
+
     @abstractmethod
     def path(self, volume: str) -> str:
         """The directory to mount. It stays the same over `restore`, but a mount made before shows the old files."""
@@ -108,8 +118,22 @@ class VolumeDriver(ABC):
         """Change the cap; without `kernel_quota` it is only kept. May be called while the volume is in use."""
 
     @abstractmethod
+    def cap(self, volume: str) -> int | None:
+        """The cap that was set."""
+
+    @abstractmethod
     def usage(self, volume: str) -> VolumeUsage:
         """What the volume holds. May be called at any time; `NotFound` when there is no such volume."""
+
+    @abstractmethod
+    def generation(self, volume: str) -> int | None:
+        """A number that changes when the volume does, told in constant time; None where the driver cannot tell.
+
+        Ask before taking the snapshot that shall hold the state; the volume is unchanged while the number is the same.
+        A change shows at once, but for two kinds that show when the kernel has written them to the disk (within a
+        minute, or by `os.sync`): one within a clock tick of an earlier one to the same file, and one through a memory
+        map to a page that was not yet written back. So a change may be seen late, never not at all.
+        """
 
     @abstractmethod
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
@@ -162,6 +186,10 @@ class VolumeDriver(ABC):
     def collect_garbage(self) -> Collected:
         """Remove what no snapshot needs. May be called at any time, from several processes."""
 
+    def tend(self) -> bool:
+        """Look after the storage, and say whether anything was done. Call it every second while sandboxes write."""
+        return False
+
     @abstractmethod
     def replacing(self, volume: str) -> AbstractContextManager[str]:
         """An empty directory that becomes the content of the existing volume when the block ends without an error."""
@@ -169,6 +197,13 @@ class VolumeDriver(ABC):
     @abstractmethod
     def write_tree(self, snapshot_id: str, directory: str) -> None:
         """Write the snapshot's files into an empty directory outside every volume."""
+
+    @abstractmethod
+    def export_objects(self, snapshot_id: str, target: ObjectStore, batch: Batch, known: Known) -> Exported:
+        """Put into `batch` what `target` lacks of the snapshot; raises what `restore` raises.
+
+        `known` is what the last export of a snapshot of the same volume found; without it more is read.
+        """
 
     @abstractmethod
     def import_tree(self, volume: str, directory: str) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import ClassVar
 
-from carrel.errors import AlreadyExists, NotFound, PlatformError
+from carrel.errors import AlreadyExists, NotFound
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import pool, quota, walking
+from carrel.workspaces.volumes import kernel, pool, quota, subvolumes, walking
 from carrel.workspaces.volumes.base import (
     Change,
     Collected,
@@ -27,9 +25,12 @@ from carrel.workspaces.volumes.base import (
     check_cap,
     check_name,
 )
+from carrel.workspaces.volumes.capture import Known
 from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.directory import failing, opened
+from carrel.workspaces.volumes.exporting import Exported, export_files
 from carrel.workspaces.volumes.kernel import exchange
+from carrel.workspaces.volumes.objects import Batch, ObjectStore
 
 _ASIDE = ".aside-"
 _SUBVOLUME_INODE = 256
@@ -49,7 +50,7 @@ class BtrfsDriver(VolumeDriver):
         self._top = ""
         self._volumes = self._snapshots = ""
         self._locks = NameLocks()
-        self._quota = threading.Lock()
+        self._uuid = ""
 
     def missing(self) -> str | None:
         """Root, btrfs-progs and a kernel with btrfs."""
@@ -60,7 +61,7 @@ class BtrfsDriver(VolumeDriver):
         pool.require_programs()
         with failing("cannot open the btrfs volumes"):
             os.makedirs(self._root, 0o700, exist_ok=True)
-            if _file_system(self._root) == "btrfs":
+            if _on_btrfs(self._root):
                 self._top = self._root
             else:
                 self._top = os.path.join(self._root, "pool")
@@ -68,16 +69,14 @@ class BtrfsDriver(VolumeDriver):
                 self._pool.open()
             self._volumes = os.path.join(self._top, "volumes")
             self._snapshots = os.path.join(self._top, "snapshots")
-            self._enable_quota()
             for path in (self._volumes, self._snapshots):
                 os.makedirs(path, 0o700, exist_ok=True)
+            with opened(self._top) as top:
+                quota.enable(top)
+                quota.mend(top)
+                found = subvolumes.file_system(top)
+                self._uuid = found.uuid if found is not None else ""
             self._clean()
-
-    def _enable_quota(self) -> None:
-        try:
-            pool.run("btrfs", "qgroup", "show", self._top)
-        except PlatformError:
-            pool.run("btrfs", "quota", "enable", self._top)
 
     def close(self) -> None:
         """Unmount the pool."""
@@ -92,11 +91,13 @@ class BtrfsDriver(VolumeDriver):
                 raise AlreadyExists(f"there is a volume {volume!r}", field="volume")
             self._grow()
             with self._aside() as aside:
-                pool.run("btrfs", "subvolume", "create", aside)
-                os.chmod(aside, 0o700)
-                os.chown(aside, CANONICAL_UID, CANONICAL_UID)
-                self._limit(aside, cap_bytes)
+                self._make(aside, cap_bytes)
                 os.rename(aside, path)
+
+    @property
+    def directory(self) -> str:
+        """Where the subvolumes lie."""
+        return self._volumes
 
     def path(self, volume: str) -> str:
         """The subvolume to mount."""
@@ -112,19 +113,29 @@ class BtrfsDriver(VolumeDriver):
 
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
         """Change the limit; it holds from the next write on."""
-        self._require(volume)
-        with self._locks.hold(volume):
-            self._limit(self.path(volume), cap_bytes)
+        with self._locks.hold(volume), failing("cannot set the cap"), self._opened(volume) as fd:
+            quota.set_limit(fd, cap_bytes)
 
     def cap(self, volume: str) -> int | None:
         """The limit the kernel holds."""
-        self._require(volume)
-        return self._qgroup(self.path(volume))[1]
+        with failing("cannot read the cap"), self._opened(volume) as fd:
+            return quota.referenced(fd)[1]
 
     def usage(self, volume: str) -> VolumeUsage:
-        """What the kernel has counted."""
-        self._require(volume)
-        return VolumeUsage(self._qgroup(self.path(volume))[0], constant_time=True)
+        """What the kernel has counted; what was just written counts in full until it is compressed."""
+        with failing("cannot read the usage"), self._opened(volume) as fd:
+            used = quota.awaited(fd, self._uuid)
+            return VolumeUsage(used + quota.referenced(fd)[0], constant_time=True)
+
+    def generation(self, volume: str) -> int | None:
+        """The transaction of the last change. One that was still running is ended first, so that a later change
+        belongs to a later one."""
+        with failing("cannot tell whether the volume changed"), self._opened(volume) as fd:
+            changed = subvolumes.changed_in(fd)
+            newest = subvolumes.file_system(fd)
+            if newest is None or changed >= newest.transaction:
+                subvolumes.commit(fd)
+            return changed
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
         """A read-only subvolume that shares every block."""
@@ -134,7 +145,8 @@ class BtrfsDriver(VolumeDriver):
             if os.path.lexists(target):
                 raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
             self._grow()
-            pool.run("btrfs", "subvolume", "snapshot", "-r", self.path(volume), target)
+            with opened(self.path(volume)) as source, opened(self._snapshots) as folder:
+                subvolumes.snapshot(source, folder, snapshot_id, read_only=True)
             return self.facts(snapshot_id)
 
     def restore(self, volume: str, snapshot_id: str) -> None:
@@ -143,26 +155,25 @@ class BtrfsDriver(VolumeDriver):
         self._require(volume)
         with self._locks.hold(volume), failing("cannot restore the snapshot"):
             path = self.path(volume)
-            cap = self._qgroup(path)[1]
+            cap = self.cap(volume)
             with self._aside() as aside:
-                pool.run("btrfs", "subvolume", "snapshot", source, aside)
-                self._limit(aside, cap)
-                exchange(aside, path)
+                self._copy(source, aside, cap)
+                self._swap(aside, path)
 
     def fork(self, snapshot_id: str, new_volume: str, cap_bytes: int | None) -> None:
         """A writable snapshot of the snapshot under a new name."""
         source = self._source(snapshot_id)
         path = self.path(new_volume)
         if cap_bytes is not None:
-            check_cap(self._qgroup(source)[0], cap_bytes)
+            check_cap(self.facts(snapshot_id).bytes, cap_bytes)
         with self._locks.hold(new_volume), failing("cannot fork the snapshot"):
             if os.path.lexists(path):
                 raise AlreadyExists(f"there is a volume {new_volume!r}", field="volume")
             self._grow()
             with self._aside() as aside:
-                pool.run("btrfs", "subvolume", "snapshot", source, aside)
-                self._limit(aside, cap_bytes)
+                self._copy(source, aside, cap_bytes)
                 os.rename(aside, path)
+                self._commit()
 
     def delete_volume(self, volume: str) -> None:
         """Remove the subvolume."""
@@ -181,8 +192,9 @@ class BtrfsDriver(VolumeDriver):
 
     def facts(self, snapshot_id: str) -> SnapshotFacts:
         """What the kernel has counted; it does not count files."""
-        used, _ = self._qgroup(self._source(snapshot_id))
-        return SnapshotFacts(used, -1, -1)
+        source = self._source(snapshot_id)
+        with failing("cannot read what the snapshot holds"), opened(source) as fd:
+            return SnapshotFacts(quota.referenced(fd)[0], -1, -1)
 
     def diff(self, a: str, b: str) -> list[Change]:
         """Walk both; content is read only where a file's change time differs."""
@@ -206,8 +218,8 @@ class BtrfsDriver(VolumeDriver):
 
     def collect_garbage(self) -> Collected:
         """Nothing to find: the kernel frees a subvolume's blocks itself. Quota groups without one are removed."""
-        with suppress(PlatformError):
-            pool.run("btrfs", "qgroup", "clear-stale", self._top)
+        with failing("cannot collect garbage"), opened(self._top) as top:
+            quota.remove_stale(top)
         return Collected(0, 0)
 
     @contextmanager
@@ -216,14 +228,11 @@ class BtrfsDriver(VolumeDriver):
         self._require(volume)
         with self._locks.hold(volume), failing("cannot replace the volume's files"):
             path = self.path(volume)
-            cap = self._qgroup(path)[1]
+            cap = self.cap(volume)
             with self._aside() as aside:
-                pool.run("btrfs", "subvolume", "create", aside)
-                os.chmod(aside, 0o700)
-                os.chown(aside, CANONICAL_UID, CANONICAL_UID)
-                self._limit(aside, cap)
+                self._make(aside, cap)
                 yield aside
-                exchange(aside, path)
+                self._swap(aside, path)
 
     def write_tree(self, snapshot_id: str, directory: str) -> None:
         """Copy the read-only subvolume's files."""
@@ -234,78 +243,54 @@ class BtrfsDriver(VolumeDriver):
         ):
             copy_tree(source, target, CANONICAL_UID)
 
+    def export_objects(self, snapshot_id: str, target: ObjectStore, batch: Batch, known: Known) -> Exported:
+        """Read the files of the read-only subvolume that the other store lacks."""
+        source = self._source(snapshot_id)
+        with failing("cannot export the snapshot"), opened(source) as root:
+            exported = export_files(root, target, batch, known)
+            self._source(snapshot_id)  # were it removed meanwhile, files would have been missing without a word
+            return exported
+
     def import_tree(self, volume: str, directory: str) -> None:
         """Replace the volume's files by a copy."""
         with self.replacing(volume) as aside, opened(directory) as source, opened(aside) as target:
             copy_tree(source, target, CANONICAL_UID)
 
-    def send_stream(self, snapshot_id: str, parent: str | None = None) -> Iterator[bytes]:
-        """The snapshot for another btrfs; with `parent` only what differs from that snapshot, which must be there."""
-        source = self._source(snapshot_id)
-        since = ["-p", self._source(parent)] if parent is not None else []
+    def _make(self, path: str, cap_bytes: int | None) -> None:
+        """An empty subvolume with its owner and limit; nobody can use it before it has its name."""
+        with opened(self._volumes) as folder:
+            subvolumes.create(folder, os.path.basename(path))
+        with opened(path) as fd:
+            os.fchmod(fd, 0o700)
+            os.fchown(fd, CANONICAL_UID, CANONICAL_UID)
+            quota.set_limit(fd, cap_bytes)
 
-        def stream() -> Iterator[bytes]:
-            argv = ["btrfs", "send", "--quiet", *since, source]
-            with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-                assert process.stdout is not None
-                assert process.stderr is not None
-                try:
-                    while piece := process.stdout.read(1 << 20):
-                        yield piece
-                    said = process.stderr.read().decode(errors="replace").strip()
-                finally:
-                    if process.poll() is None:
-                        process.kill()
-            if process.returncode != 0:
-                raise PlatformError(f"the snapshot could not be sent: {said}")
+    def _copy(self, source: str, path: str, cap_bytes: int | None) -> None:
+        """A writable snapshot of a snapshot, with a limit."""
+        with opened(source) as origin, opened(self._volumes) as folder:
+            subvolumes.snapshot(origin, folder, os.path.basename(path), read_only=False)
+        with opened(path) as fd:
+            quota.set_limit(fd, cap_bytes)
 
-        return stream()
+    def _swap(self, aside: str, path: str) -> None:
+        exchange(aside, path)
+        self._commit()
 
-    def receive(self, snapshot_id: str, stream: Iterator[bytes]) -> None:
-        """Make a snapshot from a stream; its parent, if it has one, must have been received before."""
-        target = self._snapshot_path(snapshot_id)
-        if os.path.lexists(target):
-            raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
-        aside = os.path.join(self._snapshots, _ASIDE + secrets.token_hex(8))
-        os.mkdir(aside, 0o700)
+    def _commit(self) -> None:
+        """A crash of the host after this does not bring the old state back."""
+        with opened(self._top) as top:
+            subvolumes.commit(top)
+
+    @contextmanager
+    def _opened(self, volume: str) -> Iterator[int]:
         try:
-            self._feed(aside, stream)
-            [received] = os.listdir(aside)
-            # A read-only subvolume may not move between directories; its parent's name is what is changed.
-            pool.run("btrfs", "subvolume", "snapshot", "-r", os.path.join(aside, received), target)
-        except ValueError:
-            raise PlatformError("the stream holds no snapshot") from None
+            fd = os.open(self.path(volume), kernel.DIRECTORY)
+        except FileNotFoundError:
+            raise NotFound(f"there is no volume {volume!r}", field="volume") from None
+        try:
+            yield fd
         finally:
-            for name in os.listdir(aside):
-                self._drop(os.path.join(aside, name))
-            os.rmdir(aside)
-
-    @staticmethod
-    def _feed(aside: str, stream: Iterator[bytes]) -> None:
-        argv = ["btrfs", "receive", "--quiet", aside]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert process.stdin is not None
-            assert process.stderr is not None
-            try:
-                with suppress(BrokenPipeError):
-                    for piece in stream:
-                        process.stdin.write(piece)
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
-                said = process.stderr.read().decode(errors="replace").strip()
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode != 0:
-            raise PlatformError(f"the snapshot could not be received: {said}")
-
-    def _limit(self, path: str, cap_bytes: int | None) -> None:
-        pool.run("btrfs", "qgroup", "limit", str(cap_bytes) if cap_bytes is not None else "none", path)
-
-    @staticmethod
-    def _qgroup(path: str) -> tuple[int, int | None]:
-        with failing("cannot read the quota"):
-            return quota.referenced(path)
+            os.close(fd)
 
     def _grow(self) -> None:
         if self._pool is not None:
@@ -313,12 +298,18 @@ class BtrfsDriver(VolumeDriver):
 
     def stored_bytes(self) -> int:
         """What everything together takes on the file system."""
-        pool.run("btrfs", "filesystem", "sync", self._top)
+        with failing("cannot tell what is stored"), opened(self._top) as top:
+            kernel.sync(top)
         facts = os.statvfs(self._top)
         return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
     def tend(self) -> bool:
-        """Grow the pool when it fills; call it every few seconds while sandboxes write."""
+        """Grow the pool when it fills; call it every few seconds while sandboxes write.
+
+        Also has the kernel count again when its figures are off. Costs microseconds when there is nothing to do.
+        """
+        with failing("cannot tend the volumes"), opened(self._top) as top:
+            quota.mend(top)
         return self._pool is not None and self._pool.grow_when_full()
 
     def _require(self, volume: str) -> None:
@@ -350,11 +341,8 @@ class BtrfsDriver(VolumeDriver):
                 return
         except FileNotFoundError:
             return
-        with opened(path) as fd:
-            number = quota.number_of(fd)
-        pool.run("btrfs", "subvolume", "delete", path)
-        with self._quota, suppress(PlatformError):
-            pool.run("btrfs", "qgroup", "destroy", f"0/{number}", self._top)
+        with opened(os.path.dirname(path)) as folder:
+            subvolumes.destroy(folder, os.path.basename(path))
 
     def _clean(self) -> None:
         for folder in (self._volumes, self._snapshots):
@@ -368,6 +356,6 @@ class BtrfsDriver(VolumeDriver):
                 self._drop(path)
 
 
-def _file_system(path: str) -> str:
-    listing = pool.run("stat", "--file-system", "--format=%T", path)
-    return listing.decode().strip()
+def _on_btrfs(path: str) -> bool:
+    with opened(path) as fd:
+        return subvolumes.file_system(fd) is not None

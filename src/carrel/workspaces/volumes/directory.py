@@ -29,6 +29,7 @@ from carrel.workspaces.volumes.base import (
 )
 from carrel.workspaces.volumes.capture import Known, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.copying import copy_tree
+from carrel.workspaces.volumes.exporting import Exported, export_tree
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, digest, sync_directory
 from carrel.workspaces.volumes.rebuild import rebuild
 from carrel.workspaces.volumes.trees import Kind, Node, compare, unpack_tree
@@ -81,6 +82,11 @@ class DirectoryDriver(VolumeDriver):
                 os.chown(path, self._owner, self._owner)
             self._write_cap(volume, cap_bytes)
 
+    @property
+    def directory(self) -> str:
+        """Where the volumes lie."""
+        return self._volumes
+
     def path(self, volume: str) -> str:
         """The directory to mount."""
         return os.path.join(self._volumes, check_name(volume, "volume"))
@@ -124,6 +130,11 @@ class DirectoryDriver(VolumeDriver):
                         linked.add(info.st_ino)
                     total += info.st_blocks * 512
         return VolumeUsage(total, constant_time=False)
+
+    def generation(self, volume: str) -> int | None:
+        """Only a walk could tell, and that is what a snapshot does."""
+        self._require(volume)
+        return None
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
         """Store what changed since the last snapshot of this volume, then the record."""
@@ -233,12 +244,13 @@ class DirectoryDriver(VolumeDriver):
             return [error.detail]
         with self._store.shared(), Reader(self._store) as reader, failing("cannot verify the snapshot"):
             done: set[bytes] = set()
+            trees: set[bytes] = set()
             pending = [top]
             while pending:
                 key = pending.pop()
-                if key in done:
+                if key in trees:
                     continue
-                done.add(key)
+                trees.add(key)
                 try:
                     tree = unpack_tree(reader.read(key))
                 except SnapshotDamaged as error:
@@ -269,18 +281,22 @@ class DirectoryDriver(VolumeDriver):
 
     def collect_garbage(self) -> Collected:
         """Find what is needed while others work; only the removal itself needs to be alone."""
-        live: set[bytes] = set()
+        trees: set[bytes] = set()
+        parts: set[bytes] = set()
         with failing("cannot collect garbage"):
             with self._store.shared(), Reader(self._store) as reader:
-                self._mark(reader, live)
+                self._mark(reader, trees, parts)
             with self._store.exclusive():
                 with Reader(self._store) as reader:
-                    self._mark(reader, live)
+                    self._mark(reader, trees, parts)
                 self._clean()
-                return self._store.sweep(live)
+                return self._store.sweep(trees | parts)
 
-    def _mark(self, reader: Reader, live: set[bytes]) -> None:
-        """Add what snapshots need. One that cannot be read stops the collection: nothing it needs may be lost."""
+    def _mark(self, reader: Reader, trees: set[bytes], parts: set[bytes]) -> None:
+        """Add what snapshots need. One that cannot be read stops the collection: nothing it needs may be lost.
+
+        Directories are kept apart from content: a file that holds what a directory's object holds must not hide it.
+        """
         for snapshot_id in self.snapshots():
             try:
                 pending = [self._record(snapshot_id)[0]]
@@ -288,13 +304,13 @@ class DirectoryDriver(VolumeDriver):
                 continue
             while pending:
                 key = pending.pop()
-                if key in live:
+                if key in trees:
                     continue
                 for node in unpack_tree(reader.read(key)).entries.values():
                     if node.kind is Kind.DIRECTORY:
                         pending.append(node.tree)
-                    live.update(part for _, _, part in node.extents)
-                live.add(key)
+                    parts.update(part for _, _, part in node.extents)
+                trees.add(key)
 
     @contextmanager
     def replacing(self, volume: str) -> Iterator[str]:
@@ -316,6 +332,12 @@ class DirectoryDriver(VolumeDriver):
             opened(directory) as root,
         ):
             rebuild(self._store, reader, tree, root, self._owner)
+
+    def export_objects(self, snapshot_id: str, target: ObjectStore, batch: Batch, known: Known) -> Exported:
+        """Copy the objects that the other store lacks."""
+        tree, facts = self._record(snapshot_id)
+        with failing("cannot export the snapshot"), self._store.shared(), Reader(self._store) as reader:
+            return Exported(tree, facts.bytes, facts.files, export_tree(reader, tree, target, batch))
 
     def import_tree(self, volume: str, directory: str) -> None:
         """Replace the volume's files by a copy."""

@@ -21,6 +21,24 @@ _FICLONE = 0x40049409
 _RENAME_EXCHANGE = 2
 _KEPT_OPEN = 96
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.ioctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
+
+
+def control(fd: int, request: int, argument: bytearray | None = None) -> int:
+    """An ioctl that lets other threads run meanwhile, which Python's own does not when the argument is large."""
+    where = None if argument is None else ctypes.addressof(ctypes.c_char.from_buffer(argument))
+    result: int = _libc.ioctl(fd, request, where)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def sync(fd: int) -> None:
+    """Write everything of the file system of an open file to the disk."""
+    if _libc.syncfs(fd) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def exchange(a: str, b: str) -> bool:

@@ -12,7 +12,7 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import msgpack
@@ -31,6 +31,9 @@ _TAIL = struct.Struct("<Q32s8s")
 _RAW, _ZSTD = 0, 1
 _WORTH = 0.95
 _BIGGEST_INDEX = 256 << 20
+
+Spot = tuple[int, int, int, int]
+"""Where an object lies in its pack: offset, stored length, codec, length."""
 
 Place = tuple[str, int, int, int, int]
 """Where a packed object lies: pack, offset, stored length, codec, length."""
@@ -53,7 +56,8 @@ def _deflate(data: bytes) -> tuple[int, bytes]:
     return (_ZSTD, packed) if len(packed) < len(data) * _WORTH else (_RAW, data)
 
 
-def _inflate(codec: int, stored: bytes, length: int) -> bytes:
+def inflate(codec: int, stored: bytes, length: int) -> bytes:
+    """The content that was stored; `ValueError` or `ZstdError` when it is none."""
     if codec == _RAW:
         return stored
     if codec != _ZSTD:
@@ -63,6 +67,22 @@ def _inflate(codec: int, stored: bytes, length: int) -> bytes:
         inflater = _local.inflater = zstandard.ZstdDecompressor()
     found: bytes = inflater.decompress(stored, max_output_size=length)
     return found
+
+
+def read_index(read: Callable[[int, int], bytes], size: int) -> dict[bytes, Spot] | None:
+    """What a pack of that size holds; `read` gives bytes of it by start and length. None when it cannot be told."""
+    if size < _TAIL.size + len(_MAGIC):
+        return None
+    tail = read(size - _TAIL.size, _TAIL.size)
+    if len(tail) != _TAIL.size:
+        return None
+    length, check, magic = _TAIL.unpack(tail)
+    if magic != _MAGIC or length > min(size - _TAIL.size, _BIGGEST_INDEX):
+        return None
+    raw = read(size - _TAIL.size - length, length)
+    if digest(raw) != check:
+        return None
+    return dict(msgpack.unpackb(raw, use_list=False))
 
 
 def sync_directory(path: str) -> None:
@@ -179,18 +199,10 @@ class ObjectStore:
         except FileNotFoundError:
             return None
         try:
-            size = os.fstat(fd).st_size
-            if size < _TAIL.size + len(_MAGIC):
-                return None
-            length, check, magic = _TAIL.unpack(os.pread(fd, _TAIL.size, size - _TAIL.size))
-            if magic != _MAGIC or length > min(size, _BIGGEST_INDEX):
-                return None
-            raw = os.pread(fd, length, size - _TAIL.size - length)
-            if digest(raw) != check:
-                return None
-            return {key: (name, *place) for key, place in msgpack.unpackb(raw, use_list=False)}
+            places = read_index(lambda start, length: os.pread(fd, length, start), os.fstat(fd).st_size)
         finally:
             os.close(fd)
+        return None if places is None else {key: (name, *place) for key, place in places.items()}
 
     def loose_path(self, key: bytes, codec: int) -> str:
         """The file of a big object."""
@@ -304,7 +316,7 @@ class Batch:
         self._guard = threading.Lock()
         self._fd = -1
         self._aside = ""
-        self._places: dict[bytes, tuple[int, int, int, int]] = {}
+        self._places: dict[bytes, Spot] = {}
         self._seen: set[bytes] = set()
         self._buffer = bytearray()
         self._offset = 0
@@ -459,12 +471,12 @@ class Reader:
             fd = self._fds.get(pack)
             if fd is None:
                 fd = self._fds[pack] = self._store.open_pack(pack)
-        return _inflate(codec, os.pread(fd, stored, offset), length)
+        return inflate(codec, os.pread(fd, stored, offset), length)
 
     def _loose(self, key: bytes) -> bytes:
         for codec in (_RAW, _ZSTD):
             with suppress(FileNotFoundError), open(self._store.loose_path(key, codec), "rb") as file:
-                return _inflate(codec, file.read(), CHUNK)
+                return inflate(codec, file.read(), CHUNK)
         raise FileNotFoundError
 
 

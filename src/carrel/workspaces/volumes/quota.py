@@ -1,65 +1,96 @@
-"""Asks the kernel for a btrfs subvolume's number, usage and limit, without starting a program.
+"""What the kernel counts for a btrfs subvolume, and the limit it holds it to. No program is started.
 
-The figures are those of the last commit of the file system. Needs root; knows nothing of volumes.
+Needs root; knows nothing of volumes.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
+import errno
 import struct
+from contextlib import suppress
 
 from carrel.errors import PlatformError
+from carrel.workspaces.volumes import kernel, subvolumes
 
-_INO_LOOKUP = 0xD0009412
-_TREE_SEARCH = 0xD0009411
-_QUOTA_TREE = 8
-_INFO, _LIMIT = 242, 244
-_FIRST_INODE = 256
+_QUOTA_CTL, _GROUP_CREATE, _GROUP_LIMIT, _RESCAN = 0xC0109428, 0x4010942A, 0x8030942B, 0x4040942C
+_ENABLE = 1
+_TREE = 8
+_STATUS, _INFO, _LIMIT = 240, 242, 244
+_AT_FLAGS, _INCONSISTENT = 16, 4
 _MAX_REFERENCED = 1
-_KEY = struct.Struct("<7Q4I4Q")
-_HEADER = struct.Struct("<3Q2I")
-_ALL = (1 << 64) - 1
+_NO_LIMIT = (1 << 64) - 1
+_OF_SUBVOLUMES = (1 << 48) - 1
+"""Greater numbers are those of groups of groups."""
 
 
-def number_of(fd: int) -> int:
-    """The number of the subvolume an open directory belongs to."""
-    answer = bytearray(4096)
-    struct.pack_into("<QQ", answer, 0, 0, _FIRST_INODE)
-    fcntl.ioctl(fd, _INO_LOOKUP, answer)
-    number: int = struct.unpack_from("<Q", answer)[0]
-    return number
+def enable(fd: int) -> None:
+    """Let the kernel count on the file system of an open directory; nothing happens when it does already."""
+    if _item(fd, _STATUS, 0) is None:
+        kernel.control(fd, _QUOTA_CTL, bytearray(struct.pack("<QQ", _ENABLE, 0)))
 
 
-def referenced(path: str) -> tuple[int, int | None]:
-    """Bytes the subvolume at `path` refers to, and the limit on them."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def mend(fd: int) -> bool:
+    """Have everything counted again in the background when the kernel says that its figures are off."""
+    status = _item(fd, _STATUS, 0)
+    if status is None or not struct.unpack_from("<Q", status, _AT_FLAGS)[0] & _INCONSISTENT:
+        return False
     try:
-        number = number_of(fd)
-        info = _item(fd, _INFO, number)
-        limit = _item(fd, _LIMIT, number)
-    finally:
-        os.close(fd)
+        kernel.control(fd, _RESCAN, bytearray(64))
+    except OSError as error:
+        if error.errno not in {errno.EINPROGRESS, errno.EBUSY}:
+            raise
+    return True
+
+
+def set_limit(fd: int, cap_bytes: int | None) -> None:
+    """Limit the subvolume of an open directory; it holds from the next write on."""
+    most = _NO_LIMIT if cap_bytes is None else cap_bytes
+    kernel.control(fd, _GROUP_LIMIT, bytearray(struct.pack("<6Q", 0, _MAX_REFERENCED, most, 0, 0, 0)))
+
+
+def referenced(fd: int) -> tuple[int, int | None]:
+    """Bytes that the subvolume of an open directory referred to at the last commit, and the limit on them."""
+    number = subvolumes.number_of(fd)
+    info = _item(fd, _INFO, number)
     if info is None:
         raise PlatformError("the kernel counts nothing for this volume", hint="quotas may have been switched off")
     used: int = struct.unpack_from("<Q", info, 8)[0]
+    limit = _item(fd, _LIMIT, number)
     if limit is None:
         return used, None
     flags, most = struct.unpack_from("<QQ", limit)
     return used, most if flags & _MAX_REFERENCED else None
 
 
-def _item(fd: int, kind: int, number: int) -> bytes | None:
-    answer = bytearray(4096)
-    _KEY.pack_into(answer, 0, _QUOTA_TREE, 0, 0, number, number, 0, _ALL, kind, kind, 1, 0, 0, 0, 0, 0)
+def awaited(fd: int, uuid: str) -> int:
+    """Bytes that were written since the last commit and are not yet part of `referenced`; 0 on an old kernel."""
+    with suppress(OSError, ValueError), open(_reserved(uuid, subvolumes.number_of(fd)), "rb", buffering=0) as file:
+        return max(int(file.read(32)), 0)
+    return 0
+
+
+def _reserved(uuid: str, number: int) -> str:
+    return f"/sys/fs/btrfs/{uuid}/qgroups/0_{number}/rsv_data"
+
+
+def remove_stale(fd: int) -> int:
+    """Remove the groups of subvolumes that are gone, which older kernels leave; how many there were."""
+    removed = 0
+    for number in [number for number, _ in _items(fd, _INFO, 0, _OF_SUBVOLUMES)]:
+        if not subvolumes.exists(fd, number):
+            with suppress(OSError):  # made or removed meanwhile
+                kernel.control(fd, _GROUP_CREATE, bytearray(struct.pack("<QQ", 0, number)))
+                removed += 1
+    return removed
+
+
+def _items(fd: int, kind: int, first: int, last: int) -> list[tuple[int, bytes]]:
     try:
-        fcntl.ioctl(fd, _TREE_SEARCH, answer)
+        return list(subvolumes.search(fd, _TREE, 0, kind, first, last))
     except FileNotFoundError:
-        return None  # there is no quota tree
-    if _KEY.unpack_from(answer)[9] == 0:
-        return None
-    *_, found, length = _HEADER.unpack_from(answer, _KEY.size)
-    if found != kind:
-        return None
-    start = _KEY.size + _HEADER.size
-    return bytes(answer[start : start + length])
+        return []  # there is no quota tree
+
+
+def _item(fd: int, kind: int, number: int) -> bytes | None:
+    found = _items(fd, kind, number, number)
+    return found[0][1] if found else None

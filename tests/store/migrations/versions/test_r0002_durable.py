@@ -6,11 +6,11 @@ from sqlalchemy.engine import Connection
 from carrel.store import Database
 
 
-async def test_what_it_adds(database: Database) -> None:
+async def test_what_it_adds(migrated: Database) -> None:
     def look(connection: Connection) -> tuple[set[str], set[str]]:
         found = inspect(connection)
         return set(found.get_table_names()), {column["name"] for column in found.get_columns("sessions")}
 
-    tables, columns = await database.read(look)
+    tables, columns = await migrated.read(look)
     assert tables == {"sessions", "snapshots", "filespace_entries", "alembic_version"}
     assert {"node", "lease_owner", "lease_until", "fence"} <= columns

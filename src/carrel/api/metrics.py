@@ -1,0 +1,29 @@
+"""Metrics for Prometheus and whatever reads its formats."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from carrel.api.parts import Plane, known_query
+from carrel.api.problems import problems
+from carrel.metrics import OPENMETRICS
+
+router = APIRouter(tags=["host"], dependencies=[Depends(known_query)])
+
+_TEXT = {"schema": {"type": "string"}}
+
+
+@router.get(
+    "/metrics",
+    operation_id="get_metrics",
+    summary="What is measured",
+    response_model=None,
+    responses={200: {"content": {"text/plain": _TEXT, OPENMETRICS: _TEXT}}, **problems()},
+)
+async def get_metrics(request: Request, plane: Plane) -> Response:
+    """In the text format of Prometheus, or as OpenMetrics for who accepts that. Needs the token like the rest."""
+    body, media_type = await asyncio.to_thread(plane.metrics.render, request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": media_type, "cache-control": "no-store"})

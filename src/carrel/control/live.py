@@ -1,0 +1,105 @@
+"""The running sandboxes as this process holds them. Decides nothing about them."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from carrel.control.connection import SupervisorConnection
+from carrel.errors import PlatformError
+from carrel.providers.base import Handle, Provider
+from carrel.store import SessionRecord
+
+
+class LiveSandbox:
+    """The way to a sandbox, and what must be quick to look up."""
+
+    __slots__ = (
+        "changed",
+        "connection",
+        "handle",
+        "in_flight",
+        "last_activity",
+        "leased_until",
+        "oom_kills",
+        "over_quota",
+        "provider",
+        "record",
+        "to_push",
+        "used",
+        "workspace",
+    )
+
+    def __init__(self, record: SessionRecord, provider: Provider, handle: Handle, workspace: str):
+        self.record = record
+        self.provider = provider
+        self.handle = handle
+        self.workspace = workspace
+        self.connection = SupervisorConnection(str(handle["socket"]))
+        self.last_activity = record.last_activity_at
+        self.in_flight = 0
+        self.used = False
+        """Whether it was used since its disk was last measured."""
+        self.changed = True
+        """Whether it may have changed its files since the last snapshot."""
+        self.to_push = False
+        """Whether it may have changed its files since the last push to the filespace."""
+        self.oom_kills = 0
+        self.over_quota: str | None = None
+        self.leased_until = math.inf
+        """Until when this server surely has the session, by the monotonic clock."""
+
+    def touch(self) -> None:
+        """The agent used it just now."""
+        self.used = self.changed = self.to_push = True
+        self.last_activity = time.time()
+
+    def check_lease(self) -> None:
+        """Refuse to go on when another server may have the session by now."""
+        if time.monotonic() > self.leased_until:
+            raise PlatformError(
+                f"the lease on session {self.record.id} could not be renewed in time",
+                hint="the database may be out of reach; ask again",
+            )
+
+
+class LiveSandboxes:
+    """Every running sandbox of this server, by its id and by its context."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, LiveSandbox] = {}
+        self._by_context: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[LiveSandbox]:
+        """The sandboxes that run now."""
+        return list(self._by_id.values())
+
+    def get(self, session_id: str) -> LiveSandbox | None:
+        """The one with that id."""
+        return self._by_id.get(session_id)
+
+    def find(self, name: str) -> LiveSandbox | None:
+        """The one with that id or of that context."""
+        return self._by_id.get(name) or self._by_id.get(self._by_context.get(name, ""))
+
+    def add(self, box: LiveSandbox) -> None:
+        """One that was started or taken over."""
+        self._by_id[box.record.id] = box
+        if box.record.context_id is not None:
+            self._by_context[box.record.context_id] = box.record.id
+
+    def has(self, box: LiveSandbox) -> bool:
+        """Whether this very sandbox still runs, as far as is known."""
+        return self._by_id.get(box.record.id) is box
+
+    async def end(self, box: LiveSandbox) -> None:
+        """End a sandbox and forget it."""
+        box.connection.close()
+        await box.provider.remove(box.handle)
+        if self.has(box):
+            del self._by_id[box.record.id]
+            if box.record.context_id is not None:
+                self._by_context.pop(box.record.context_id, None)

@@ -1,0 +1,278 @@
+"""What is measured: every metric declared once, in one registry of its own. Knows nothing of who measures.
+
+Label values come from closed sets of the code, never from a request, and their number is bounded besides. Only the
+two metrics of a workspace name its context; they show the workspaces used last and go when the workspace goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from carrel.errors import BY_CODE, CarrelError
+from carrel.models import State, SyncDirection
+
+MOST_CONTEXTS = 10_000
+"""How many workspaces have metrics of their own."""
+MOST_SERIES = 1_000
+"""How many label sets one metric may have; what comes after them is counted as `other`."""
+OTHER = "other"
+OK = "ok"
+CANCELLED = "cancelled"
+UNEXPECTED = "unexpected"
+OPENMETRICS = "application/openmetrics-text"
+
+_OUTCOMES = frozenset(BY_CODE) | {OK, CANCELLED, UNEXPECTED}
+_OUTCOME = "`ok`, the code of an error, `cancelled` or `unexpected`"
+_DRIVER = "the volume driver"
+_CONTEXT = "the context of the workspace"
+_QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
+
+_COUNTED = tuple(state for state in State if state is not State.TERMINATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """One metric: its name, what it tells, and its labels with what they can be."""
+
+    name: str
+    kind: Literal["histogram", "counter", "gauge"]
+    text: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+
+
+START = Declaration(
+    "carrel_sandbox_start_seconds",
+    "histogram",
+    "Time from the wish for a sandbox until it takes commands.",
+    {"provider": "where it runs", "kind": "`fresh` or `resume`"},
+    _QUICK,
+)
+SNAPSHOT = Declaration(
+    "carrel_snapshot_seconds",
+    "histogram",
+    "Time to take a snapshot.",
+    {"driver": _DRIVER, "outcome": _OUTCOME},
+    _LONG,
+)
+RESTORE = Declaration("carrel_restore_seconds", "histogram", "Time to give a workspace a snapshot's files.", {}, _LONG)
+ARCHIVE = Declaration(
+    "carrel_archive_seconds", "histogram", "Time to put a snapshot into the archive.", {"outcome": _OUTCOME}, _LONG
+)
+ARCHIVE_BYTES = Declaration("carrel_archive_bytes_total", "counter", "Bytes that were sent to the archive.")
+SYNC = Declaration(
+    "carrel_sync_seconds",
+    "histogram",
+    "Time to sync a workspace with its filespace.",
+    {"direction": "`push`, `pull` or `both`", "outcome": _OUTCOME},
+    _LONG,
+)
+OPERATION = Declaration(
+    "carrel_operation_seconds",
+    "histogram",
+    "Time an operation took, from the decision to the end of its answer; what carrel does for its own upkeep is left "
+    "out.",
+    {"kind": "`shell`, `file`, `mcp`, `network` or `session`", "name": "the operation", "outcome": _OUTCOME},
+    _QUICK,
+)
+SANDBOXES = Declaration(
+    "carrel_sandboxes",
+    "gauge",
+    "Sessions in each state; terminated ones are not counted.",
+    {"state": ", ".join(f"`{state}`" for state in _COUNTED)},
+)
+WORKSPACE_BYTES = Declaration(
+    "carrel_workspace_bytes", "gauge", "What a workspace held when it was last measured.", {"context_id": _CONTEXT}
+)
+LAST_ACCESSED = Declaration(
+    "carrel_workspace_last_accessed_timestamp_seconds",
+    "gauge",
+    "When a workspace was last used, in seconds since 1970.",
+    {"context_id": _CONTEXT},
+)
+VOLUME_USED = Declaration("carrel_volume_used_bytes", "gauge", "Used bytes of the volume that holds the workspaces.")
+VOLUME_CAPACITY = Declaration(
+    "carrel_volume_capacity_bytes", "gauge", "Size of the volume that holds the workspaces, in bytes."
+)
+DECLARATIONS = (
+    OPERATION,
+    START,
+    SANDBOXES,
+    WORKSPACE_BYTES,
+    LAST_ACCESSED,
+    VOLUME_USED,
+    VOLUME_CAPACITY,
+    SNAPSHOT,
+    RESTORE,
+    ARCHIVE,
+    ARCHIVE_BYTES,
+    SYNC,
+)
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """How something went, as a label: `ok`, the error's code, `cancelled`, or `unexpected` for what has no code."""
+    if error is None:
+        return OK
+    if isinstance(error, CarrelError):
+        return error.code
+    return CANCELLED if isinstance(error, asyncio.CancelledError | GeneratorExit) else UNEXPECTED
+
+
+Child = TypeVar("Child", bound=MetricWrapperBase)
+
+
+class _Series(Generic[Child]):
+    """The series of one metric by their label values, found without the library's lock; bounded."""
+
+    def __init__(self, metric: Child):
+        self._metric = metric
+        self._known: dict[tuple[str, ...], Child] = {}
+
+    def __getitem__(self, values: tuple[str, ...]) -> Child:
+        child = self._known.get(values)
+        return self._made(values) if child is None else child
+
+    def _made(self, values: tuple[str, ...]) -> Child:
+        if len(self._known) >= MOST_SERIES:
+            return self._metric.labels(*(OTHER for _ in values))
+        child = self._known[values] = self._metric.labels(*values)
+        return child
+
+
+class _Workspaces(Collector):
+    """The metrics of single workspaces, made when they are asked for."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[str, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def set(self, context_id: str, size: int, last_accessed: float) -> None:
+        with self._lock:
+            self._known[context_id] = (last_accessed, size)
+            if len(self._known) > self._most + self._most // 10:  # a cut each time would sort for each
+                self._known = dict(self._newest())
+
+    def forget(self, context_id: str) -> None:
+        with self._lock:
+            self._known.pop(context_id, None)
+
+    def _newest(self) -> list[tuple[str, tuple[float, float]]]:
+        return heapq.nlargest(self._most, self._known.items(), key=lambda pair: pair[1])
+
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            shown = self._newest() if len(self._known) > self._most else list(self._known.items())
+        held = GaugeMetricFamily(WORKSPACE_BYTES.name, WORKSPACE_BYTES.text, labels=["context_id"])
+        used = GaugeMetricFamily(LAST_ACCESSED.name, LAST_ACCESSED.text, labels=["context_id"])
+        for context_id, (last_accessed, size) in shown:
+            held.add_metric([context_id], size)
+            used.add_metric([context_id], last_accessed)
+        return [held, used]
+
+    def describe(self) -> Iterable[Metric]:
+        return [
+            GaugeMetricFamily(WORKSPACE_BYTES.name, WORKSPACE_BYTES.text),
+            GaugeMetricFamily(LAST_ACCESSED.name, LAST_ACCESSED.text),
+        ]
+
+
+class Metrics:
+    """The metrics of one control plane. Every call is quick and never fails; it may come from any thread."""
+
+    def __init__(self, *, most_contexts: int = MOST_CONTEXTS) -> None:
+        self._registry = CollectorRegistry()
+        self._operations = _Series(self._histogram(OPERATION))
+        self._starts = _Series(self._histogram(START))
+        self._snapshots = _Series(self._histogram(SNAPSHOT))
+        self._restores = self._histogram(RESTORE)
+        self._archives = _Series(self._histogram(ARCHIVE))
+        self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
+        self._syncs = _Series(self._histogram(SYNC))
+        self._states = _Series(self._gauge(SANDBOXES))
+        self._workspaces = _Workspaces(most_contexts)
+        self._registry.register(self._workspaces)
+        self._volume_used = self._gauge(VOLUME_USED)
+        self._volume_capacity = self._gauge(VOLUME_CAPACITY)
+        ProcessCollector(namespace="carrel", registry=self._registry)
+        self.sandboxes({})
+
+    def operated(self, kind: str, name: str, outcome: str, seconds: float) -> None:
+        """An operation went through the door; `outcome` as `outcome_of` gives it."""
+        self._operations[kind, name, _known(outcome)].observe(seconds)
+
+    def started(self, provider: str, kind: Literal["fresh", "resume"], seconds: float) -> None:
+        """A sandbox takes commands: a new one, or one on a workspace that was there."""
+        self._starts[provider, kind].observe(seconds)
+
+    def snapshotted(self, driver: str, outcome: str, seconds: float) -> None:
+        """A snapshot was taken, or could not be."""
+        self._snapshots[driver, _known(outcome)].observe(seconds)
+
+    def restored(self, seconds: float) -> None:
+        """A workspace has the files of a snapshot."""
+        self._restores.observe(seconds)
+
+    def archived(self, outcome: str, seconds: float, size: int) -> None:
+        """A snapshot went into the archive, or could not; `size` bytes were sent."""
+        self._archives[_known(outcome),].observe(seconds)
+        self._archive_bytes.inc(max(0, size))
+
+    def synced(self, direction: SyncDirection, outcome: str, seconds: float) -> None:
+        """A workspace was synced with its filespace, or could not be."""
+        self._syncs[direction.value, _known(outcome)].observe(seconds)
+
+    def sandboxes(self, counts: Mapping[State, int]) -> None:
+        """How many sessions there are in each state now; a state that is not named has none."""
+        for state in _COUNTED:
+            self._states[state.value,].set(counts.get(state, 0))
+
+    def workspace(self, context_id: str, size: int, last_accessed: float) -> None:
+        """What a workspace holds, and when it was last used (seconds since 1970)."""
+        self._workspaces.set(context_id, size, last_accessed)
+
+    def forget(self, context_id: str) -> None:
+        """A workspace is gone, and its metrics with it."""
+        self._workspaces.forget(context_id)
+
+    def volume(self, used: int, capacity: int) -> None:
+        """How full the volume is that holds the workspaces."""
+        self._volume_used.set(used)
+        self._volume_capacity.set(capacity)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Everything as text with its media type: OpenMetrics when `accept` has it, else the older format. Blocking."""
+        if OPENMETRICS in accept:
+            text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            return text, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def families(self) -> Iterator[Metric]:
+        """Everything as the library has it."""
+        return iter(self._registry.collect())
+
+    def _histogram(self, declared: Declaration) -> Histogram:
+        return Histogram(
+            declared.name, declared.text, list(declared.labels), buckets=declared.buckets, registry=self._registry
+        )
+
+    def _gauge(self, declared: Declaration) -> Gauge:
+        return Gauge(declared.name, declared.text, list(declared.labels), registry=self._registry)
+
+
+def _known(outcome: str) -> str:
+    return outcome if outcome in _OUTCOMES else UNEXPECTED

@@ -1,0 +1,59 @@
+"""Runs queries on PostgreSQL, on the event loop through asyncpg. Imported only when a URL names one.
+
+Knows how the driver wants to be set up, and nothing of what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import asyncpg
+from sqlalchemy import event
+from sqlalchemy.engine import Connection
+from sqlalchemy.engine.interfaces import AdaptedConnection
+from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
+
+T = TypeVar("T")
+
+_CONNECT_S = 10
+_STATEMENT_S = 60
+
+
+def _alive(connection: AdaptedConnection, _: ConnectionPoolEntry, __: PoolProxiedConnection) -> None:
+    # The driver knows when the server has hung up; asking the server instead would cost three round trips a query.
+    if connection.driver_connection.is_closed():
+        raise DisconnectionError
+
+
+class Postgres:
+    """A pool of connections. Reads are single statements and need no transaction around them."""
+
+    failures: tuple[type[Exception], ...] = (asyncpg.PostgresError, asyncpg.InterfaceError)
+
+    def __init__(self, url: str):
+        async def connect() -> object:
+            # The driver reads the URL itself, so every parameter of libpq it knows (sslmode, host, ...) works.
+            return await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)
+
+        self._engine: AsyncEngine = create_async_engine(
+            "postgresql+asyncpg://", async_creator=connect, pool_size=8, max_overflow=0, hide_parameters=True
+        )
+        event.listen(self._engine.sync_engine, "checkout", _alive)
+        self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+
+    async def read(self, query: Callable[[Connection], T]) -> T:
+        """Run a query that is one statement."""
+        async with self._reading.connect() as connection:
+            return await connection.run_sync(query)
+
+    async def write(self, query: Callable[[Connection], T]) -> T:
+        """Run a query in a transaction."""
+        async with self._engine.begin() as connection:
+            return await connection.run_sync(query)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._engine.dispose()

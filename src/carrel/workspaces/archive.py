@@ -1,0 +1,432 @@
+"""Keeps snapshots where any node can restore them, whichever driver took them.
+
+A snapshot is a manifest that names bundles of content-named objects; a later one brings only what its volume's last
+one lacks. Nodes need not know of each other. Whoever refers to bundles says so first (an intent), then looks whether
+somebody is removing them (a note); whoever removes bundles says so first, then looks whether somebody refers to them.
+One of the two always sees the other. Knows nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import zstandard
+
+from carrel.errors import ArchiveUnavailable, NotFound, PlatformError, SnapshotDamaged
+from carrel.workspaces.bundles import BundleBatch, Cache, Index, Outbox, file_digest
+from carrel.workspaces.layout import CANONICAL_UID
+from carrel.workspaces.manifests import (
+    Attachment,
+    Bundle,
+    Manifest,
+    better_anew,
+    pack_manifest,
+    pack_names,
+    split_bundle_name,
+    unpack_manifest,
+    unpack_names,
+)
+from carrel.workspaces.remote import Entry, Remote
+from carrel.workspaces.volumes.base import Collected, NameLocks, VolumeDriver, check_name
+from carrel.workspaces.volumes.directory import failing, opened
+from carrel.workspaces.volumes.exporting import Exported
+from carrel.workspaces.volumes.objects import ObjectStore, Reader, damaged, digest, inflate
+from carrel.workspaces.volumes.rebuild import rebuild
+from carrel.workspaces.volumes.trees import Kind, unpack_tree
+
+_TRIES = 5
+_AT_ONCE = 4
+_LOOKED_AT = 4
+_STALE_S = 24 * 3600.0
+"""An intent or a note this old is that of a process that died; a living one finishes in less than half of it."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+_Held = dict[str, tuple[Bundle, Index]]
+
+
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """What storing a snapshot came to: bytes that went out, and bundles that hold it."""
+
+    bytes: int
+    bundles: int
+
+
+class Archive:
+    """The snapshots in one remote. Threads, processes and nodes may use it at the same time.
+
+    Every method raises `ArchiveUnavailable` when the remote cannot be reached; what is in it then stays as it was.
+    """
+
+    def __init__(self, remote: Remote, cache_dir: str):
+        self._remote = remote
+        with failing("cannot use the archive's cache"):
+            self._cache = Cache(cache_dir)
+        self._locks = NameLocks()
+
+    def store(
+        self,
+        volume: str,
+        snapshot_id: str,
+        driver: VolumeDriver,
+        *,
+        origin: str | None = None,
+        attachment: bytes = b"",
+    ) -> Archived:
+        """Keep a snapshot that the driver has. Nothing happens when the archive has it already.
+
+        `origin` is the volume that this one was forked from: what it has in the archive is not sent again.
+        `attachment` is kept with the snapshot. A crash at any point leaves no snapshot that is not whole.
+        """
+        name = _manifest_name(volume, snapshot_id)
+        with self._locks.hold(volume), failing("cannot archive the snapshot"):
+            with suppress(NotFound, SnapshotDamaged):
+                return Archived(0, len(self._manifest(volume, snapshot_id).bundles))
+            held = self._held(volume, origin)
+            went = 0
+            for _ in range(_TRIES):
+                exported, sent = self._send(volume, snapshot_id, driver, held, attachment)
+                held.update(sent)
+                went += sum(bundle.size for bundle, _ in sent.values())
+                needed = exported.needed | ({digest(attachment)} if attachment else set())
+                used = _choose(needed, held)
+                manifest = Manifest(
+                    volume=volume,
+                    snapshot_id=snapshot_id,
+                    tree=exported.tree.hex(),
+                    size=exported.size,
+                    files=exported.files,
+                    created_at=time.time(),
+                    bundles=tuple(used),
+                    attachment=_place(attachment, used, held) if attachment else None,
+                )
+                lost = self._publish(name, manifest)
+                if not lost:
+                    self._cache.keep_known(volume, exported.known)
+                    return Archived(went, len(used))
+                for gone in lost:
+                    held.pop(gone)
+        raise ArchiveUnavailable(
+            "bundles of the archive vanish while a snapshot is stored",
+            hint="see that only carrel removes anything from the archive",
+        )
+
+    def _held(self, volume: str, origin: str | None) -> _Held:
+        """The bundles that a new snapshot may refer to."""
+        manifests = self._newest(volume)[-1:]
+        if not manifests and origin is not None:
+            manifests = self._newest(check_name(origin, "origin"))
+        anew = better_anew(manifests[-1].bundles) if manifests else set()
+        wanted = {bundle.name: bundle for manifest in manifests for bundle in manifest.bundles}
+        wanted = {name: wanted[name] for name in wanted if name not in anew and not self._cache.distrusts(name)}
+
+        def index(bundle: Bundle) -> Index | None:
+            try:
+                return self._cache.index(bundle, self._remote)
+            except NotFound:
+                return None
+
+        found = _at_once(index, wanted.values())
+        return {bundle.name: (bundle, each) for bundle, each in found if each is not None}
+
+    def _newest(self, volume: str) -> list[Manifest]:
+        """The last few snapshots of a volume, the newest last."""
+        found = []
+        for entry in self._listed(volume)[-_LOOKED_AT:]:
+            with suppress(NotFound, SnapshotDamaged):
+                found.append(self._read_manifest(entry.name))
+        return sorted(found, key=lambda manifest: manifest.created_at)
+
+    def _send(
+        self, volume: str, snapshot_id: str, driver: VolumeDriver, held: _Held, attachment: bytes
+    ) -> tuple[Exported, _Held]:
+        archived: set[bytes] = set().union(*(index for _, index in held.values()))
+        with self._cache.working() as place:
+            outbox = Outbox(place, self._remote, volume, archived)
+            try:
+                with BundleBatch(outbox) as batch:
+                    exported = driver.export_objects(snapshot_id, outbox, batch, self._cache.known(volume))
+                    if attachment:
+                        batch.put(attachment)
+                    batch.finish()
+                sent = {bundle.name: (bundle, index) for bundle, index in outbox.sent()}
+            finally:
+                outbox.close()
+        for bundle, index in sent.values():
+            self._cache.keep_index(bundle, index)
+        return exported, sent
+
+    def _publish(self, name: str, manifest: Manifest) -> set[str]:
+        """Put the manifest, unless bundles it needs are gone or about to be removed: those are returned then."""
+        started = time.monotonic()
+        intent = f"intents/{secrets.token_hex(16)}"
+        self._remote.put(intent, pack_names(bundle.name for bundle in manifest.bundles))
+        lost = self._lost(manifest.bundles)
+        if not lost:
+            if time.monotonic() - started > _STALE_S / 2:
+                raise ArchiveUnavailable("the archive answered too late to be sure of it", hint="try again")
+            # Should this fail, the intent stays: the manifest may still arrive.
+            self._remote.put(name, pack_manifest(manifest))
+        with suppress(ArchiveUnavailable):
+            self._remote.delete([intent])
+        return lost
+
+    def _lost(self, bundles: Iterable[Bundle]) -> set[str]:
+        """Notes first, then what is there: a note that is gone by now has had its effect."""
+        condemned: set[str] = set()
+        for note in self._remote.list("collecting"):
+            with suppress(NotFound):
+                condemned |= unpack_names(self._remote.get(note), note)
+        wanted = list(bundles)
+        there: dict[str, int] = {}
+        for owner in {split_bundle_name(bundle.name)[0] for bundle in wanted}:
+            there.update((entry.name, entry.size) for entry in self._remote.entries(f"bundles/{owner}"))
+        return {each.name for each in wanted if each.name in condemned or there.get(each.name) != each.size}
+
+    def fetch(self, volume: str, snapshot_id: str, directory: str) -> None:
+        """Write a snapshot's files into an empty directory that nobody uses.
+
+        `NotFound` when the archive does not have it; `SnapshotDamaged` names the object and the bundle at fault.
+        """
+        manifest = self._manifest(volume, snapshot_id)
+        owner = CANONICAL_UID if os.geteuid() == 0 else None
+        with (
+            failing("cannot write the snapshot's files"),
+            self._gathered(manifest) as found,
+            Reader(found.store) as reader,
+            opened(directory) as root,
+            found.blaming(),
+        ):
+            known = rebuild(found.store, reader, bytes.fromhex(manifest.tree), root, owner)
+        self._cache.keep_known(volume, known)
+
+    def attachment(self, volume: str, snapshot_id: str) -> bytes:
+        """What was attached to the snapshot; raises what `fetch` raises."""
+        where = self._manifest(volume, snapshot_id).attachment
+        if where is None:
+            return b""
+        offset, stored, codec, length = where.spot
+        try:
+            data = inflate(codec, self._remote.get_range(where.bundle, offset, stored), length)
+        except NotFound:
+            raise _at_fault(where.key, where.bundle, "is missing") from None
+        except (ValueError, zstandard.ZstdError):
+            data = b""
+        if digest(data).hex() != where.key:
+            raise _at_fault(where.key, where.bundle, "is damaged")
+        return data
+
+    def snapshots(self, volume: str) -> list[str]:
+        """The ids of a volume's snapshots, in the order they were stored."""
+        return [entry.name.rpartition("/")[2] for entry in self._listed(volume)]
+
+    def delete(self, volume: str, snapshot_id: str) -> None:
+        """Remove a snapshot. What only it needed is removed by `collect`. Nothing happens when there is none."""
+        self._remote.delete([_manifest_name(volume, snapshot_id)])
+
+    def forget(self, volume: str) -> None:
+        """Remove everything of a volume but what the snapshots of others need."""
+        self._remote.delete([entry.name for entry in self._listed(volume)])
+        with failing("cannot forget the volume"):
+            self._cache.forget(volume)
+        with suppress(SnapshotDamaged):  # `collect` says so, and removes the rest when that is mended
+            self._collect(f"bundles/{volume}", 0.0)
+
+    def collect(self, *, min_age_s: float = 3600.0) -> Collected:
+        """Remove bundles that no snapshot needs, while others store and fetch.
+
+        Young ones are left alone: most are on their way into a snapshot, and would have to be sent again. A manifest
+        that cannot be read stops it with `SnapshotDamaged`: nothing it may need is removed.
+        """
+        collected = self._collect("bundles", min_age_s)
+        with failing("cannot tidy the archive's cache"):
+            self._cache.prune(set(self._remote.list("bundles")))
+        return collected
+
+    def _collect(self, prefix: str, min_age_s: float) -> Collected:
+        started = time.monotonic()
+        note = f"collecting/{secrets.token_hex(16)}"
+        self._remote.put(note, pack_names(()))
+        try:
+            now = next((each.modified for each in self._remote.entries("collecting") if each.name == note), time.time())
+            self._remove_stale(now)
+            old = [each for each in self._remote.entries(prefix) if each.modified <= now - min_age_s]
+            sizes = {each.name: each.size for each in old}
+            doomed = sizes.keys() - self._needed()
+            if doomed:
+                self._remote.put(note, pack_names(doomed))
+                doomed -= self._needed()
+        except SnapshotDamaged:
+            self._remote.delete([note])
+            raise
+        if time.monotonic() - started > _STALE_S / 2:
+            raise ArchiveUnavailable("the archive answered too late to remove anything", hint="try again")
+        # Should this fail, the note stays: the removal may still happen.
+        self._remote.delete(doomed)
+        self._remote.delete([note])
+        return Collected(len(doomed), sum(sizes[name] for name in doomed))
+
+    def _remove_stale(self, now: float) -> None:
+        for prefix in ("intents", "collecting"):
+            self._remote.delete([e.name for e in self._remote.entries(prefix) if e.modified < now - _STALE_S])
+
+    def _needed(self) -> set[str]:
+        """Every bundle that a manifest names or shall name. Intents first: one that is gone by now has its manifest."""
+        names: set[str] = set()
+        for intent in self._remote.list("intents"):
+            with suppress(NotFound):
+                names |= unpack_names(self._remote.get(intent), intent)
+
+        def bundles(name: str) -> set[str]:
+            try:
+                return {bundle.name for bundle in self._read_manifest(name).bundles}
+            except NotFound:
+                return set()
+
+        return names.union(*(found for _, found in _at_once(bundles, self._remote.list("manifests"))))
+
+    def verify(self, volume: str, snapshot_id: str) -> list[str]:
+        """Read everything the snapshot needs; one line for each bundle and object that is damaged or missing."""
+        try:
+            manifest = self._manifest(volume, snapshot_id)
+        except SnapshotDamaged as error:
+            return [error.detail]
+        with failing("cannot verify the snapshot"), self._gathered(manifest) as found:
+            return found.check(bytes.fromhex(manifest.tree))
+
+    @contextmanager
+    def _gathered(self, manifest: Manifest) -> Iterator[_Gathered]:
+        """The bundles of a snapshot as an object store of this machine, for a while."""
+        with self._cache.working() as place:
+            store = ObjectStore(place)
+            store.prepare()
+
+            def get(bundle: Bundle) -> str:
+                path = os.path.join(place, "packs", split_bundle_name(bundle.name)[1] + ".pack")
+                try:
+                    self._remote.get_file(bundle.name, path)
+                except NotFound:
+                    return "is missing"
+                size = os.stat(path).st_size
+                if size != bundle.size:
+                    return f"has {size} of {bundle.size} bytes"
+                return "" if file_digest(path) == bundle.digest else "is damaged"
+
+            faults = {bundle.name: fault for bundle, fault in _at_once(get, manifest.bundles) if fault}
+            for name in faults:
+                self._cache.distrust(name)
+            store.refresh()
+            yield _Gathered(store, faults, {split_bundle_name(b.name)[1] + ".pack": b.name for b in manifest.bundles})
+
+    def _listed(self, volume: str) -> list[Entry]:
+        found = self._remote.entries(f"manifests/{check_name(volume, 'volume')}")
+        return sorted(found, key=lambda entry: (entry.modified, entry.name))
+
+    def _manifest(self, volume: str, snapshot_id: str) -> Manifest:
+        try:
+            return self._read_manifest(_manifest_name(volume, snapshot_id))
+        except NotFound:
+            raise NotFound(f"the archive has no snapshot {snapshot_id!r}", field="snapshot_id") from None
+
+    def _read_manifest(self, name: str) -> Manifest:
+        manifest = unpack_manifest(self._remote.get(name), name)
+        if _manifest_name(manifest.volume, manifest.snapshot_id) != name:
+            raise SnapshotDamaged(f"the archive's manifest {name} is that of another snapshot", object=name)
+        return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    store: ObjectStore
+    faults: dict[str, str]
+    names: dict[str, str]
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Errors name the bundle as well."""
+        try:
+            yield
+        except SnapshotDamaged as error:
+            raise self.blame(error) from None
+
+    def blame(self, error: SnapshotDamaged) -> SnapshotDamaged:
+        """Say which bundle is at fault."""
+        key = error.extra.get("object")
+        place = self.store.place(bytes.fromhex(key)) if isinstance(key, str) else None
+        guilty = {self.names[place[0]]} if place is not None else set(self.faults)
+        faults = [f"bundle {name} {self.faults.get(name, 'is damaged')}" for name in sorted(guilty)]
+        return SnapshotDamaged(
+            "; ".join([error.detail, *faults]), hint="restore another snapshot", object=key, bundles=sorted(guilty)
+        )
+
+    def check(self, tree: bytes) -> list[str]:
+        """One line for each bundle and object at fault."""
+        problems = [f"bundle {name} {fault}" for name, fault in sorted(self.faults.items())]
+        trees: set[bytes] = set()
+        parts: set[bytes] = set()
+        pending = [tree]
+        with Reader(self.store) as reader:
+            while pending:
+                key = pending.pop()
+                if key in trees:
+                    continue
+                trees.add(key)
+                try:
+                    entries = unpack_tree(reader.read(key)).entries
+                except SnapshotDamaged as error:
+                    problems.append(self.blame(error).detail)
+                    continue
+                for name, node in entries.items():
+                    if node.kind is Kind.DIRECTORY:
+                        pending.append(node.tree)
+                    for _, _, part in node.extents:
+                        if part in parts:
+                            continue
+                        parts.add(part)
+                        try:
+                            reader.read(part)
+                        except SnapshotDamaged as error:
+                            problems.append(f"{self.blame(error).detail}, needed by {os.fsdecode(name)!r}")
+        return problems
+
+
+def _manifest_name(volume: str, snapshot_id: str) -> str:
+    return f"manifests/{check_name(volume, 'volume')}/{check_name(snapshot_id, 'snapshot_id')}"
+
+
+def _choose(needed: set[bytes], held: _Held) -> list[Bundle]:
+    """The bundles that together have every object."""
+    rest = set(needed)
+    used = []
+    for bundle, index in held.values():
+        if mine := rest & index.keys():
+            rest -= mine
+            used.append(replace(bundle, live=sum(index[key][1] for key in mine)))
+    if rest:
+        raise PlatformError(f"{len(rest)} objects of the snapshot did not get into the archive")
+    return used
+
+
+def _place(attachment: bytes, used: list[Bundle], held: _Held) -> Attachment:
+    key = digest(attachment)
+    bundle = next(bundle for bundle in used if key in held[bundle.name][1])
+    return Attachment(key.hex(), bundle.name, held[bundle.name][1][key])
+
+
+def _at_fault(key: str, bundle: str, how: str) -> SnapshotDamaged:
+    error = damaged(bytes.fromhex(key), "cannot be read")
+    return SnapshotDamaged(f"{error.detail}; bundle {bundle} {how}", hint=error.hint, object=key, bundles=[bundle])
+
+
+def _at_once(work: Callable[[T], R], items: Iterable[T]) -> list[tuple[T, R]]:
+    wanted = list(items)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="carrel-archive") as pool:
+        return list(zip(wanted, pool.map(work, wanted), strict=True))

@@ -1,0 +1,215 @@
+"""New objects on their way into the archive, and what this node remembers of the bundles that are there.
+
+A bundle is a pack as object stores have it. It goes out as soon as it is full and leaves nothing here but its index.
+Knows objects and a remote, neither snapshots nor who needs which bundle.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from threading import BoundedSemaphore
+
+import msgpack
+from blake3 import blake3
+
+from carrel.errors import SnapshotDamaged
+from carrel.workspaces.manifests import Bundle, bundle_name, split_bundle_name
+from carrel.workspaces.remote import Remote
+from carrel.workspaces.volumes.capture import Known, pack_known, unpack_known
+from carrel.workspaces.volumes.directory import remove_tree
+from carrel.workspaces.volumes.objects import Batch, ObjectStore, Spot, digest, read_index
+
+Index = dict[bytes, Spot]
+
+_UPLOADS_AT_ONCE = 2
+_PACKS_WAITING = 4
+_PIECE = 4 << 20
+
+
+def file_digest(path: str) -> str:
+    """The check sum of a file."""
+    hasher = blake3()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+class Outbox(ObjectStore):
+    """An object store whose packs go to the remote. What the archive has already counts as there."""
+
+    def __init__(self, directory: str, remote: Remote, volume: str, archived: Set[bytes]):
+        super().__init__(directory)
+        self._remote = remote
+        self._volume = volume
+        self._archived = archived
+        self._pool = ThreadPoolExecutor(_UPLOADS_AT_ONCE, thread_name_prefix="carrel-archive")
+        self._slots = BoundedSemaphore(_PACKS_WAITING)
+        self._jobs: list[Future[tuple[Bundle, Index]]] = []
+        self.prepare()
+
+    def has(self, key: bytes, length: int) -> bool:
+        """Whether the archive has the object."""
+        return key in self._archived
+
+    def refresh(self) -> None:
+        """Nobody else adds packs here."""
+
+    def sync_packs(self) -> None:
+        """The packs are in the archive by the time this would matter."""
+
+    def publish(self, aside: str, name: str) -> None:
+        """Send a finished pack; waits while several are on their way, and fails when one of them failed."""
+        for job in self._jobs:
+            if job.done():
+                job.result()
+        self._slots.acquire()
+        job = self._pool.submit(self._send, aside)
+        job.add_done_callback(lambda _: self._slots.release())
+        self._jobs.append(job)
+
+    def _send(self, path: str) -> tuple[Bundle, Index]:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            index = read_index(lambda start, length: os.pread(file.fileno(), length, start), size)
+        if index is None:
+            raise SnapshotDamaged("a bundle was damaged before it was sent", hint="see that the disk is sound")
+        stored = sum(spot[1] for spot in index.values())
+        name = bundle_name(self._volume, secrets.token_hex(16))
+        bundle = Bundle(name, size, file_digest(path), stored, stored)
+        self._remote.put_file(name, path)
+        os.unlink(path)
+        return bundle, index
+
+    def sent(self) -> list[tuple[Bundle, Index]]:
+        """Wait until everything is there."""
+        return [job.result() for job in self._jobs]
+
+    def close(self) -> None:
+        """Wait for what is on its way and drop the rest."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+class BundleBatch(Batch):
+    """Objects for bundles: however big, they are packed."""
+
+    def add(self, key: bytes, data: bytes, *, packed: bool = False) -> None:
+        """Keep content whose name is known."""
+        super().add(key, data, packed=True)
+
+
+class Cache:
+    """What spares this node work: indexes of bundles and what was seen of volumes. May be removed at any time."""
+
+    def __init__(self, directory: str):
+        self._volumes = os.path.join(directory, "volumes")
+        self._work = os.path.join(directory, "work")
+        self._lock = os.path.join(directory, "lock")
+        for path in (directory, self._volumes, self._work):
+            os.makedirs(path, 0o700, exist_ok=True)
+
+    @contextmanager
+    def working(self) -> Iterator[str]:
+        """An empty directory for one operation. Those of killed processes are removed on the way."""
+        with open(self._lock, "ab") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            for name in os.listdir(self._work):
+                self._remove_abandoned(os.path.join(self._work, name))
+            path = os.path.join(self._work, secrets.token_hex(16))
+            os.mkdir(path, 0o700)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            yield path
+        finally:
+            remove_tree(path)
+            os.close(fd)
+
+    @staticmethod
+    def _remove_abandoned(path: str) -> None:
+        with suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            finally:
+                os.close(fd)
+            remove_tree(path)
+
+    def known(self, volume: str) -> Known:
+        """What the last export of a volume found."""
+        try:
+            with open(os.path.join(self._volumes, volume, "known"), "rb") as file:
+                return unpack_known(file.read())[0]
+        except FileNotFoundError:
+            return {}
+
+    def keep_known(self, volume: str, known: Known) -> None:
+        """Keep what an export found."""
+        self._keep(volume, "known", pack_known(known, ""))
+
+    def index(self, bundle: Bundle, remote: Remote) -> Index | None:
+        """What a bundle holds, from here or from the end of the bundle; None when the bundle is damaged.
+
+        `NotFound` when it is gone.
+        """
+        volume, token = split_bundle_name(bundle.name)
+        try:
+            with open(os.path.join(self._volumes, volume, token), "rb") as file:
+                raw = file.read()
+            if digest(raw[32:]) == raw[:32]:
+                return dict(msgpack.unpackb(raw[32:], use_list=False))
+        except FileNotFoundError:
+            pass
+        index = read_index(lambda start, length: remote.get_range(bundle.name, start, length), bundle.size)
+        if index is not None:
+            self.keep_index(bundle, index)
+        return index
+
+    def keep_index(self, bundle: Bundle, index: Index) -> None:
+        """Keep what a bundle holds."""
+        volume, token = split_bundle_name(bundle.name)
+        body: bytes = msgpack.packb(list(index.items()))
+        self._keep(volume, token, digest(body) + body)
+
+    def distrust(self, name: str) -> None:
+        """A bundle turned out to be damaged: what it holds counts as lacking from now on."""
+        volume, token = split_bundle_name(name)
+        self._keep(volume, f"bad-{token}", b"")
+
+    def distrusts(self, name: str) -> bool:
+        """Whether the bundle turned out to be damaged."""
+        volume, token = split_bundle_name(name)
+        return os.path.exists(os.path.join(self._volumes, volume, f"bad-{token}"))
+
+    def prune(self, bundles: set[str]) -> None:
+        """Forget bundles that are no longer there."""
+        there: dict[str, set[str]] = {}
+        for name in bundles:
+            volume, token = split_bundle_name(name)
+            there.setdefault(volume, {"known"}).update((token, f"bad-{token}"))
+        for volume in os.listdir(self._volumes):
+            folder = os.path.join(self._volumes, volume)
+            for name in os.listdir(folder):
+                if name not in there.get(volume, {"known"}):
+                    with suppress(FileNotFoundError):
+                        os.unlink(os.path.join(folder, name))
+
+    def forget(self, volume: str) -> None:
+        """Forget everything of a volume."""
+        remove_tree(os.path.join(self._volumes, volume))
+
+    def _keep(self, volume: str, name: str, data: bytes) -> None:
+        folder = os.path.join(self._volumes, volume)
+        with suppress(OSError), self.working() as place:  # without it, only the next time would cost more
+            aside = os.path.join(place, name)
+            with open(aside, "xb") as file:
+                file.write(data)
+            os.makedirs(folder, 0o700, exist_ok=True)
+            os.rename(aside, os.path.join(folder, name))

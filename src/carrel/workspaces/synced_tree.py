@@ -1,0 +1,352 @@
+"""The files of a workspace as a sync reads and writes them, while hostile code may be changing them.
+
+Nothing is followed and nothing outside the tree is touched: every path is opened component by component. A file is
+written aside and renamed into place. Knows nothing of filespaces but which names stay out of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from blake3 import blake3
+
+from carrel.errors import LimitExceeded, PlatformError
+from carrel.workspaces.filespace import NOT_SYNCED, UNSURE, Content, Facts, LocalFile, Row
+from carrel.workspaces.layout import CANONICAL_UID
+from carrel.workspaces.volumes import kernel
+from carrel.workspaces.volumes.capture import FRESH_NS
+
+MOST_FILES = 250_000
+PIECE = 4 << 20
+_TRIES = 3
+_ASIDE = ".carrel-sync-"
+_TEMPORARY = re.compile(r"\.(?:carrel-sync|context)-[0-9a-f]{16}")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EXDEV, errno.EISDIR}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Taken(Protocol):
+    """What was read of a file."""
+
+    @property
+    def hash(self) -> str:
+        """Names the bytes."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there were."""
+        ...
+
+
+T = TypeVar("T", bound=Taken)
+
+
+class Obstructed(Exception):
+    """Something that a sync must not remove is in the way of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """A file that was read to know its hash."""
+
+    hash: str
+    size: int
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a workspace holds: the files that are synced, how many things are not, and the bytes of all."""
+
+    files: dict[str, LocalFile] = field(default_factory=dict)
+    skipped: int = 0
+    allocated: int = 0
+    apparent: int = 0
+    read: int = 0
+
+
+def hashed(fd: int, size: int) -> Hashed:
+    """Read an open file, at most `size` bytes of it."""
+    hasher = blake3()
+    count = 0
+    for piece in pieces(fd, size):
+        hasher.update(piece)
+        count += len(piece)
+    return Hashed(hasher.hexdigest(), count)
+
+
+def pieces(fd: int, size: int) -> Iterator[bytes]:
+    """The bytes of an open file, at most `size` of them."""
+    at = 0
+    while at < size and (data := os.pread(fd, min(PIECE, size - at), at)):
+        yield data
+        at += len(data)
+
+
+def facts_of(info: os.stat_result) -> Facts:
+    """What the kernel says of a file."""
+    return Facts(info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+class SyncedTree:
+    """The tree beneath one directory. Close it when done; `scan` first."""
+
+    def __init__(self, path: str):
+        try:
+            self._root = os.open(path, kernel.DIRECTORY)
+        except OSError as error:
+            raise PlatformError(f"the workspace cannot be opened: {error.strerror}") from None
+        self._device = os.fstat(self._root).st_dev
+        self._owner = CANONICAL_UID if os.geteuid() == 0 else None
+
+    def close(self) -> None:
+        """Release the directory."""
+        os.close(self._root)
+
+    # reading
+
+    def scan(self, rows: Mapping[str, Row]) -> Scan:
+        """Every file that is synced. Only those that differ from the facts in `rows` are read."""
+        found = Scan()
+        linked: set[int] = set()
+        try:
+            for visited in kernel.visit(self._root):
+                kept = NOT_SYNCED.isdisjoint(visited.path.split("/"))
+                prefix = f"{visited.path}/" if visited.path else ""
+                for name, info in visited.entries:
+                    if info.st_nlink == 1 or stat.S_ISDIR(info.st_mode) or info.st_ino not in linked:
+                        found.allocated += info.st_blocks * 512
+                        linked.add(info.st_ino) if info.st_nlink > 1 else None
+                    if kept and name not in NOT_SYNCED:
+                        self._look(visited.fd, name, info, prefix + name, rows.get(prefix + name), found)
+        except OSError as error:
+            raise PlatformError(f"the workspace cannot be read: {error.strerror}") from None
+        return found
+
+    def _look(self, fd: int, name: str, info: os.stat_result, path: str, row: Row | None, found: Scan) -> None:
+        if not stat.S_ISREG(info.st_mode):
+            found.skipped += not stat.S_ISDIR(info.st_mode)
+            return
+        if name.startswith(".c") and _TEMPORARY.fullmatch(name):
+            if name.startswith(_ASIDE):  # a sync that was killed left it
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=fd)
+            return
+        facts = facts_of(info)
+        allocated = info.st_blocks * 512
+        if row is not None and row.placed and row.facts == facts:
+            local: LocalFile | None = LocalFile(row.content, facts, facts, allocated)
+        else:
+            found.read += 1
+            try:
+                local = _stable(fd, name, hashed, allocated)[1]
+            except PermissionError:  # it is there, but whether it changed cannot be known
+                found.skipped += 1
+                local = LocalFile(row.content, facts, UNSURE, allocated) if row is not None and row.placed else None
+        if local is None:
+            return
+        if len(found.files) >= MOST_FILES:
+            raise LimitExceeded(
+                f"the workspace has more than {MOST_FILES} files",
+                field="files",
+                hint=f"delete some, or keep them in one of {', '.join(sorted(NOT_SYNCED))}, which are not synced",
+            )
+        found.files[path] = local
+        found.apparent += local.facts.size
+
+    def take(self, path: str, read: Callable[[int, int], T]) -> tuple[T, LocalFile] | None:
+        """Read one file with `read`, which gets the open file and its size; None when there is none any more."""
+        head, _, name = path.rpartition("/")
+        try:
+            with self._directory(head) as parent:
+                taken, local = _stable(parent, name, read, 0)
+        except (FileNotFoundError, PermissionError, Obstructed):
+            return None
+        except OSError as error:
+            raise PlatformError(f"{path!r} cannot be read: {error.strerror}") from None
+        return (taken, local) if taken is not None and local is not None else None
+
+    def gone(self, path: str) -> bool:
+        """Whether there is no file at a path. A walk may miss one that is moved about meanwhile."""
+        head, _, name = path.rpartition("/")
+        try:
+            with self._directory(head) as parent:
+                return not stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+        except (FileNotFoundError, Obstructed):
+            return True
+        except OSError as error:
+            raise PlatformError(f"{path!r} cannot be read: {error.strerror}") from None
+
+    # writing
+
+    def write(self, path: str, mode: int, content: Iterable[bytes], over: LocalFile | None) -> bool:
+        """Put a file into place whole, with its directories. Says whether what it replaced is what `over` says.
+
+        `Obstructed` when something that is not a file is there, or something that is not a directory is above it.
+        """
+        head, _, name = path.rpartition("/")
+        aside = f"{_ASIDE}{secrets.token_hex(8)}"
+        try:
+            with self._directory(head, make=True) as parent:
+                try:
+                    self._fill(parent, aside, mode, content)
+                    expected = self._clear(parent, name, over)
+                    os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(aside, dir_fd=parent)
+                    raise
+                return expected
+        except OSError as error:
+            raise _told(error, path) from None
+
+    def _fill(self, parent: int, name: str, mode: int, content: Iterable[bytes]) -> None:
+        fd = os.open(name, _NEW, 0o600, dir_fd=parent)
+        try:
+            for piece in content:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+            if self._owner is not None:
+                os.fchown(fd, self._owner, self._owner)
+            os.fchmod(fd, mode)
+        finally:
+            os.close(fd)
+
+    def _clear(self, parent: int, name: str, over: LocalFile | None) -> bool:
+        """Make way for a file: only a file or empty directories go."""
+        try:
+            info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return over is None
+        if stat.S_ISDIR(info.st_mode):
+            self._remove_empty(parent, name)
+            return over is None
+        if not stat.S_ISREG(info.st_mode):
+            raise Obstructed
+        return over is not None and over.facts == facts_of(info)
+
+    def _remove_empty(self, parent: int, name: str) -> None:
+        top = kernel.open_for_reading(name, parent, kernel.DIRECTORY)
+        try:
+            found = [(visited.path, len(visited.entries)) for visited in kernel.visit(top)]
+            beneath = sum(count for _, count in found)
+            if beneath != len(found) - 1:  # something in there is no directory
+                raise Obstructed
+            directories = kernel.Directories(top)
+            try:
+                for path, _ in reversed(found[1:]):
+                    head, _, last = path.rpartition("/")
+                    os.rmdir(last, dir_fd=directories.get(head))
+            finally:
+                directories.close()
+        finally:
+            os.close(top)
+        os.rmdir(name, dir_fd=parent)
+
+    def remove(self, path: str, expected: LocalFile) -> bool:
+        """Delete a file if it is still what it was; says whether it is gone."""
+        head, _, name = path.rpartition("/")
+        try:
+            with self._directory(head) as parent:
+                info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+                if not stat.S_ISREG(info.st_mode) or facts_of(info) != expected.facts:
+                    return False
+                os.unlink(name, dir_fd=parent)
+        except FileNotFoundError:
+            return True
+        except Obstructed:
+            return True  # what is there now is no directory, so the file is gone
+        except OSError as error:
+            if error.errno in _IN_THE_WAY:
+                return False
+            raise PlatformError(f"{path!r} cannot be deleted: {error.strerror}") from None
+        return True
+
+    def flush(self) -> None:
+        """Make everything that was written durable."""
+        if _libc.syncfs(self._root) != 0:
+            code = ctypes.get_errno()
+            raise PlatformError(f"the workspace cannot be written: {os.strerror(code)}")
+
+    @contextmanager
+    def _directory(self, path: str, *, make: bool = False) -> Iterator[int]:
+        """An open directory of the tree, with `make` made if need be."""
+        fd = os.dup(self._root)
+        try:
+            for name in path.split("/") if path else ():
+                child = self._child(fd, name, make)
+                os.close(fd)
+                fd = child
+                if os.fstat(fd).st_dev != self._device:
+                    raise Obstructed
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _child(self, parent: int, name: str, make: bool) -> int:
+        try:
+            try:
+                return kernel.open_for_reading(name, parent, kernel.DIRECTORY)
+            except FileNotFoundError:
+                if not make:
+                    raise
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=parent)
+                if self._owner is not None:
+                    os.chown(name, self._owner, self._owner, dir_fd=parent, follow_symlinks=False)
+            return kernel.open_for_reading(name, parent, kernel.DIRECTORY)
+        except OSError as error:
+            if error.errno in _IN_THE_WAY:
+                raise Obstructed from None
+            raise
+
+
+def _told(error: OSError, path: str) -> Exception:
+    if error.errno in _IN_THE_WAY or error.errno == errno.ENOTEMPTY:
+        return Obstructed()
+    if error.errno in _FULL:
+        return LimitExceeded(
+            "the workspace is full", field="disk_mb", hint="delete files there or in the filespace, then sync again"
+        )
+    return PlatformError(f"{path!r} cannot be written: {error.strerror}")
+
+
+def _stable(parent: int, name: str, read: Callable[[int, int], T], allocated: int) -> tuple[T | None, LocalFile | None]:
+    """Read a file until it did not change meanwhile; one that keeps changing is taken as it was read last."""
+    try:
+        fd = kernel.open_for_reading(name, parent)
+    except OSError as error:
+        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}:
+            return None, None  # gone, or something else by now
+        raise
+    try:
+        for left in reversed(range(_TRIES)):
+            before = os.fstat(fd)
+            if not stat.S_ISREG(before.st_mode):
+                return None, None
+            now = time.time_ns()
+            taken = read(fd, before.st_size)
+            after = os.fstat(fd)
+            still = facts_of(before) == facts_of(after)
+            if still or not left:
+                sure = still and now - before.st_ctime_ns > FRESH_NS
+                facts = facts_of(after)
+                content = Content(taken.hash, stat.S_IMODE(after.st_mode) & 0o777)
+                known = facts if sure else UNSURE
+                return taken, LocalFile(content, facts._replace(size=taken.size), known, allocated)
+    finally:
+        os.close(fd)
+    return None, None

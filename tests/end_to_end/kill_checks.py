@@ -1,0 +1,203 @@
+"""What must hold after a server was killed and started again: nothing lost, nothing stuck, nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import tarfile
+import time
+from random import Random
+
+import httpx
+from kill_load import World, read_on
+from kill_model import Broken, Context, Life
+from kill_server import Server
+
+from carrel.client import AsyncClient, AsyncSandbox
+from carrel.errors import CarrelError, NotFound
+from carrel.models import FileKind, SandboxInfo, SnapshotInfo, State
+from carrel.workspaces.layout import CONTEXT_FILE, encode
+from sandboxes import until
+
+STUCK_S = 30.0
+CLOCK_S = 0.05
+"""How far the times of server and clients may differ: it is one clock, read at two places."""
+
+
+class Check:
+    """One look at a server that has just been started."""
+
+    def __init__(self, world: World, server: Server, client: AsyncClient, seed: int):
+        self._world = world
+        self._server = server
+        self._client = client
+        self._random = Random(f"check {seed}")
+        self._killed_at = time.time()
+
+    async def run(self, *, thorough: bool = False) -> None:
+        """Everything, and afterwards the model is certain again. `thorough` waits for every command and restores
+        every snapshot."""
+        try:
+            async with asyncio.timeout(STUCK_S * 4):
+                infos = [info async for info in self._client.sandboxes()]
+                self._states(infos)
+                await self._ephemeral(infos)
+                await self._leftovers(infos)
+                for context in self._world.all():
+                    await self._commands(context, thorough=thorough)
+                restored = self._random.choice(self._world.all()) if self._world.all() else None
+                looks = [
+                    self._context(context, thorough or context is restored, thorough=thorough)
+                    for context in self._world.all()
+                ]
+                for outcome in await asyncio.gather(*looks, return_exceptions=True):
+                    if outcome is not None:
+                        raise outcome
+                await self._stray()
+        except CarrelError as error:
+            raise Broken(f"after the restart: {type(error).__name__}: {error}") from error
+        except TimeoutError as error:
+            raise Broken("after the restart something is stuck") from error
+
+    # sessions
+
+    def _states(self, infos: list[SandboxInfo]) -> None:
+        found = {info.context_id: info for info in infos if info.context_id is not None}
+        wrong = [f"{info.context_id or info.id} is {info.state}" for info in infos if info.state not in _RESTING]
+        wrong += [f"{name} is not known to anyone" for name in found.keys() - {each.name for each in self._world.all()}]
+        for context in self._world.all():
+            info = found.get(context.name)
+            life = _life(info)
+            if context.life not in {Life.UNSURE, life}:
+                wrong.append(f"{context.name} should have {context.life.value}, has {life.value}")
+            if context.life is Life.RUNNING and info and context.box is not None and info.id != context.box.id:
+                wrong.append(f"{context.name} has another session: {info.id}, not {context.box.id}")
+            context.life = life
+            context.made = context.made or info is not None
+            if info is not None:
+                context.box = self._client.attach(info)
+        if wrong:
+            raise Broken("sessions: " + "; ".join(wrong))
+        for own in self._world.contexts:  # what was asked for, never answered and never made
+            own[:] = [context for context in own if context.made or not context.may_be_made]
+
+    async def _ephemeral(self, infos: list[SandboxInfo]) -> None:
+        found = {info.id: info for info in infos if info.ephemeral}
+        for info in found.values():
+            box = self._client.attach(info)
+            async with asyncio.timeout(STUCK_S):
+                await box.commands.run("true", check=True, timeout=STUCK_S)
+        self._world.ephemeral = dict.fromkeys(found, Life.RUNNING)
+
+    async def _leftovers(self, infos: list[SandboxInfo]) -> None:
+        running = [info.id for info in infos if info.state is State.RUNNING]
+        volumes = {encode(context.name, ephemeral=False) for context in self._world.all() if context.made}
+        volumes |= {encode(name, ephemeral=True) for name in self._world.ephemeral}
+        await self._server.settled(running, volumes)
+
+    # what is in one context
+
+    async def _commands(self, context: Context, *, thorough: bool) -> None:
+        """Commands are still there, and their output goes on where it was left."""
+        for command in [command for command in context.commands if not command.ended]:
+            if context.life is not Life.RUNNING or context.box is None:
+                if not command.may_be_gone:
+                    raise Broken(f"command {command.id} of {context.name} is gone with its sandbox")
+                command.ended = True
+                continue
+            try:
+                info = await context.box.commands.get(command.id).info()
+            except NotFound as error:
+                if not command.may_be_gone:
+                    raise Broken(f"command {command.id} of {context.name} is not known any more") from error
+                command.ended = True
+                continue
+            if thorough or not info.running or self._random.random() < 0.3:
+                async with asyncio.timeout(STUCK_S):
+                    await read_on(context.box, command)
+            else:
+                output = await context.box.commands.get(command.id).output(command.offset)
+                command.take(output.data, output.offset)
+        context.commands = [command for command in context.commands if not command.ended]
+
+    async def _context(self, context: Context, restores: bool, *, thorough: bool) -> None:
+        if not context.may_be_made:
+            return
+        async with asyncio.timeout(STUCK_S):
+            box = await self._client.sandbox(context.name)
+            await box.commands.run("true", check=True, timeout=STUCK_S)
+        context.box, context.life, context.made = box, Life.RUNNING, True
+        context.look(await _files(box), time.time())
+        ready = await self._snapshots(context, box)
+        # Those that nobody asked for may go at any time; the newest of them is tried first, while it is surely there.
+        ready.sort(key=lambda info: (info.reason == "request", -info.created_at.timestamp()))
+        chosen = ready[:1] + [info for info in ready[1:] if info.reason == "request"]
+        if restores and chosen:
+            context.commands_may_end()
+            for snapshot in chosen if thorough else [self._random.choice(chosen)]:
+                await box.restore(snapshot)
+                context.becomes(context.pictures[snapshot.id], time.time())
+                context.look(await _files(box), time.time())
+
+    async def _snapshots(self, context: Context, box: AsyncSandbox) -> list[SnapshotInfo]:
+        listed = {info.id: info for info in await box.snapshots()}
+        wrong = [f"{info.id} is {info.status}" for info in listed.values() if info.status == "creating"]
+        for name, picture in context.pictures.items():
+            if not picture.may_be_gone and (name not in listed or listed[name].status != "ready"):
+                wrong.append(f"{name} is {listed[name].status if name in listed else 'gone'}, and was promised")
+        if wrong:
+            raise Broken(f"snapshots of {context.name}: " + "; ".join(wrong))
+        context.pictures = {name: picture for name, picture in context.pictures.items() if name in listed}
+        ready = [info for info in listed.values() if info.status == "ready"]
+        for info in ready:
+            if info.id not in context.pictures:  # nobody was told of it: it was taken while the server ran
+                when = info.created_at.timestamp()
+                context.pictures[info.id] = context.picture(when - CLOCK_S, self._killed_at)
+            context.pictures[info.id].may_be_gone = info.reason != "request"
+            context.look_at_picture(info.id, await self._tar(box, info.id))
+        return ready
+
+    async def _stray(self) -> None:
+        """Wait until every snapshot on disk has a record."""
+
+        async def none() -> bool:
+            on_disk = self._server.snapshots()
+            for context in self._world.all():
+                if context.box is not None:
+                    on_disk -= {info.id for info in await context.box.snapshots()}
+            return not on_disk
+
+        await until(none, STUCK_S, "no snapshot on disk that no record knows")
+
+    async def _tar(self, box: AsyncSandbox, name: str) -> dict[str, bytes]:
+        answer = await box._connection.stream("GET", f"/v1/sandboxes/{box.id}/snapshots/{name}/tar")
+        try:
+            data = b"".join([piece async for piece in answer.aiter_raw()])
+        except httpx.HTTPError as error:
+            raise Broken(f"snapshot {name} cannot be downloaded: {error}") from error
+        finally:
+            await answer.aclose()
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            files = {each.name.removeprefix("./"): tar.extractfile(each) for each in tar if each.isfile()}
+            return {name: file.read() for name, file in files.items() if file is not None and _counts(name)}
+
+
+_DRAFT = re.compile(r"(.*/)?\.carrel-[0-9a-f]{32}")
+"""A file on its way to its place: a snapshot that is taken meanwhile has it too."""
+_RESTING = frozenset({State.RUNNING, State.STOPPED})
+
+
+def _life(info: SandboxInfo | None) -> Life:
+    if info is None:
+        return Life.NONE
+    return Life.RUNNING if info.state is State.RUNNING else Life.STOPPED
+
+
+async def _files(box: AsyncSandbox) -> dict[str, bytes]:
+    names = [info.path for info in await box.files.list(".", recursive=True) if info.kind is FileKind.FILE]
+    return {name: await box.files.read(name) for name in names if _counts(name)}
+
+
+def _counts(name: str) -> bool:
+    return name != CONTEXT_FILE and not _DRAFT.fullmatch(name)

@@ -1,0 +1,84 @@
+"""The server is killed at seeded moments under load and started again on what it left.
+
+`CARREL_KILLS=200` kills more often, `CARREL_KILL_SEEDS=17,18` repeats some kills on a new data directory.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+from kill_checks import Check
+from kill_load import Load, Tally, World
+from kill_server import Server
+from postgres import Postgres
+
+from carrel.client import AsyncClient
+from carrel.isolation import probe
+from carrel.workspaces.layout import encode
+
+DATABASES = ("sqlite", "postgresql")
+HISTORY = 12
+"""Kills of one data directory."""
+
+
+def cases() -> list[tuple[str, list[int]]]:
+    """A database and seeds for each data directory; the databases take turns, so that few kills show much."""
+    if named := os.environ.get("CARREL_KILL_SEEDS"):
+        return [(kind, [int(word) for word in named.split(",")]) for kind in DATABASES]
+    wanted = int(os.environ.get("CARREL_KILLS", HISTORY))
+    found = []
+    for number, kind in enumerate(DATABASES):
+        own = range(1 + number * wanted, 1 + (number + 1) * wanted)
+        found += [(kind, list(own[first : first + HISTORY])) for first in range(0, wanted, HISTORY)]
+    return found
+
+
+@pytest.fixture
+async def database(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[str | None]:
+    """A database that is this test's alone; None for the server's own."""
+    if kind == "sqlite":
+        yield None
+        return
+    postgres: Postgres = request.getfixturevalue("postgres")
+    schema = f"k{uuid.uuid4().hex}"
+    await postgres.execute(f"CREATE SCHEMA {schema}")
+    yield postgres.url(search_path=schema)
+    await postgres.execute(f"DROP SCHEMA {schema} CASCADE")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or probe.host().missing is not None, reason="needs root and the namespace provider"
+)
+@pytest.mark.timeout(HISTORY * 40)
+@pytest.mark.parametrize(
+    ("kind", "seeds"), cases(), ids=lambda value: value if isinstance(value, str) else f"{value[0]}-{value[-1]}"
+)
+async def test_nothing_is_lost_stuck_or_left_over(database: str | None, seeds: list[int], tally: Tally) -> None:
+    world, server = World(), Server(database)
+    client: AsyncClient | None = None
+    try:
+        await server.start()
+        client = server.client()
+        for index, seed in enumerate(seeds):
+            load = Load(world, server, client, seed)
+            try:
+                await load.run()
+                await client.close()
+                await server.start()
+                client = server.client()
+                await Check(world, server, client, seed).run(thorough=seed == seeds[-1])
+            except Exception as error:
+                history = ",".join(map(str, seeds[: index + 1]))
+                error.add_note(f"seed {seed}, {load.aim}: CARREL_KILL_SEEDS={seed}, with its history {history}")
+                error.add_note(f"the server said\n{server.tail()}")
+                raise
+        await server.stop()
+        await server.silent({encode(context.name, ephemeral=False) for context in world.all() if context.made})
+    finally:
+        tally.add(len(server.starts) - 1, world, server.starts)
+        if client is not None:
+            await client.close()
+        server.close()

@@ -1,0 +1,59 @@
+"""A real S3 server, remotes of both kinds, and drivers of both kinds, each on storage of its own."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from s3 import S3Server
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "volumes")]
+
+from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
+
+Drivers = Callable[[str], VolumeDriver]
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """One server for the whole run; a test that stops it starts it again."""
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["directory", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place of each kind."""
+    if request.param == "directory":
+        return str(tmp_path / "remote")
+    server: S3Server = request.getfixturevalue("s3")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server.url(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def drivers(tmp_path: Path) -> Iterator[Drivers]:
+    """Makes an open driver of a kind."""
+    made: list[VolumeDriver] = []
+
+    def one(kind: str) -> VolumeDriver:
+        place = str(tmp_path / f"driver-{kind}{len(made)}")
+        if kind == "directory":
+            driver: VolumeDriver = DirectoryDriver(place)
+        else:
+            driver = BtrfsDriver(place, pool_bytes=256 << 20, pool_max_bytes=1 << 30)
+            if (reason := driver.missing()) is not None:
+                pytest.skip(reason)
+        driver.open()
+        made.append(driver)
+        return driver
+
+    yield one
+    for driver in made:
+        driver.close()

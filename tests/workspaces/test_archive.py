@@ -1,0 +1,608 @@
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from archives import Node
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trees_for_tests import mutate, picture
+
+from carrel.errors import ArchiveUnavailable, InvalidRequest, NotFound, SnapshotDamaged
+from carrel.workspaces import manifests
+from carrel.workspaces.archive import Archive
+from carrel.workspaces.layout import CANONICAL_UID
+from carrel.workspaces.remote import Remote
+from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver
+from s3 import S3Server
+
+MB = 1 << 20
+Nodes = Callable[..., Node]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, drivers: Callable[[str], VolumeDriver]) -> Nodes:
+    """Makes a node with a driver of a kind on a remote."""
+    numbers = itertools.count()
+
+    def one(url: str | Path, kind: str = "directory") -> Node:
+        return Node(str(url), tmp_path / f"cache{next(numbers)}", drivers(kind))
+
+    return one
+
+
+@pytest.fixture
+def node(nodes: Nodes, tmp_path: Path) -> Iterator[Node]:
+    """A node with the directory driver on a directory."""
+    node = nodes(tmp_path / "remote")
+    yield node
+    assert node.leftovers() == []
+
+
+def furnish(node: Node, volume: str = "v", seed: int = 1) -> str:
+    """A volume with a bit of everything in it."""
+    node.driver.create(volume, None)
+    path = node.driver.path(volume)
+    mutate(path, random.Random(seed), 60)
+    Path(path, "big").write_bytes(random.Random(seed).randbytes(3 * MB))
+    with open(os.path.join(path, "sparse"), "wb") as file:
+        file.seek(5 * MB)
+        file.write(b"end")
+        file.truncate(9 * MB)
+    os.link(os.path.join(path, "big"), os.path.join(path, "linked"))
+    return path
+
+
+def files_of(node: Node, prefix: str) -> list[Path]:
+    """The files beneath a directory remote."""
+    return sorted(path for path in Path(node.remote.description, prefix).rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(("one", "other"), [("directory", "btrfs"), ("btrfs", "directory")])
+def test_any_node_restores_what_another_stored(nodes: Nodes, where: str, one: str, other: str) -> None:
+    here, there = nodes(where, one), nodes(where, other)
+    path = furnish(here)
+    first = picture(path)
+    here.driver.snapshot("v", "s1")
+    kept = here.archive.store("v", "s1", here.driver, attachment=b"note" * 1000)
+    assert kept.bytes > 3 * MB
+    assert kept.bundles == 1
+    assert here.archive.store("v", "s1", here.driver).bytes == 0
+    mutate(path, random.Random(2), 30)
+    Path(path, "small").write_text("changed")
+    second = picture(path)
+    here.driver.snapshot("v", "s2", "s1")
+    here.archive.store("v", "s2", here.driver)
+    for node in (there, here):
+        assert node.archive.snapshots("v") == ["s1", "s2"]
+        assert picture(node.restore("v", "s2", "w")) == second
+        assert picture(node.restore("v", "s1", "w")) == first
+        assert os.stat(os.path.join(node.driver.path("w"), "sparse")).st_blocks * 512 < MB
+        assert os.stat(os.path.join(node.driver.path("w"), "big")).st_uid == (
+            CANONICAL_UID if os.geteuid() == 0 else os.geteuid()
+        )
+        assert node.archive.attachment("v", "s1") == b"note" * 1000
+        assert node.archive.attachment("v", "s2") == b""
+        assert node.archive.verify("v", "s2") == []
+        assert node.leftovers() == []
+
+
+@pytest.mark.parametrize("kind", ["directory", "btrfs"])
+def test_storing_costs_what_changed_also_on_another_node(nodes: Nodes, tmp_path: Path, kind: str) -> None:
+    here, there = nodes(tmp_path / "remote", kind), nodes(tmp_path / "remote", kind)
+    path = furnish(here)
+    here.driver.snapshot("v", "s1")
+    first = here.archive.store("v", "s1", here.driver)
+    Path(path, "new").write_bytes(random.Random(5).randbytes(10_000))
+    here.driver.snapshot("v", "s2")
+    second = here.archive.store("v", "s2", here.driver)
+    assert second.bytes < 40_000 < first.bytes
+    assert second.bundles == 2
+    path = there.restore("v", "s2", "v")  # the workspace goes on elsewhere
+    Path(path, "newer").write_bytes(random.Random(6).randbytes(10_000))
+    there.driver.snapshot("v", "s3")
+    third = there.archive.store("v", "s3", there.driver)
+    assert third.bytes < 40_000
+    here.driver.snapshot("v", "s4")
+    os.unlink(os.path.join(here.driver.path("v"), "new"))
+    assert here.archive.store("v", "s4", here.driver).bytes < 40_000
+    assert picture(here.restore("v", "s3", "w")) == picture(path)
+
+
+def test_nothing_is_read_again_after_a_restore_or_a_store(nodes: Nodes, tmp_path: Path) -> None:
+    node = nodes(tmp_path / "remote", "btrfs")
+    furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    node.restore("v", "s1", "v")
+    known = (node.cache / "volumes" / "v" / "known").stat().st_ino
+    os.sync()
+    node.driver.snapshot("v", "s2")
+    assert node.archive.store("v", "s2", node.driver).bytes < 5000
+    assert (node.cache / "volumes" / "v" / "known").stat().st_ino != known
+
+
+def test_a_change_within_one_tick_of_a_snapshot_is_not_missed(nodes: Nodes, tmp_path: Path) -> None:
+    """Files rewritten right after a snapshot may show the same times as in it."""
+    node = nodes(tmp_path / "remote", "btrfs")
+    node.driver.create("v", None)
+    path = node.driver.path("v")
+    for round_ in range(8):
+        for number in range(20):
+            Path(path, str(number)).write_bytes(f"{round_}-a-{number}".encode())
+        node.driver.snapshot("v", f"s{round_}")
+        for number in range(20):
+            Path(path, str(number)).write_bytes(f"{round_}-b-{number}".encode())
+        node.driver.snapshot("v", f"t{round_}")
+        expected = picture(path)
+        node.archive.store("v", f"s{round_}", node.driver)
+        node.archive.store("v", f"t{round_}", node.driver)
+        assert picture(node.restore("v", f"t{round_}", "w")) == expected
+
+
+def test_a_fork_refers_to_the_bundles_of_its_origin(node: Node) -> None:
+    furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    node.driver.fork("s1", "f", None)
+    Path(node.driver.path("f"), "mine").write_text("x")
+    node.driver.snapshot("f", "f1")
+    assert node.archive.store("f", "f1", node.driver, origin="v").bytes < 20_000
+    node.archive.forget("v")
+    assert node.archive.snapshots("v") == []
+    assert node.archive.collect(min_age_s=0).objects == 0
+    assert picture(node.restore("f", "f1", "w")) == picture(node.driver.path("f"))
+    node.archive.forget("f")
+    node.archive.collect(min_age_s=0)
+    assert files_of(node, "bundles") == files_of(node, "manifests") == []
+
+
+def test_forgetting_removes_what_nobody_else_needs(node: Node) -> None:
+    for volume in ("v", "w"):
+        furnish(node, volume)
+        node.driver.snapshot(volume, f"{volume}1")
+        node.archive.store(volume, f"{volume}1", node.driver)
+    node.archive.forget("v")
+    assert [path.parent.name for path in files_of(node, "bundles")] == ["w"]
+    assert os.listdir(node.cache / "volumes") == ["w"]
+    node.archive.forget("never")
+    assert node.archive.verify("w", "w1") == []
+
+
+def test_deleted_snapshots_are_collected_and_the_rest_stays(node: Node) -> None:
+    path = furnish(node)
+    pictures = {}
+    for number in range(6):
+        Path(path, "big").write_bytes(random.Random(100 + number).randbytes(MB))
+        mutate(path, random.Random(number), 20)
+        pictures[f"s{number}"] = picture(path)
+        node.driver.snapshot("v", f"s{number}")
+        node.archive.store("v", f"s{number}", node.driver)
+    for number in (0, 1, 2, 4):
+        node.archive.delete("v", f"s{number}")
+        node.archive.delete("v", f"s{number}")
+        del pictures[f"s{number}"]
+    before = sum(file.stat().st_size for file in files_of(node, "bundles"))
+    assert node.archive.collect().objects == 0  # young ones are left alone
+    collected = node.archive.collect(min_age_s=0)
+    after = sum(file.stat().st_size for file in files_of(node, "bundles"))
+    assert collected.objects >= 1
+    assert before - after == collected.bytes
+    assert node.archive.snapshots("v") == sorted(pictures)
+    for snapshot_id, expected in pictures.items():
+        assert picture(node.restore("v", snapshot_id, "w")) == expected
+    with pytest.raises(NotFound):
+        node.restore("v", "s1", "w")
+
+
+def test_many_snapshots_stay_in_few_bundles(node: Node) -> None:
+    path = furnish(node)
+    rng = random.Random(3)
+    total = 0
+    for number in range(manifests.MOST_BUNDLES + 20):
+        Path(path, f"f{number}").write_bytes(rng.randbytes(2000))
+        node.driver.snapshot("v", f"s{number}")
+        kept = node.archive.store("v", f"s{number}", node.driver)
+        assert kept.bundles <= manifests.MOST_BUNDLES + 1
+        total += kept.bytes if number else 0
+    assert total < 3 * MB
+    assert picture(node.restore("v", f"s{number}", "w")) == picture(path)
+    for each in range(number):
+        node.archive.delete("v", f"s{each}")
+    node.archive.collect(min_age_s=0)
+    assert picture(node.restore("v", f"s{number}", "w")) == picture(path)
+
+
+def test_garbage_in_bundles_is_left_behind(node: Node) -> None:
+    path = furnish(node)
+    for number in range(4):
+        Path(path, "huge").write_bytes(random.Random(number).randbytes(4 * MB))
+        node.driver.snapshot("v", f"s{number}")
+        node.archive.store("v", f"s{number}", node.driver)
+        node.archive.delete("v", f"s{number - 1}")
+    node.archive.collect(min_age_s=0)
+    stored = sum(file.stat().st_size for file in files_of(node, "bundles"))
+    assert stored < 13 * MB  # 7 MB are needed
+    assert picture(node.restore("v", "s3", "w")) == picture(path)
+
+
+Damage = Callable[[Path], None]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, Path.unlink], ids=["flipped", "truncated", "missing"])
+def test_a_damaged_bundle_is_named_and_mended_by_the_next_snapshot(node: Node, damage: Damage) -> None:
+    path = furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver, attachment=b"x" * 5000)
+    [bundle] = files_of(node, "bundles")
+    damage(bundle)
+    name = str(bundle.relative_to(node.remote.description))
+    node.driver.create("w", None)
+    before = picture(node.driver.path("w"))
+    with pytest.raises(SnapshotDamaged) as caught:
+        node.restore("v", "s1", "w")
+    assert name in caught.value.detail
+    assert caught.value.extra["bundles"] == [name]
+    assert f"object {caught.value.extra['object']}" in caught.value.detail
+    assert picture(node.driver.path("w")) == before
+    problems = node.archive.verify("v", "s1")
+    assert any(line.startswith(f"bundle {name}") for line in problems)
+    assert any(line.startswith("object ") and name in line for line in problems)
+    node.driver.snapshot("v", "s2")
+    assert node.archive.store("v", "s2", node.driver).bytes > 3 * MB
+    assert picture(node.restore("v", "s2", "w")) == picture(path)
+
+
+def test_a_damaged_attachment_is_named(node: Node) -> None:
+    furnish(node)
+    node.driver.snapshot("v", "s1")
+    note = random.Random(77).randbytes(5000)
+    node.archive.store("v", "s1", node.driver, attachment=note)
+    [bundle] = files_of(node, "bundles")
+    data = bundle.read_bytes()
+    assert data.count(note) == 1
+    bundle.write_bytes(data.replace(note, note[::-1]))
+    with pytest.raises(SnapshotDamaged, match=bundle.name):
+        node.archive.attachment("v", "s1")
+    bundle.unlink()
+    with pytest.raises(SnapshotDamaged, match=f"{bundle.name} is missing"):
+        node.archive.attachment("v", "s1")
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut], ids=["flipped", "truncated"])
+def test_a_damaged_manifest_is_named_and_stops_the_collection(node: Node, damage: Damage) -> None:
+    path = furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    [manifest] = files_of(node, "manifests")
+    damage(manifest)
+    for ask in (
+        lambda: node.restore("v", "s1", "w"),
+        lambda: node.archive.attachment("v", "s1"),
+        lambda: node.archive.collect(min_age_s=0),
+    ):
+        with pytest.raises(SnapshotDamaged, match="manifests/v/s1"):
+            ask()
+    assert len(files_of(node, "bundles")) == 1
+    assert node.archive.verify("v", "s1") == ["the archive's manifest manifests/v/s1 is damaged"]
+    node.archive.store("v", "s1", node.driver)  # written anew where the snapshot still is
+    assert picture(node.restore("v", "s1", "w")) == picture(path)
+
+
+def test_a_manifest_under_another_name_is_not_believed(node: Node) -> None:
+    furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    node.remote.put("manifests/w/s1", node.remote.get("manifests/v/s1"))
+    with pytest.raises(SnapshotDamaged, match="another"):
+        node.archive.attachment("w", "s1")
+    node.archive.delete("w", "s1")
+
+
+def test_a_cache_that_is_gone_or_torn_is_no_loss(node: Node) -> None:
+    path = furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    folder = node.cache / "volumes" / "v"
+    for file in list(folder.iterdir()):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    Path(path, "one").write_text("1")
+    node.driver.snapshot("v", "s2")
+    assert node.archive.store("v", "s2", node.driver).bytes < 20_000
+    for file in list(folder.iterdir()):
+        file.unlink()
+    Path(path, "two").write_text("2")
+    node.driver.snapshot("v", "s3")
+    assert node.archive.store("v", "s3", node.driver).bytes < 20_000
+    assert picture(node.restore("v", "s3", "w")) == picture(path)
+
+
+def test_names_are_checked_and_absence_is_told(node: Node) -> None:
+    for ask in (
+        lambda: node.archive.store("../v", "s", node.driver),
+        lambda: node.archive.store("v", "s/../s", node.driver),
+        lambda: node.archive.snapshots("/etc"),
+        lambda: node.archive.forget(".."),
+        lambda: node.archive.delete("v", ""),
+    ):
+        with pytest.raises(InvalidRequest):
+            ask()
+    assert node.archive.snapshots("v") == []
+    for missing in (
+        lambda: node.archive.fetch("v", "s", "/nowhere"),
+        lambda: node.archive.attachment("v", "s"),
+        lambda: node.archive.verify("v", "s"),
+        lambda: node.archive.store("v", "s", node.driver),
+    ):
+        with pytest.raises(NotFound):
+            missing()
+
+
+def test_a_file_that_looks_like_a_directory_hides_nothing(node: Node) -> None:
+    """An agent can write a file whose content is the object of one of its directories."""
+    node.driver.create("v", None)
+    path = Path(node.driver.path("v"))
+    (path / "z").mkdir()
+    (path / "z" / "inner").write_bytes(b"only here" * 20)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    [bundle] = files_of(node, "bundles")
+    with open(bundle, "rb") as file:
+        index = manifest_index(file.read())
+    trees = [data for data in index if b"inner" in data]
+    for number, data in enumerate(trees):
+        (path / f"a{number}").write_bytes(data)
+    node.driver.snapshot("v", "s2")
+    node.driver.delete_snapshot("s1")
+    node.driver.collect_garbage()
+    assert node.driver.verify("s2") == []
+    other = Node(node.remote.description + "2", node.cache.with_name("cache-other"), node.driver)
+    other.archive.store("v", "s2", node.driver)
+    assert other.archive.verify("v", "s2") == []
+    assert picture(other.restore("v", "s2", "w")) == picture(str(path))
+
+
+def manifest_index(raw: bytes) -> list[bytes]:
+    from carrel.workspaces.volumes.objects import inflate, read_index
+
+    index = read_index(lambda start, length: raw[start : start + length], len(raw))
+    assert index is not None
+    return [inflate(codec, raw[at : at + stored], length) for at, stored, codec, length in index.values()]
+
+
+def test_a_server_that_is_down_loses_nothing(nodes: Nodes, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    node = nodes(s3.url("down-archive"))
+    path = furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    Path(path, "more").write_bytes(os.urandom(MB))
+    node.driver.snapshot("v", "s2")
+    node.driver.create("w", None)
+    before = picture(node.driver.path("w"))
+    s3.stop()
+    try:
+        for ask in (
+            lambda: node.archive.store("v", "s2", node.driver),
+            lambda: node.restore("v", "s1", "w"),
+            lambda: node.archive.snapshots("v"),
+            lambda: node.archive.collect(),
+        ):
+            with pytest.raises(ArchiveUnavailable):
+                ask()
+    finally:
+        s3.start()
+    assert picture(node.driver.path("w")) == before
+    assert node.archive.snapshots("v") == ["s1"]
+    node.archive.store("v", "s2", node.driver)
+    assert picture(node.restore("v", "s2", "w")) == picture(path)
+    assert node.leftovers() == []
+
+
+_CHILD = """
+import sys
+from carrel.workspaces.archive import Archive
+from carrel.workspaces.remote import Remote
+from carrel.workspaces.volumes import DirectoryDriver
+remote, cache, volumes, snapshot_id = sys.argv[1:]
+driver = DirectoryDriver(volumes)
+driver.open()
+print("ready", flush=True)
+sys.stdin.readline()
+Archive(Remote.open(remote), cache).store("v", snapshot_id, driver, attachment=b"note")
+print("done", flush=True)
+"""
+
+
+def _stored_by_a_child(node: Node, volumes: str, snapshot_id: str, kill_after_s: float | None) -> bool:
+    argv = [sys.executable, "-c", _CHILD, node.remote.description, str(node.cache), volumes, snapshot_id]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.stdin.write("\n")
+        child.stdin.flush()
+        if kill_after_s is not None:
+            time.sleep(kill_after_s)
+            child.send_signal(signal.SIGKILL)
+        return child.stdout.read() == "done\n"
+
+
+def test_a_killed_store_leaves_nothing_and_the_next_one_works(tmp_path: Path) -> None:
+    volumes = str(tmp_path / "volumes")
+    driver = DirectoryDriver(volumes)
+    driver.open()
+    node = Node(str(tmp_path / "remote"), tmp_path / "cache", driver)
+    path = furnish(node)
+    Path(path, "much").write_bytes(random.Random(9).randbytes(20 * MB))
+    driver.snapshot("v", "warm")
+    started = time.monotonic()
+    assert _stored_by_a_child(node, volumes, "warm", None)
+    lasted = time.monotonic() - started
+    for number in range(10):
+        Path(path, "much").write_bytes(random.Random(number).randbytes(20 * MB))
+        expected = picture(path)
+        driver.snapshot("v", f"s{number}")
+        finished = _stored_by_a_child(node, volumes, f"s{number}", lasted * number / 10)
+        listed = f"s{number}" in node.archive.snapshots("v")
+        assert listed or not finished
+        if listed:
+            assert node.archive.verify("v", f"s{number}") == []
+        node.archive.store("v", f"s{number}", driver)
+        assert os.listdir(node.cache / "work") == []
+        assert picture(node.restore("v", f"s{number}", "w")) == expected
+    # What killed stores had sent is removed once it is too old to be on its way.
+    for file in files_of(node, "intents"):
+        os.utime(file, (0, 0))
+    node.archive.collect(min_age_s=0)
+    needed = {
+        bundle.name
+        for name in node.remote.list("manifests")
+        for bundle in manifests.unpack_manifest(node.remote.get(name), name).bundles
+    }
+    assert set(node.remote.list("bundles")) == needed
+    assert node.leftovers() == []
+
+
+def test_collecting_while_others_store_and_delete_loses_nothing(nodes: Nodes, where: str) -> None:
+    workers = [nodes(where) for _ in range(3)]
+    failures: list[BaseException] = []
+    expected: dict[str, tuple[str, dict[str, object]]] = {}
+    ended = threading.Event()
+
+    def work(number: int, node: Node) -> None:
+        try:
+            volume = f"v{number % 2}-{number}"
+            node.driver.create(volume, None)
+            path = node.driver.path(volume)
+            rng = random.Random(number)
+            for step in range(8):
+                mutate(path, rng, 10)
+                snapshot_id = f"s{number}-{step}"
+                node.driver.snapshot(volume, snapshot_id)
+                node.archive.store(volume, snapshot_id, node.driver)
+                if step >= 2:
+                    # The last one but one goes at once, so that the next refers to bundles being condemned.
+                    node.archive.delete(volume, f"s{number}-{step - 1}")
+                expected[volume] = snapshot_id, picture(path)
+                node.archive.delete(volume, f"s{number}-{step - 2}")
+        except BaseException as error:
+            failures.append(error)
+
+    def collect(node: Node) -> None:
+        try:
+            while not ended.is_set():
+                node.archive.collect(min_age_s=0)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=each) for each in enumerate(workers)]
+    collectors = [threading.Thread(target=collect, args=(node,)) for node in workers[:2]]
+    for thread in threads + collectors:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended.set()
+    for thread in collectors:
+        thread.join()
+    assert failures == []
+    reader = workers[0]
+    for volume, (snapshot_id, wanted) in expected.items():
+        assert reader.archive.verify(volume, snapshot_id) == []
+        assert picture(reader.restore(volume, snapshot_id, "copy")) == wanted
+    assert reader.leftovers() == []
+
+
+def test_bundles_that_are_condemned_or_gone_are_sent_again(node: Node) -> None:
+    path = furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    [bundle] = list(node.remote.list("bundles"))
+    node.remote.put("collecting/" + "0" * 32, manifests.pack_names([bundle]))
+    node.driver.snapshot("v", "s2")
+    assert node.archive.store("v", "s2", node.driver).bytes > 3 * MB
+    used = manifests.unpack_manifest(node.remote.get("manifests/v/s2"), "").bundles
+    assert bundle not in {each.name for each in used}
+    node.remote.delete(["collecting/" + "0" * 32])
+    node.remote.delete([each.name for each in used])
+    node.driver.snapshot("v", "s3")
+    assert node.archive.store("v", "s3", node.driver).bytes > 3 * MB
+    assert picture(node.restore("v", "s3", "w")) == picture(path)
+
+
+def test_an_intent_keeps_bundles_and_a_stale_one_does_not(node: Node) -> None:
+    furnish(node)
+    node.driver.snapshot("v", "s1")
+    node.archive.store("v", "s1", node.driver)
+    node.archive.delete("v", "s1")
+    intent = "intents/" + "0" * 32
+    node.remote.put(intent, manifests.pack_names(node.remote.list("bundles")))
+    assert node.archive.collect(min_age_s=0).objects == 0
+    assert list(node.remote.list("intents")) == [intent]
+    os.utime(Path(node.remote.description, intent), (0, 0))
+    assert node.archive.collect(min_age_s=0).objects == 1
+    assert node.leftovers() == []
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), steps=st.lists(st.sampled_from("mmmsssdcrfn"), min_size=3, max_size=14))
+def test_whatever_happens_a_stored_snapshot_comes_back_as_it_was(seed: int, steps: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        driver = DirectoryDriver(str(top / "volumes"))
+        driver.open()
+        nodes = [Node(str(top / "remote"), top / f"cache{number}", driver) for number in range(2)]
+        rng = random.Random(seed)
+        driver.create("v", None)
+        path = driver.path("v")
+        stored: dict[str, dict[str, object]] = {}
+        for number, step in enumerate(steps):
+            archive = rng.choice(nodes).archive
+            if step == "m":
+                mutate(path, rng, 15)
+            elif step == "s":
+                driver.snapshot("v", f"s{number}")
+                archive.store("v", f"s{number}", driver)
+                stored[f"s{number}"] = picture(path)
+            elif step == "d" and stored:
+                gone = rng.choice(sorted(stored))
+                archive.delete("v", gone)
+                del stored[gone]
+            elif step == "c":
+                archive.collect(min_age_s=0)
+            elif step == "r" and stored:
+                with driver.replacing("v") as directory:
+                    archive.fetch("v", rng.choice(sorted(stored)), directory)
+            elif step == "f":
+                nodes[0] = Node(str(top / "remote"), top / f"cache-new{number}", driver)
+            elif step == "n" and stored:
+                node = rng.choice(nodes)
+                assert set(node.archive.snapshots("v")) == set(stored)
+        for snapshot_id, expected in stored.items():
+            assert picture(rng.choice(nodes).restore("v", snapshot_id, "w")) == expected
+
+
+def test_an_archive_opens_without_asking_the_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    Archive(Remote.open("s3://nowhere-at-all?endpoint=http://127.0.0.1:1"), str(tmp_path / "cache"))
