@@ -1,4 +1,7 @@
-"""The nouns of the public API, shared by server and client. They hold and check values; they do nothing."""
+"""The nouns of the public API, shared by server and client. They hold and check values; they do nothing.
+
+Each is built when first used: most programs need few of them.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ DEFAULT_OUTPUT_BYTES = 10 * 1024 * 1024
 class Request(BaseModel):
     """A body a caller sends: an unknown field is an error, not ignored."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class Answer(BaseModel):
     """A body carrel sends: a newer server may add fields an older client ignores."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", defer_build=True)
 
 
 class Trust(StrEnum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -20,12 +19,16 @@ from filespaces_for_tests import Filespace, Killed, Records, Workspace
 
 from carrel.models import SyncDirection
 
+MEMORY = "/dev/shm"
+"""Thousands of syncs, each made durable: a disk would make them slow."""
+
 
 @pytest.fixture
-def records(tmp_path: Path) -> Iterator[Records]:
-    records = Records(tmp_path)
-    yield records
-    records.close()
+def records() -> Iterator[Records]:
+    with tempfile.TemporaryDirectory(prefix="carrel-t-", dir=MEMORY) as directory:
+        records = Records(Path(directory))
+        yield records
+        records.close()
 
 
 PATHS = ["a", "b", "d", "d/x", "d/y", "d/x/z"]
@@ -44,10 +47,10 @@ class TwoSides(RuleBasedStateMachine):
 
     def __init__(self, records: Records) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp(prefix="fs-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="carrel-t-", dir=MEMORY))
         self.filespace = Filespace(self.directory, records)
         self.sides = [Workspace(self.directory / name, self.filespace) for name in "AB"]
-        self.pictures: list[Path | None] = [None, None]
+        self.pictures: list[tuple[Path, dict[str, bytes]] | None] = [None, None]
         self.count = 0
         self.removed: list[dict[str, bytes]] = [{}, {}]
         self.stored: dict[str, list[bytes | None]] = {}
@@ -84,12 +87,6 @@ class TwoSides(RuleBasedStateMachine):
             self.removed[side][path] = target.read_bytes()
             target.unlink()
 
-    @rule(side=sides, path=paths)
-    def chmod(self, side: int, path: str) -> None:
-        target = self.sides[side].path / path
-        if target.is_file():
-            os.chmod(target, target.stat().st_mode ^ 0o100)
-
     @rule(path=paths)
     def write_directly(self, path: str) -> None:
         self.filespace.write(path, self.fresh("F"))
@@ -122,16 +119,17 @@ class TwoSides(RuleBasedStateMachine):
         picture = self.directory / f"picture{side}"
         shutil.rmtree(picture, ignore_errors=True)
         shutil.copytree(self.sides[side].directory, picture)
-        self.pictures[side] = picture
+        self.pictures[side] = picture, dict(self.removed[side])
 
     @rule(side=sides)
     def bring_back(self, side: int) -> None:
         """The server is lost: another goes on with the last picture, and pulls first."""
-        picture = self.pictures[side]
-        if picture is not None:
+        taken = self.pictures[side]
+        if taken is not None:
+            picture, removed = taken
+            self.removed[side] = dict(removed)
             shutil.rmtree(self.sides[side].directory)
             shutil.copytree(picture, self.sides[side].directory)
-            self.removed[side] = {}
             self.attempt(side, SyncDirection.PULL)
 
     def attempt(self, side: int, direction: SyncDirection) -> None:

@@ -129,6 +129,7 @@ def test_names_that_pass_stay_below_their_place(name: str) -> None:
 )  # fmt: skip
 def test_a_bad_url_is_refused_without_quoting_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     with pytest.raises(InvalidRequest) as caught:
         Remote.open(url)
     assert caught.value.hint is not None

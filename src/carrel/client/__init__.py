@@ -1,18 +1,28 @@
-"""The SDK: `Client` and `AsyncClient` with the same names. Talks to the API and knows nothing behind it."""
+"""The SDK: `Client` and `AsyncClient` with the same names. Talks to the API and knows nothing behind it.
 
-from carrel.client._async.client import AsyncClient
-from carrel.client._async.commands import AsyncCommand, AsyncCommands, AsyncOutputStream
-from carrel.client._async.files import AsyncFiles
-from carrel.client._async.sandbox import AsyncSandbox
-from carrel.client._async.terminal import AsyncTerminal
-from carrel.client._sync.client import Client
-from carrel.client._sync.commands import Command, Commands, OutputStream
-from carrel.client._sync.files import Files
-from carrel.client._sync.sandbox import Sandbox
-from carrel.client._sync.terminal import Terminal
-from carrel.client.listing import Listing
+Each name is imported when first used: who needs one of the clients does not wait for the other.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from carrel.client.locate import Address, data_dir, local_server, locate
-from carrel.client.output import Chunk, Output
+
+if TYPE_CHECKING:
+    from carrel.client._async.client import AsyncClient
+    from carrel.client._async.commands import AsyncCommand, AsyncCommands, AsyncOutputStream
+    from carrel.client._async.files import AsyncFiles
+    from carrel.client._async.sandbox import AsyncSandbox
+    from carrel.client._async.terminal import AsyncTerminal
+    from carrel.client._sync.client import Client
+    from carrel.client._sync.commands import Command, Commands, OutputStream
+    from carrel.client._sync.files import Files
+    from carrel.client._sync.sandbox import Sandbox
+    from carrel.client._sync.terminal import Terminal
+    from carrel.client.listing import Listing
+    from carrel.client.output import Chunk, Output
 
 __all__ = [
     "Address",
@@ -37,3 +47,28 @@ __all__ = [
     "local_server",
     "locate",
 ]
+
+_SHARED = {"Chunk": "output", "Listing": "listing", "Output": "output"}
+_CLIENTS = {
+    "Client": "client",
+    "Command": "commands",
+    "Commands": "commands",
+    "Files": "files",
+    "OutputStream": "commands",
+    "Sandbox": "sandbox",
+    "Terminal": "terminal",
+}
+_HOMES = {
+    **_SHARED,
+    **{name: f"_sync.{home}" for name, home in _CLIENTS.items()},
+    **{f"Async{name}": f"_async.{home}" for name, home in _CLIENTS.items()},
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'carrel.client' has no attribute '{name}'")
+    value: object = getattr(import_module(f"carrel.client.{home}"), name)
+    globals()[name] = value
+    return value

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from weakref import WeakValueDictionary
 
 from carrel.config import Settings
@@ -20,7 +19,7 @@ from carrel.control.lifecycle import LIVE, Event, next_state
 from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.ownership import Ownership
 from carrel.control.terms import changes, launch, plan, refuse_differences
-from carrel.control.workspaces import Provided, Workspaces, cap_bytes
+from carrel.control.workspaces import Provided, Sync, Workspaces
 from carrel.errors import (
     AlreadyExists,
     CarrelError,
@@ -39,9 +38,6 @@ log = logging.getLogger("carrel.sessions")
 
 LISTED = tuple(state for state in State if state is not State.TERMINATED)
 _PARALLEL_ENDS = 32
-
-Sync = Callable[[SessionRecord, str], Awaitable[None]]
-"""Bring the filespace and the workspace of a session together, one way; the second is the workspace's path."""
 
 
 async def _no_sync(_record: SessionRecord, _path: str) -> None:
@@ -120,14 +116,7 @@ class Sessions:
         """What a workspace holds now."""
         record = await self.record(name)
         self.require_here(record)
-        found = await self._workspaces.usage(record)
-        return WorkspaceUsage(
-            context_id=record.context_id,
-            bytes=found.bytes,
-            limit_bytes=cap_bytes(record),
-            measured_at=datetime.now(UTC),
-            enforced_by="kernel" if self._workspaces.driver.kernel_quota else "watch",
-        )
+        return await self._workspaces.report_usage(record)
 
     def require_here(self, record: SessionRecord) -> None:
         """Refuse what needs the files of a workspace that another server has."""
@@ -205,9 +194,7 @@ class Sessions:
     ) -> SandboxInfo:
         began = time.monotonic()
         node = self._ownership.node
-        record, provider = plan(
-            request, existing, key, settings=self._settings, providers=self._providers, node=node
-        )  # fmt: skip
+        record, provider = plan(request, existing, key, self._settings, self._providers, node)
         if len(self._live) + self._starting >= self._settings.max_sandboxes:
             raise LimitExceeded(
                 f"{self._settings.max_sandboxes} sandboxes run already",
@@ -422,7 +409,7 @@ class Sessions:
         if record.ephemeral:
             await self._workspaces.discard(record)
         elif started and not kept and here:
-            snapshot, notice, failure = await self._keep(record)
+            snapshot, notice, failure = await self._workspaces.keep(record, self.push)
             if failure is not None and event is Event.STOP:
                 event, error = Event.FAIL, failure
         state = next_state(record.state, event)
@@ -442,21 +429,6 @@ class Sessions:
             last_activity_at=record.last_activity_at,
         )
         return record
-
-    async def _keep(self, record: SessionRecord) -> tuple[str | None, str | None, str | None]:
-        """Push, snapshot, archive: the newest snapshot, what the session says, and what went wrong."""
-        failure: str | None = None
-        if record.filespace:
-            try:
-                await self.push(record, self._workspaces.path(record))
-            except CarrelError as error:
-                failure = f"the filespace could not be synced: {error.detail}"
-        try:
-            taken = await self._workspaces.take(record, "stop")
-        except CarrelError as error:
-            log.warning("no snapshot of %s: %s", record.context_id, error)
-            return record.snapshot, record.notice, f"no snapshot could be taken: {error.detail}"[:2000]
-        return taken.id, await self._workspaces.settle(taken), failure
 
     async def note(self, record: SessionRecord, **values: str | None) -> None:
         """Write down what a running session says of itself."""

@@ -91,7 +91,7 @@ class Snapshots:
         with self._operations.session_door("diff", {"before": before, "after": after}, actor, name):
             _, context = await self._durable(name)
             first, second = await self._ready(before, context), await self._ready(after, context)
-            changes = await self._workspaces.diff(first, second)
+            changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
             items = [
                 FileChange.model_validate(
                     {"path": change.path.decode(errors="surrogateescape"), "kind": change.kind.value}
@@ -105,7 +105,7 @@ class Snapshots:
         with self._operations.session_door("export", {"snapshot_id": snapshot_id}, actor, name):
             _, context = await self._durable(name)
             snapshot = await self._ready(snapshot_id, context)
-        return _in_thread(lambda: self._workspaces.tar(snapshot))
+        return _in_thread(lambda: self._workspaces.stored.tar(snapshot))
 
     async def delete(self, name: str, snapshot_id: str, actor: str = "") -> None:
         """Delete a snapshot for good."""

@@ -29,7 +29,6 @@ def plan(
     request: SandboxRequest,
     existing: SessionRecord | None,
     key: str | None,
-    *,
     settings: Settings,
     providers: Mapping[str, Provider],
     node: str,

@@ -10,22 +10,22 @@ import asyncio
 import logging
 import os
 import secrets
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from weakref import WeakValueDictionary
 
+from carrel.control.stored import StoredSnapshots
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, PlatformError, SnapshotDamaged
 from carrel.metrics import OK, Metrics, outcome_of
-from carrel.models import State
+from carrel.models import State, WorkspaceUsage
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import Layout, decode, encode
-from carrel.workspaces.volumes import Change, VolumeDriver, VolumeUsage, walking
-from carrel.workspaces.volumes.directory import opened, remove_tree
+from carrel.workspaces.volumes import VolumeDriver, VolumeUsage
 
 log = logging.getLogger("carrel.workspaces")
 
@@ -34,6 +34,10 @@ AUTOMATIC = frozenset({"checkpoint", "stop", "fork"})
 KEPT = 3
 """How many of those stay."""
 MB = 1024 * 1024
+
+
+Sync = Callable[[SessionRecord, str], Awaitable[None]]
+"""Bring the filespace and the workspace of a session together, one way; the second is the workspace's path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class Workspaces:
         self._ttl_days = ttl_days
         self._locks = _Locks()
         self._bases = os.path.join(layout.cache, "bases")
+        self._origins = os.path.join(layout.cache, "origins")
+        self.stored = StoredSnapshots(driver, archive, layout.cache)
         self.driver = driver
         self.node = node
         self.metrics = metrics or Metrics()
@@ -215,19 +221,10 @@ class Workspaces:
                 await asyncio.to_thread(self.driver.delete_volume, volume)
             raise
 
-    async def _restore(self, volume: str, snapshot: SnapshotRecord, target: str | None = None) -> None:
+    async def _restore(self, volume: str, snapshot: SnapshotRecord) -> None:
         began = time.monotonic()
-        await asyncio.to_thread(self._restore_now, volume, snapshot, target or volume)
+        await asyncio.to_thread(self.stored.restore, snapshot, volume)
         self.metrics.restored(time.monotonic() - began)
-
-    def _restore_now(self, volume: str, snapshot: SnapshotRecord, target: str) -> None:
-        try:
-            self.driver.restore(target, snapshot.id)
-        except (SnapshotDamaged, NotFound):
-            if not snapshot.archived:
-                raise
-            with self.driver.replacing(target) as directory:
-                self._archive.fetch(volume, snapshot.id, directory)
 
     async def restore(self, record: SessionRecord, snapshot: SnapshotRecord) -> None:
         """Replace the files of a workspace by a snapshot's. What the filespace knows stays: it sees them as changes."""
@@ -238,66 +235,9 @@ class Workspaces:
 
     async def fork(self, snapshot: SnapshotRecord, context: str, cap: int | None) -> None:
         """A new workspace with a snapshot's files, for a context that has none."""
-        source = encode(snapshot.context_id, ephemeral=False)
-        await asyncio.to_thread(self._fork_now, snapshot, source, encode(context, ephemeral=False), cap)
-
-    def _fork_now(self, snapshot: SnapshotRecord, source: str, target: str, cap: int | None) -> None:
-        try:
-            self.driver.fork(snapshot.id, target, cap)
-        except (SnapshotDamaged, NotFound):
-            if not snapshot.archived:
-                raise
-            self.driver.create(target, cap)
-            try:
-                with self.driver.replacing(target) as directory:
-                    self._archive.fetch(source, snapshot.id, directory)
-            except BaseException:
-                self.driver.delete_volume(target)
-                raise
-
-    async def diff(self, before: SnapshotRecord, after: SnapshotRecord) -> list[Change]:
-        """What leads from one snapshot to the other."""
-        return await asyncio.to_thread(self._diff_now, before, after)
-
-    def _diff_now(self, before: SnapshotRecord, after: SnapshotRecord) -> list[Change]:
-        try:
-            return self.driver.diff(before.id, after.id)
-        except (SnapshotDamaged, NotFound):
-            if not (self._has(before) and self._has(after)):
-                raise
-        with self._unpacked(before) as left, self._unpacked(after) as right:
-            return walking.compare(left, right)
-
-    def tar(self, snapshot: SnapshotRecord) -> Iterator[bytes]:
-        """A snapshot as a tar stream. Blocking."""
-        try:
-            self.driver.facts(snapshot.id)
-        except (SnapshotDamaged, NotFound):
-            if not snapshot.archived:
-                raise
-            with self._unpacked(snapshot) as root:
-                yield from walking.tar(root)
-        else:
-            yield from self.driver.export_tar(snapshot.id)
-
-    def _has(self, snapshot: SnapshotRecord) -> bool:
-        return snapshot.archived or snapshot.id in self.driver.snapshots()
-
-    @contextmanager
-    def _unpacked(self, snapshot: SnapshotRecord) -> Iterator[int]:
-        """The files of a snapshot in a directory of their own, for as long as the block lasts."""
-        volume = encode(snapshot.context_id, ephemeral=False)
-        with tempfile.TemporaryDirectory(prefix="snapshot-", dir=self._layout.cache) as directory:
-            try:
-                self.driver.write_tree(snapshot.id, directory)
-            except (SnapshotDamaged, NotFound):
-                remove_tree(directory)
-                os.mkdir(directory, 0o700)
-                self._archive.fetch(volume, snapshot.id, directory)
-            with opened(directory) as root:
-                yield root
-            remove_tree(directory)  # which needs no permission of the agent's, unlike what Python would do
-            os.mkdir(directory)
+        source, target = encode(snapshot.context_id, ephemeral=False), encode(context, ephemeral=False)
+        await asyncio.to_thread(self.stored.fork, snapshot, target, cap)
+        await asyncio.to_thread(_write, os.path.join(self._origins, target), source.encode())
 
     async def exists(self, context: str) -> bool:
         """Whether there are files of a context here."""
@@ -310,6 +250,16 @@ class Workspaces:
     async def usage(self, record: SessionRecord) -> VolumeUsage:
         """What a workspace holds."""
         return await asyncio.to_thread(self.driver.usage, self.volume(record))
+
+    async def report_usage(self, record: SessionRecord) -> WorkspaceUsage:
+        """The same against its cap, as the API shows it."""
+        return WorkspaceUsage(
+            context_id=record.context_id,
+            bytes=(await self.usage(record)).bytes,
+            limit_bytes=cap_bytes(record),
+            measured_at=datetime.now(UTC),
+            enforced_by="kernel" if self.driver.kernel_quota else "watch",
+        )
 
     # keeping
 
@@ -328,7 +278,8 @@ class Workspaces:
             began = time.monotonic()
             outcome = OK
             try:
-                await self._keep_base(name, await self.base.get(context))
+                if base := await self.base.get(context):
+                    await asyncio.to_thread(_write, os.path.join(self._bases, name), base)
                 facts = await asyncio.to_thread(self.driver.snapshot, self.volume(record), name, parent)
             except BaseException as error:
                 outcome = outcome_of(error)
@@ -345,11 +296,14 @@ class Workspaces:
     async def archive(self, snapshot: SnapshotRecord) -> None:
         """Put a snapshot of this server into the archive; `ArchiveUnavailable` when it cannot be reached."""
         volume = encode(snapshot.context_id, ephemeral=False)
-        base = await asyncio.to_thread(self._read_base, snapshot.id)
+        base = await asyncio.to_thread(_read, os.path.join(self._bases, snapshot.id))
+        origin = (await asyncio.to_thread(_read, os.path.join(self._origins, volume))).decode() or None
         began = time.monotonic()
         outcome, sent = OK, 0
         try:
-            done = await asyncio.to_thread(self._archive.store, volume, snapshot.id, self.driver, attachment=base)
+            done = await asyncio.to_thread(
+                self._archive.store, volume, snapshot.id, self.driver, origin=origin, attachment=base
+            )
             sent = done.bytes
         except BaseException as error:
             outcome = outcome_of(error)
@@ -357,7 +311,9 @@ class Workspaces:
         finally:
             self.metrics.archived(outcome, time.monotonic() - began, sent)
         await self._store.mark_archived(snapshot.id)
-        await asyncio.to_thread(self._drop_base, snapshot.id)
+        await asyncio.to_thread(_unlink, os.path.join(self._bases, snapshot.id))
+        if origin is not None:  # from now on its own snapshots are what new ones build on
+            await asyncio.to_thread(_unlink, os.path.join(self._origins, volume))
 
     async def settle(self, snapshot: SnapshotRecord) -> str | None:
         """Archive a snapshot and drop old ones; what the session has to say when that cannot be done now."""
@@ -372,6 +328,21 @@ class Workspaces:
         except CarrelError as error:
             log.warning("old snapshots of %s could not be deleted: %s", snapshot.context_id, error)
         return notice
+
+    async def keep(self, record: SessionRecord, push: Sync) -> tuple[str | None, str | None, str | None]:
+        """Push, snapshot, archive: the newest snapshot, what the session says of itself, and what went wrong."""
+        failure: str | None = None
+        if record.filespace:
+            try:
+                await push(record, self.path(record))
+            except CarrelError as error:
+                failure = f"the filespace could not be synced: {error.detail}"[:2000]
+        try:
+            taken = await self.take(record, "stop")
+        except CarrelError as error:
+            log.warning("no snapshot of %s: %s", record.context_id, error)
+            return record.snapshot, record.notice, f"no snapshot could be taken: {error.detail}"[:2000]
+        return taken.id, await self.settle(taken), failure
 
     async def catch_up(self) -> dict[str, str | None]:
         """Archive what could not be archived before; for each context what is wrong still, or None."""
@@ -409,7 +380,7 @@ class Workspaces:
         if snapshot.archived:
             await asyncio.to_thread(self._archive.delete, volume, snapshot.id)
         await asyncio.to_thread(self.driver.delete_snapshot, snapshot.id)
-        await asyncio.to_thread(self._drop_base, snapshot.id)
+        await asyncio.to_thread(_unlink, os.path.join(self._bases, snapshot.id))
         await self._store.delete(snapshot.id)
 
     async def forget(self, context: str) -> None:
@@ -419,7 +390,7 @@ class Workspaces:
         while records := (await self._store.page(context, limit=100))[0]:
             for record in records:
                 await asyncio.to_thread(self.driver.delete_snapshot, record.id)
-                await asyncio.to_thread(self._drop_base, record.id)
+                await asyncio.to_thread(_unlink, os.path.join(self._bases, record.id))
                 await self._store.delete(record.id)
         await self.base.forget(context)
         self.metrics.forget(context)
@@ -449,7 +420,8 @@ class Workspaces:
 
     async def recover(self) -> None:
         """A snapshot that was being made on this server is whole, or it failed."""
-        await asyncio.to_thread(os.makedirs, self._bases, 0o700, exist_ok=True)
+        for path in (self._bases, self._origins):
+            await asyncio.to_thread(os.makedirs, path, 0o700, exist_ok=True)
         whole = set(await asyncio.to_thread(self.driver.snapshots))
         for record in await self._store.in_status(SnapshotStatus.CREATING):
             if record.node not in {None, self.node}:
@@ -474,7 +446,7 @@ class Workspaces:
     # what the filespace knew when a snapshot was taken
 
     async def _base_of(self, volume: str, snapshot: SnapshotRecord) -> bytes:
-        kept = await asyncio.to_thread(self._read_base, snapshot.id)
+        kept = await asyncio.to_thread(_read, os.path.join(self._bases, snapshot.id))
         if kept or not snapshot.archived:
             return kept
         try:
@@ -482,27 +454,26 @@ class Workspaces:
         except (ArchiveUnavailable, NotFound, SnapshotDamaged):
             return b""  # a merge without history loses nothing
 
-    async def _keep_base(self, snapshot_id: str, base: bytes) -> None:
-        if base:
-            await asyncio.to_thread(self._write_base, snapshot_id, base)
 
-    def _write_base(self, snapshot_id: str, base: bytes) -> None:
-        try:
-            with open(os.path.join(self._bases, snapshot_id), "xb") as file:
-                file.write(base)
-        except OSError as error:
-            raise PlatformError(f"what the filespace knows cannot be kept: {error.strerror}") from None
+def _write(path: str, data: bytes) -> None:
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise PlatformError(f"{path} cannot be written: {error.strerror}") from None
 
-    def _read_base(self, snapshot_id: str) -> bytes:
-        try:
-            with open(os.path.join(self._bases, snapshot_id), "rb") as file:
-                return file.read()
-        except FileNotFoundError:
-            return b""
 
-    def _drop_base(self, snapshot_id: str) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._bases, snapshot_id))
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def cap_bytes(record: SessionRecord) -> int | None:

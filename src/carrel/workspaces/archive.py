@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,13 +25,16 @@ from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.manifests import (
     Attachment,
     Bundle,
+    Intent,
     Manifest,
     better_anew,
+    pack_intent,
     pack_manifest,
-    pack_names,
+    pack_note,
     split_bundle_name,
+    unpack_intent,
     unpack_manifest,
-    unpack_names,
+    unpack_note,
 )
 from carrel.workspaces.remote import Entry, Remote
 from carrel.workspaces.volumes.base import Collected, NameLocks, VolumeDriver, check_name
@@ -41,7 +44,6 @@ from carrel.workspaces.volumes.objects import ObjectStore, Reader, damaged, dige
 from carrel.workspaces.volumes.rebuild import rebuild
 from carrel.workspaces.volumes.trees import Kind, unpack_tree
 
-_TRIES = 5
 _AT_ONCE = 4
 _LOOKED_AT = 4
 _STALE_S = 24 * 3600.0
@@ -90,14 +92,11 @@ class Archive:
         with self._locks.hold(volume), failing("cannot archive the snapshot"):
             with suppress(NotFound, SnapshotDamaged):
                 return Archived(0, len(self._manifest(volume, snapshot_id).bundles))
+            started = time.monotonic()
             held = self._held(volume, origin)
-            went = 0
-            for _ in range(_TRIES):
-                exported, sent = self._send(volume, snapshot_id, driver, held, attachment)
-                held.update(sent)
-                went += sum(bundle.size for bundle, _ in sent.values())
-                needed = exported.needed | ({digest(attachment)} if attachment else set())
-                used = _choose(needed, held)
+            with self._intending(volume, held) as prefix:
+                exported, sent = self._send(prefix, volume, snapshot_id, driver, held, attachment)
+                used = _choose(exported.needed | ({digest(attachment)} if attachment else set()), held | sent)
                 manifest = Manifest(
                     volume=volume,
                     snapshot_id=snapshot_id,
@@ -106,18 +105,36 @@ class Archive:
                     files=exported.files,
                     created_at=time.time(),
                     bundles=tuple(used),
-                    attachment=_place(attachment, used, held) if attachment else None,
+                    attachment=_place(attachment, used, held | sent) if attachment else None,
                 )
-                lost = self._publish(name, manifest)
-                if not lost:
-                    self._cache.keep_known(volume, exported.known)
-                    return Archived(went, len(used))
-                for gone in lost:
-                    held.pop(gone)
-        raise ArchiveUnavailable(
-            "bundles of the archive vanish while a snapshot is stored",
-            hint="see that only carrel removes anything from the archive",
-        )
+                if time.monotonic() - started > _STALE_S / 2:
+                    raise ArchiveUnavailable("storing took so long that others may think we died", hint="try again")
+                self._remote.put(name, pack_manifest(manifest))
+            self._cache.keep_known(volume, exported.known)
+            return Archived(sum(bundle.size for bundle, _ in sent.values()), len(used))
+
+    @contextmanager
+    def _intending(self, volume: str, held: _Held) -> Iterator[str]:
+        """Say that the bundles held, and those whose names start with what is given, are about to be needed.
+
+        Takes out of `held` what is gone or about to be removed.
+        """
+        token = secrets.token_hex(8)
+        prefix = f"bundles/{volume}/{token}"
+        intent = f"intents/{token}"
+        self._remote.put(intent, pack_intent(Intent(prefix, frozenset(held))))
+        for name in self._lost([bundle for bundle, _ in held.values()]):
+            del held[name]
+        try:
+            yield prefix
+        except ArchiveUnavailable:
+            raise  # the intent stays: the manifest may still arrive
+        except BaseException:
+            with suppress(ArchiveUnavailable):
+                self._remote.delete([intent])
+            raise
+        with suppress(ArchiveUnavailable):
+            self._remote.delete([intent])
 
     def _held(self, volume: str, origin: str | None) -> _Held:
         """The bundles that a new snapshot may refer to."""
@@ -146,11 +163,11 @@ class Archive:
         return sorted(found, key=lambda manifest: manifest.created_at)
 
     def _send(
-        self, volume: str, snapshot_id: str, driver: VolumeDriver, held: _Held, attachment: bytes
+        self, prefix: str, volume: str, snapshot_id: str, driver: VolumeDriver, held: _Held, attachment: bytes
     ) -> tuple[Exported, _Held]:
         archived: set[bytes] = set().union(*(index for _, index in held.values()))
         with self._cache.working() as place:
-            outbox = Outbox(place, self._remote, volume, archived)
+            outbox = Outbox(place, self._remote, prefix, archived)
             try:
                 with BundleBatch(outbox) as batch:
                     exported = driver.export_objects(snapshot_id, outbox, batch, self._cache.known(volume))
@@ -164,28 +181,12 @@ class Archive:
             self._cache.keep_index(bundle, index)
         return exported, sent
 
-    def _publish(self, name: str, manifest: Manifest) -> set[str]:
-        """Put the manifest, unless bundles it needs are gone or about to be removed: those are returned then."""
-        started = time.monotonic()
-        intent = f"intents/{secrets.token_hex(16)}"
-        self._remote.put(intent, pack_names(bundle.name for bundle in manifest.bundles))
-        lost = self._lost(manifest.bundles)
-        if not lost:
-            if time.monotonic() - started > _STALE_S / 2:
-                raise ArchiveUnavailable("the archive answered too late to be sure of it", hint="try again")
-            # Should this fail, the intent stays: the manifest may still arrive.
-            self._remote.put(name, pack_manifest(manifest))
-        with suppress(ArchiveUnavailable):
-            self._remote.delete([intent])
-        return lost
-
-    def _lost(self, bundles: Iterable[Bundle]) -> set[str]:
+    def _lost(self, wanted: Sequence[Bundle]) -> set[str]:
         """Notes first, then what is there: a note that is gone by now has had its effect."""
         condemned: set[str] = set()
         for note in self._remote.list("collecting"):
             with suppress(NotFound):
-                condemned |= unpack_names(self._remote.get(note), note)
-        wanted = list(bundles)
+                condemned |= unpack_note(self._remote.get(note), note)
         there: dict[str, int] = {}
         for owner in {split_bundle_name(bundle.name)[0] for bundle in wanted}:
             there.update((entry.name, entry.size) for entry in self._remote.entries(f"bundles/{owner}"))
@@ -238,32 +239,31 @@ class Archive:
         with failing("cannot forget the volume"):
             self._cache.forget(volume)
         with suppress(SnapshotDamaged):  # `collect` says so, and removes the rest when that is mended
-            self._collect(f"bundles/{volume}", 0.0)
+            self._collect(f"bundles/{volume}")
 
-    def collect(self, *, min_age_s: float = 3600.0) -> Collected:
+    def collect(self) -> Collected:
         """Remove bundles that no snapshot needs, while others store and fetch.
 
-        Young ones are left alone: most are on their way into a snapshot, and would have to be sent again. A manifest
-        that cannot be read stops it with `SnapshotDamaged`: nothing it may need is removed.
+        What a killed process had sent is removed a day later. A manifest that cannot be read stops it with
+        `SnapshotDamaged`: nothing it may need is removed.
         """
-        collected = self._collect("bundles", min_age_s)
+        collected = self._collect("bundles")
         with failing("cannot tidy the archive's cache"):
             self._cache.prune(set(self._remote.list("bundles")))
         return collected
 
-    def _collect(self, prefix: str, min_age_s: float) -> Collected:
+    def _collect(self, prefix: str) -> Collected:
         started = time.monotonic()
         note = f"collecting/{secrets.token_hex(16)}"
-        self._remote.put(note, pack_names(()))
+        self._remote.put(note, pack_note(()))
         try:
             now = next((each.modified for each in self._remote.entries("collecting") if each.name == note), time.time())
             self._remove_stale(now)
-            old = [each for each in self._remote.entries(prefix) if each.modified <= now - min_age_s]
-            sizes = {each.name: each.size for each in old}
-            doomed = sizes.keys() - self._needed()
+            sizes = {each.name: each.size for each in self._remote.entries(prefix)}
+            doomed = self._unneeded(set(sizes))
             if doomed:
-                self._remote.put(note, pack_names(doomed))
-                doomed -= self._needed()
+                self._remote.put(note, pack_note(doomed))
+                doomed = self._unneeded(doomed)
         except SnapshotDamaged:
             self._remote.delete([note])
             raise
@@ -278,12 +278,15 @@ class Archive:
         for prefix in ("intents", "collecting"):
             self._remote.delete([e.name for e in self._remote.entries(prefix) if e.modified < now - _STALE_S])
 
-    def _needed(self) -> set[str]:
-        """Every bundle that a manifest names or shall name. Intents first: one that is gone by now has its manifest."""
-        names: set[str] = set()
-        for intent in self._remote.list("intents"):
+    def _unneeded(self, names: set[str]) -> set[str]:
+        """Those that no manifest names or shall name. Intents first: one that is gone by now has its manifest."""
+        needed: set[str] = set()
+        prefixes: list[str] = []
+        for name in self._remote.list("intents"):
             with suppress(NotFound):
-                names |= unpack_names(self._remote.get(intent), intent)
+                intent = unpack_intent(self._remote.get(name), name)
+                needed |= intent.bundles
+                prefixes.append(intent.prefix)
 
         def bundles(name: str) -> set[str]:
             try:
@@ -291,7 +294,8 @@ class Archive:
             except NotFound:
                 return set()
 
-        return names.union(*(found for _, found in _at_once(bundles, self._remote.list("manifests"))))
+        needed = needed.union(*(found for _, found in _at_once(bundles, self._remote.list("manifests"))))
+        return {name for name in names - needed if not name.startswith(tuple(prefixes))}
 
     def verify(self, volume: str, snapshot_id: str) -> list[str]:
         """Read everything the snapshot needs; one line for each bundle and object that is damaged or missing."""

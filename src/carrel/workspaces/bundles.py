@@ -18,7 +18,7 @@ import msgpack
 from blake3 import blake3
 
 from carrel.errors import SnapshotDamaged
-from carrel.workspaces.manifests import Bundle, bundle_name, split_bundle_name
+from carrel.workspaces.manifests import Bundle, split_bundle_name
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes.capture import Known, pack_known, unpack_known
 from carrel.workspaces.volumes.directory import remove_tree
@@ -41,12 +41,15 @@ def file_digest(path: str) -> str:
 
 
 class Outbox(ObjectStore):
-    """An object store whose packs go to the remote. What the archive has already counts as there."""
+    """An object store whose packs go to the remote, under names that start with `prefix`.
 
-    def __init__(self, directory: str, remote: Remote, volume: str, archived: Set[bytes]):
+    What the archive has already counts as there.
+    """
+
+    def __init__(self, directory: str, remote: Remote, prefix: str, archived: Set[bytes]):
         super().__init__(directory)
         self._remote = remote
-        self._volume = volume
+        self._prefix = prefix
         self._archived = archived
         self._pool = ThreadPoolExecutor(_UPLOADS_AT_ONCE, thread_name_prefix="carrel-archive")
         self._slots = BoundedSemaphore(_PACKS_WAITING)
@@ -80,7 +83,7 @@ class Outbox(ObjectStore):
         if index is None:
             raise SnapshotDamaged("a bundle was damaged before it was sent", hint="see that the disk is sound")
         stored = sum(spot[1] for spot in index.values())
-        name = bundle_name(self._volume, secrets.token_hex(16))
+        name = self._prefix + secrets.token_hex(8)
         bundle = Bundle(name, size, file_digest(path), stored, stored)
         self._remote.put_file(name, path)
         os.unlink(path)

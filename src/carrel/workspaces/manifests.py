@@ -58,18 +58,23 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class Intent:
+    """What somebody is about to need: bundles that are there, and those to come whose names start with `prefix`."""
+
+    prefix: str
+    bundles: frozenset[str]
+    version: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
     bundles: frozenset[str]
     version: Literal[1] = 1
 
 
 _MANIFEST = TypeAdapter(Manifest)
-_NAMES = TypeAdapter(_Names)
-
-
-def bundle_name(volume: str, token: str) -> str:
-    """The name of a bundle that a snapshot of this volume brought."""
-    return f"bundles/{volume}/{token}"
+_INTENT = TypeAdapter(Intent)
+_NOTE = TypeAdapter(_Note)
 
 
 def split_bundle_name(name: str) -> tuple[str, str]:
@@ -101,15 +106,28 @@ def unpack_manifest(raw: bytes, what: str) -> Manifest:
     return manifest
 
 
-def pack_names(names: Iterable[str]) -> bytes:
-    """Bundles somebody is about to use or to remove."""
-    return _sealed(_NAMES.dump_json(_Names(frozenset(names))))
+def pack_intent(intent: Intent) -> bytes:
+    """As a manifest is written."""
+    return _sealed(_INTENT.dump_json(intent))
 
 
-def unpack_names(raw: bytes, what: str) -> frozenset[str]:
-    """What `pack_names` wrote; `SnapshotDamaged` names `what` when it is damaged."""
+def unpack_intent(raw: bytes, what: str) -> Intent:
+    """What `pack_intent` wrote; `SnapshotDamaged` names `what` when it is damaged."""
     try:
-        return _NAMES.validate_json(_unsealed(raw)).bundles
+        return _INTENT.validate_json(_unsealed(raw))
+    except ValueError:
+        raise SnapshotDamaged(f"the archive's intent {what} is damaged", object=what) from None
+
+
+def pack_note(names: Iterable[str]) -> bytes:
+    """The bundles that somebody is about to remove."""
+    return _sealed(_NOTE.dump_json(_Note(frozenset(names))))
+
+
+def unpack_note(raw: bytes, what: str) -> frozenset[str]:
+    """What `pack_note` wrote; `SnapshotDamaged` names `what` when it is damaged."""
+    try:
+        return _NOTE.validate_json(_unsealed(raw)).bundles
     except ValueError:
         raise SnapshotDamaged(f"the archive's note {what} is damaged", object=what) from None
 

@@ -40,11 +40,11 @@ _ASIDE = ".aside"
 _ABANDONED_S = 60.0
 _OPTIONS = {"endpoint", "region", "virtual_hosted"}
 _CREDENTIALS = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_SKIP_SIGNATURE",
+    ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    ("AWS_WEB_IDENTITY_TOKEN_FILE",),
+    ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI",),
+    ("AWS_SKIP_SIGNATURE",),
 )
 
 
@@ -315,7 +315,7 @@ class _Bucket(Remote):
         parts, options = _split(url)
         bucket, prefix = parts
         endpoint = options.get("endpoint")
-        if not any(os.environ.get(name) for name in _CREDENTIALS):
+        if not any(all(os.environ.get(name) for name in names) for names in _CREDENTIALS):
             # The library would go and ask the network for some.
             raise InvalidRequest(
                 "there are no keys for the archive's bucket",

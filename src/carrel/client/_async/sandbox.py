@@ -9,13 +9,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from urllib.parse import quote
 
 from carrel.client._async.commands import AsyncCommands
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.files import AsyncFiles, give, save
-from carrel.client._async.terminal import AsyncTerminal
 from carrel.client._io_async import Progress
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
@@ -29,6 +28,9 @@ from carrel.models import (
     ToolResult,
     WorkspaceUsage,
 )
+
+if TYPE_CHECKING:
+    from carrel.client._async.terminal import AsyncTerminal
 
 
 class AsyncSandbox:
@@ -85,6 +87,8 @@ class AsyncSandbox:
         self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None
     ) -> AsyncTerminal:
         """Open a terminal: a shell, or `command`."""
+        from carrel.client._async.terminal import AsyncTerminal
+
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return await AsyncTerminal.open(self._connection, self._path, rows, cols, words)
 

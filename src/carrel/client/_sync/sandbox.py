@@ -10,14 +10,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from urllib.parse import quote
 
 from carrel.client._io_sync import Progress
 from carrel.client._sync.commands import Commands
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.files import Files, give, save
-from carrel.client._sync.terminal import Terminal
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
     ExecuteResult,
@@ -30,6 +29,9 @@ from carrel.models import (
     ToolResult,
     WorkspaceUsage,
 )
+
+if TYPE_CHECKING:
+    from carrel.client._sync.terminal import Terminal
 
 
 class Sandbox:
@@ -84,6 +86,8 @@ class Sandbox:
 
     def terminal(self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None) -> Terminal:
         """Open a terminal: a shell, or `command`."""
+        from carrel.client._sync.terminal import Terminal
+
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return Terminal.open(self._connection, self._path, rows, cols, words)
 

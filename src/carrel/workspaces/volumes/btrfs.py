@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from carrel.errors import AlreadyExists, NotFound
+from carrel.errors import AlreadyExists, NotFound, Unsupported
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes import kernel, pool, quota, subvolumes, walking
 from carrel.workspaces.volumes.base import (
@@ -53,12 +53,15 @@ class BtrfsDriver(VolumeDriver):
         self._uuid = ""
 
     def missing(self) -> str | None:
-        """Root, btrfs-progs and a kernel with btrfs."""
-        return pool.missing_programs()
+        """Root; and unless the directory is on btrfs already, btrfs-progs and a kernel with btrfs."""
+        if os.geteuid() != 0:
+            return "btrfs volumes need root"
+        return None if _on_btrfs(_nearest(self._root)) else pool.missing_programs()
 
     def open(self) -> None:
         """Mount the pool unless the directory is on btrfs; remove what a killed process left."""
-        pool.require_programs()
+        if (reason := self.missing()) is not None:
+            raise Unsupported(reason, hint="use the directory driver, or install btrfs-progs and run as root")
         with failing("cannot open the btrfs volumes"):
             os.makedirs(self._root, 0o700, exist_ok=True)
             if _on_btrfs(self._root):
@@ -156,6 +159,7 @@ class BtrfsDriver(VolumeDriver):
         with self._locks.hold(volume), failing("cannot restore the snapshot"):
             path = self.path(volume)
             cap = self.cap(volume)
+            self._grow()
             with self._aside() as aside:
                 self._copy(source, aside, cap)
                 self._swap(aside, path)
@@ -217,9 +221,12 @@ class BtrfsDriver(VolumeDriver):
             return walking.unreadable(root)
 
     def collect_garbage(self) -> Collected:
-        """Nothing to find: the kernel frees a subvolume's blocks itself. Quota groups without one are removed."""
+        """Give back to the host what the kernel has freed; remove quota groups whose subvolume is gone."""
         with failing("cannot collect garbage"), opened(self._top) as top:
+            subvolumes.commit(top)  # the kernel frees what was removed after a commit
             quota.remove_stale(top)
+            if self._pool is not None:
+                self._pool.give_back()
         return Collected(0, 0)
 
     @contextmanager
@@ -229,6 +236,7 @@ class BtrfsDriver(VolumeDriver):
         with self._locks.hold(volume), failing("cannot replace the volume's files"):
             path = self.path(volume)
             cap = self.cap(volume)
+            self._grow()
             with self._aside() as aside:
                 self._make(aside, cap)
                 yield aside
@@ -294,6 +302,7 @@ class BtrfsDriver(VolumeDriver):
 
     def _grow(self) -> None:
         if self._pool is not None:
+            self._pool.require_room()
             self._pool.grow_when_full()
 
     def stored_bytes(self) -> int:
@@ -354,6 +363,13 @@ class BtrfsDriver(VolumeDriver):
                     for inner in os.listdir(path):
                         self._drop(os.path.join(path, inner))
                 self._drop(path)
+
+
+def _nearest(path: str) -> str:
+    """The path, or the nearest directory above it that is there."""
+    while not os.path.isdir(path) and path != "/":
+        path = os.path.dirname(path)
+    return path
 
 
 def _on_btrfs(path: str) -> bool:

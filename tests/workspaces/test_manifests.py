@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrel.errors import SnapshotDamaged
+from carrel.workspaces.manifests import (
+    MOST_BUNDLES,
+    Attachment,
+    Bundle,
+    Intent,
+    Manifest,
+    better_anew,
+    pack_intent,
+    pack_manifest,
+    pack_note,
+    split_bundle_name,
+    unpack_intent,
+    unpack_manifest,
+    unpack_note,
+)
+
+NUMBERS = st.integers(0, 2**48)
+TOKENS = st.text("0123456789abcdef", min_size=32, max_size=32)
+NAMES = st.builds(
+    "bundles/{}/{}".format, st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._+:=@-]{0,20}", fullmatch=True), TOKENS
+)
+BUNDLES = st.builds(Bundle, NAMES, NUMBERS, TOKENS, NUMBERS, NUMBERS)
+SPOTS = st.tuples(NUMBERS, NUMBERS, st.integers(0, 1), NUMBERS)
+MANIFESTS = st.builds(
+    Manifest,
+    volume=st.text(max_size=20),
+    snapshot_id=st.text(max_size=20),
+    tree=st.binary(max_size=32).map(bytes.hex),
+    size=NUMBERS,
+    files=st.integers(-1, 2**40),
+    created_at=st.floats(0, 2**40),
+    bundles=st.lists(BUNDLES, max_size=5).map(tuple),
+    attachment=st.none() | st.builds(Attachment, TOKENS, NAMES, SPOTS),
+    version=st.just(1),
+)
+INTENTS = st.builds(Intent, NAMES, st.frozensets(NAMES, max_size=5), st.just(1))
+
+
+@given(MANIFESTS)
+def test_a_manifest_comes_back_as_it_was(manifest: Manifest) -> None:
+    assert unpack_manifest(pack_manifest(manifest), "m") == manifest
+
+
+@given(INTENTS, st.frozensets(NAMES, max_size=5))
+def test_intents_and_notes_come_back_as_they_were(intent: Intent, names: frozenset[str]) -> None:
+    assert unpack_intent(pack_intent(intent), "i") == intent
+    assert unpack_note(pack_note(names), "n") == names
+
+
+@given(MANIFESTS, st.data())
+def test_any_damage_is_named(manifest: Manifest, data: st.DataObject) -> None:
+    raw = bytearray(pack_manifest(manifest))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    if data.draw(st.booleans()):
+        raw = raw[:at]
+    else:
+        raw[at] ^= data.draw(st.integers(1, 255))
+    for unpack in (unpack_manifest, unpack_intent, unpack_note):
+        with pytest.raises(SnapshotDamaged, match="this one"):
+            unpack(bytes(raw), "this one")
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_refused(raw: bytes) -> None:
+    for unpack in (unpack_manifest, unpack_intent, unpack_note):
+        with pytest.raises(SnapshotDamaged):
+            unpack(raw, "x")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "bundles/v/x", "bundles/../" + "0" * 32, "bundles/a/b/" + "0" * 32, "x/v/" + "0" * 32]
+)
+def test_a_bundle_is_named_as_a_bundle(name: str) -> None:
+    with pytest.raises(ValueError, match="none"):
+        split_bundle_name(name)
+    manifest = Manifest("v", "s", "", 0, 0, 0.0, (Bundle(name, 0, "", 0, 0),))
+    with pytest.raises(SnapshotDamaged):
+        unpack_manifest(pack_manifest(manifest), "m")
+
+
+def test_another_version_is_refused() -> None:
+    raw = Manifest("v", "s", "", 0, 0, 0.0, (), version=2)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning), pytest.raises(SnapshotDamaged):
+        unpack_manifest(pack_manifest(raw), "m")
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=80))
+def test_few_bundles_without_much_garbage_are_kept(sizes: list[tuple[int, int]]) -> None:
+    bundles = [Bundle(f"b{at}", max(pair) + 50, "", max(pair), min(pair)) for at, pair in enumerate(sizes)]
+    anew = better_anew(bundles)
+    kept = [bundle for bundle in bundles if bundle.name not in anew]
+    assert anew <= {bundle.name for bundle in bundles}
+    assert len(kept) <= MOST_BUNDLES
+    assert all(bundle.live * 2 >= bundle.stored for bundle in kept)
+    sound = [bundle for bundle in bundles if bundle.live * 2 >= bundle.stored]
+    if len(sound) <= MOST_BUNDLES:
+        assert kept == sound
+    else:
+        assert min(bundle.size for bundle in kept) >= max(b.size for b in sound if b.name in anew)
