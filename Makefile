@@ -1,7 +1,7 @@
 # Each target sets up what it needs on a fresh clone.
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format bench generate requirements clean
+.PHONY: help setup serve test kills check format bench generate requirements clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -14,6 +14,9 @@ serve: setup  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more
 
 test: setup  ## run every test (ARGS="-k name" to choose)
 	@$(PY) -m pytest $(ARGS)
+
+kills: setup  ## kill the server 200 times under load on each database
+	@CARREL_KILLS=$${CARREL_KILLS:-200} $(PY) -m pytest -q tests/end_to_end/test_kills.py $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files
 	@$(PY) -m ruff format --check .

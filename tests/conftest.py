@@ -19,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from leaks import Leaks, Watch
+from s3 import S3Server
 from sandboxes import KINDS, Box, House, Supervisor, parent
 
 
@@ -69,6 +70,14 @@ def houses() -> Iterator[dict[str, House]]:
         while os.waitpid(kept[kind]["zygote"], os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         shutil.rmtree(house.directory)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """One S3 server for the whole run; a test that stops it starts it again."""
+    server = S3Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(params=KINDS)

@@ -115,3 +115,23 @@ async def test_signals_end_everything(settings: Settings, number: signal.Signals
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def test_doctor_needs_no_web_server_and_no_database() -> None:
+    code = "import sys\nfrom carrel.server import local_host_report\nlocal_host_report()\nprint(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = {name.partition(".")[0] for name in shown.split()}
+    assert "carrel" in loaded and not {"fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"} & loaded
+
+
+async def test_a_start_needs_no_migration_toolkit(settings: Settings) -> None:
+    code = "import asyncio, sys\nfrom carrel.config import load\nfrom carrel.server import running\n"
+    code += "async def main():\n    async with running(load({'data_dir': sys.argv[1], 'port': 0}, environ={})): pass\n"
+    code += "asyncio.run(main())\nprint(*sys.modules)"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "error", "-c", code, settings.data_dir, stdout=asyncio.subprocess.PIPE
+    )
+    shown = (await process.communicate())[0].decode()
+    loaded = {name.partition(".")[0] for name in shown.split()}
+    assert process.returncode == 0 and "uvicorn" in loaded and not {"alembic", "asyncpg"} & loaded
+    assert "sqlalchemy.orm" not in shown.split()

@@ -1,6 +1,6 @@
 """The nouns of the public API, shared by server and client. They hold and check values; they do nothing.
 
-Each is built when first used: most programs need few of them.
+An answer is built when it is first used: most programs need few of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_OUTPUT_BYTES = 10 * 1024 * 1024
 class Request(BaseModel):
     """A body a caller sends: an unknown field is an error, not ignored."""
 
-    model_config = ConfigDict(extra="forbid", defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 class Answer(BaseModel):
@@ -465,3 +465,36 @@ class WorkspaceUsage(Answer):
     limit_bytes: int | None
     measured_at: datetime
     enforced_by: Literal["kernel", "watch"] = Field(description="who stops a write beyond the limit")
+
+
+class AuditRecord(Answer):
+    """One operation in the audit log: its begin, and its end once there is one."""
+
+    chain: str
+    seq: int = Field(description="its place in the chain")
+    at: datetime
+    context_id: str | None
+    node: str
+    actor: str
+    kind: str
+    name: str
+    decision: Literal["allow", "deny", "ask"]
+    rule: str | None = None
+    source: str | None = None
+    approval: str | None = None
+    request: str | None = None
+    arguments: dict[str, object] = Field(default_factory=dict, description="redacted")
+    truncated: bool = Field(default=False, description="whether arguments were left out because they were too large")
+    arguments_hash: str | None = Field(default=None, description="of the full arguments, with the key of the server")
+    result: str | None = Field(default=None, description="`ok` or the code of an error; None while it runs")
+    reason: str | None = None
+    duration_ms: float | None = None
+    bytes_in: int | None = None
+    bytes_out: int | None = None
+
+
+class AuditPage(Answer):
+    """Operations, newest first. A page may have few or none and still a `next`: so far, not further, was searched."""
+
+    items: list[AuditRecord]
+    next: str | None = None

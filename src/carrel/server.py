@@ -1,7 +1,7 @@
 """The composition root: puts a control plane behind the API on a socket, and takes both down again.
 
-The one file that may import everything. What takes long to import is imported by who starts a server, the web part
-while the control plane waits for its zygotes: that halves the time until the first request.
+The one file that may import everything. What takes long to import is imported when a server starts, while other
+processes work for it: the control plane while the host is probed, the web part while a zygote starts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import carrel
 from carrel.config import Settings
 from carrel.errors import Conflict, InvalidRequest, PlatformError
+from carrel.isolation import probe
 from carrel.models import HostReport
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
@@ -158,13 +159,15 @@ def _raise_file_limit() -> None:
 @asynccontextmanager
 async def running(settings: Settings, *, providers: Mapping[str, Provider] | None = None) -> AsyncIterator[Running]:
     """A server inside the current event loop, for as long as the block lasts. `port=0` picks a free port."""
-    from carrel.control.plane import ControlPlane
-
     layout = Layout(settings.data_dir)
     await asyncio.to_thread(layout.prepare)
     with _locked(settings.data_dir), closing(_bind(settings)) as listener:
         token = _token(settings)
         loop = asyncio.get_running_loop()
+        probing = loop.run_in_executor(None, probe.host)
+        from carrel.control.plane import ControlPlane
+
+        await probing
         web = loop.run_in_executor(None, import_module, "carrel.api.serving")
         plane = await ControlPlane.open(settings, providers=providers)
         try:

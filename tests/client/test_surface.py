@@ -13,7 +13,7 @@ import carrel
 from carrel import client
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = ["Client", "Sandbox", "Commands", "Command", "Files", "Terminal", "OutputStream"]
+PAIRS = ["Client", "Sandbox", "Commands", "Command", "Files", "Filespace", "Terminal", "OutputStream"]
 SPECIAL = {
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",

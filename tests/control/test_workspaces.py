@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from carrel.config import Settings, load
+from carrel.control.keeping import KEPT
 from carrel.control.plane import ControlPlane
-from carrel.control.workspaces import KEPT
 from carrel.errors import Conflict, LimitExceeded, NotFound, SnapshotDamaged
 from carrel.models import CommandRequest, Limits, SandboxRequest, State
 from carrel.workspaces.layout import encode
+from s3 import S3Server
 
 REQUEST = SandboxRequest(context_id="c")
 
@@ -216,6 +218,37 @@ async def test_the_newest_files_are_waited_for_while_their_server_cannot_archive
         assert (await a.sessions.get("c")).notice is None
         await b.sessions.deploy_or_resume(REQUEST)
         assert await _read(b) == "only on a"
+    finally:
+        await b.close()
+        await a.close()
+
+
+async def test_a_bucket_that_is_out_of_reach_is_caught_up_with_and_another_server_resumes_from_it(
+    node_settings: list[Settings], s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    archive = load({"archive": s3.url(uuid.uuid4().hex)}, environ={}).archive
+    a, b = [await ControlPlane.open(each.model_copy(update={"archive": archive})) for each in node_settings]
+    try:
+        await a.sessions.deploy_or_resume(REQUEST)
+        await _write(a, "before")
+        await a.snapshots.checkpoint(await a.sessions.record("c"))
+        assert (await a.sessions.get("c")).notice is None
+        s3.stop()
+        try:
+            await _write(a, "after")
+            await a.snapshots.checkpoint(await a.sessions.record("c"))
+            notice = (await a.sessions.get("c")).notice
+            assert notice is not None and "snapshots wait on this server" in notice
+            stopped = await a.sessions.stop("c")
+            assert (stopped.state, stopped.error) == (State.STOPPED, None)
+        finally:
+            s3.start()
+        await a.janitor.catch_up()
+        assert (await a.sessions.get("c")).notice is None
+        await b.sessions.deploy_or_resume(REQUEST)
+        assert await _read(b) == "after"
     finally:
         await b.close()
         await a.close()

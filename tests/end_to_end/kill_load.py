@@ -36,6 +36,9 @@ KINDS = (
 )  # fmt: skip
 
 
+SERVE = "the start of the server itself"
+
+
 class Killed(Exception):
     """The server is gone, as it was meant to be."""
 
@@ -75,10 +78,13 @@ class Tally:
         self.kills += kills
         self.hits += world.hits
         self.done += world.done
+        self.done[SERVE] += len(starts)
         self.slowest = max(self.slowest, *starts, 0.0)
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {self.hits[kind]} of {self.hits[kind] + self.done[kind]}" for kind in KINDS)
+        kinds = ", ".join(
+            f"{kind} {self.hits[kind]} of {self.hits[kind] + self.done[kind]}" for kind in (*KINDS, SERVE)
+        )
         return f"{self.kills} kills hit operations: {kinds}. Slowest start {self.slowest:.1f} s."
 
 
@@ -89,18 +95,22 @@ class Aim:
     delay: float
     kind: str | None = None
     part: float = 0.0
+    again: float | None = None
+    """The part of the start after the kill at which it is killed again."""
 
     @classmethod
     def of(cls, seed: int) -> Aim:
         """Every fourth seed kills at any moment, the others go through the kinds of operations."""
         random = Random(f"aim {seed}")
+        again = random.uniform(0.3, 1.1) if random.random() < 0.25 else None
         if seed % 4 == 0:
-            return cls(random.uniform(0, 0.4))
+            return cls(random.uniform(0, 0.4), again=again)
         turn = seed - seed // 4 - 1
-        return cls(LONGEST_ROUND_S, KINDS[turn % len(KINDS)], random.uniform(0, 1.1))
+        return cls(LONGEST_ROUND_S, KINDS[turn % len(KINDS)], random.uniform(0, 1.1), again)
 
     def __str__(self) -> str:
-        return f"{self.delay * 1000:.0f} ms in" if self.kind is None else f"{self.part:.0%} into {self.kind}"
+        when = f"{self.delay * 1000:.0f} ms in" if self.kind is None else f"{self.part:.0%} into {self.kind}"
+        return when if self.again is None else f"{when}, again {self.again:.0%} into the next start"
 
 
 class Load:

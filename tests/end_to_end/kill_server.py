@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,12 +36,13 @@ _ASIDE = re.compile(r"\.[0-9a-f]{8}$")
 class Server:
     """One data directory and the server process on it, which comes and goes."""
 
-    def __init__(self, database: str | None = None):
+    def __init__(self, database: str | None = None, volumes: str = "auto"):
         self._before = set(below(os.getpid()))
         self.directory = Path(tempfile.mkdtemp(prefix="k"))
         self.data = self.directory / "d"
         self.log = self.directory / "log"
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
+        self._environment["CARREL_VOLUMES"] = volumes
         if database is not None:
             self._environment["CARREL_DATABASE"] = database
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,14 +54,24 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(self.data)]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    async def start_and_kill(self, part: float) -> bool:
+        """Start, and kill it that part of the usual time later; says whether it was still starting."""
+        self._process = self._spawn()
+        await asyncio.sleep(part * (statistics.median(self.starts) if self.starts else 1.0))
+        early = not self._ready()
+        self.kill()
+        await self.killed()
+        return early
+
     async def start(self) -> None:
         """Start, and wait until it takes requests."""
-        command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(self.data)]
         began = time.monotonic()
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+        self._process = self._spawn()
         while not self._ready():
             if self._process.poll() is not None:
                 raise AssertionError(f"the server did not start: status {self._process.returncode}\n{self.tail()}")
@@ -176,7 +188,10 @@ class Server:
                 found.append(f"{len(own)} sockets of running session {name}")
         sockets -= {"zygote-namespace.sock", "zygote-namespace.log"}
         found += [f"run/{name}" for name in sorted(sockets)]
-        found += [f"mount {point}" for point in self._mounts() if point != str(self.data / "storage" / "pool")]
+        mounts = self._mounts()
+        with suppress(ValueError):
+            mounts.remove(str(self.data / "storage" / "pool"))
+        found += [f"mount {point}" for point in mounts]
         if len(self._loops()) > 1:
             found.append(f"loop devices {self._loops()}")
         return found + self._files(volumes)
@@ -192,6 +207,7 @@ class Server:
 
     def _files(self, volumes: set[str]) -> list[str]:
         found = [f"temporary {name}" for name in os.listdir(self.data) if _ASIDE.search(name)]
+        found += [f"temporary cache/{name}" for name in _names(self.data / "cache") if name.startswith("snapshot-")]
         storage = self.data / "storage"
         for top in (storage, storage / "pool"):
             held = set(_names(top / "volumes"))

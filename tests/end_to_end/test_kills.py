@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import AsyncIterator
+from random import Random
 
 import pytest
 from kill_checks import Check
-from kill_load import Load, Tally, World
+from kill_load import SERVE, Load, Tally, World
 from kill_server import Server
 from postgres import Postgres
 
@@ -20,20 +21,28 @@ from carrel.isolation import probe
 from carrel.workspaces.layout import encode
 
 DATABASES = ("sqlite", "postgresql")
+VOLUMES = ("auto", "directory")
 HISTORY = 12
 """Kills of one data directory."""
 
 
-def cases() -> list[tuple[str, list[int]]]:
-    """A database and seeds for each data directory; the databases take turns, so that few kills show much."""
+def cases() -> list[tuple[str, str, list[int]]]:
+    """A database, a way to keep volumes and seeds for each data directory. They take turns, so that few kills show much."""
     if named := os.environ.get("CARREL_KILL_SEEDS"):
-        return [(kind, [int(word) for word in named.split(",")]) for kind in DATABASES]
+        seeds = [int(word) for word in named.split(",")]
+        return [(database, volumes, seeds) for database in DATABASES for volumes in VOLUMES]
     wanted = int(os.environ.get("CARREL_KILLS", HISTORY))
     found = []
-    for number, kind in enumerate(DATABASES):
+    for number, database in enumerate(DATABASES):
         own = range(1 + number * wanted, 1 + (number + 1) * wanted)
-        found += [(kind, list(own[first : first + HISTORY])) for first in range(0, wanted, HISTORY)]
+        for turn, first in enumerate(range(0, wanted, HISTORY)):
+            found.append((database, VOLUMES[(number + turn) % 2], list(own[first : first + HISTORY])))
     return found
+
+
+def name_of(value: str | list[int]) -> str:
+    """A part of a test's name."""
+    return value if isinstance(value, str) else f"{value[0]}-{value[-1]}"
 
 
 @pytest.fixture
@@ -53,13 +62,15 @@ async def database(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[s
     os.geteuid() != 0 or probe.host().missing is not None, reason="needs root and the namespace provider"
 )
 @pytest.mark.timeout(HISTORY * 40)
-@pytest.mark.parametrize(
-    ("kind", "seeds"), cases(), ids=lambda value: value if isinstance(value, str) else f"{value[0]}-{value[-1]}"
-)
-async def test_nothing_is_lost_stuck_or_left_over(database: str | None, seeds: list[int], tally: Tally) -> None:
-    world, server = World(), Server(database)
+@pytest.mark.parametrize(("kind", "volumes", "seeds"), cases(), ids=name_of)
+async def test_nothing_is_lost_stuck_or_left_over(
+    database: str | None, volumes: str, seeds: list[int], tally: Tally
+) -> None:
+    world, server = World(), Server(database, volumes)
     client: AsyncClient | None = None
+    kills = 1
     try:
+        world.hits[SERVE] += await server.start_and_kill(Random(seeds[0]).random())  # on an empty directory
         await server.start()
         client = server.client()
         for index, seed in enumerate(seeds):
@@ -67,6 +78,10 @@ async def test_nothing_is_lost_stuck_or_left_over(database: str | None, seeds: l
             try:
                 await load.run()
                 await client.close()
+                kills += 1
+                if load.aim.again is not None:
+                    world.hits[SERVE] += await server.start_and_kill(load.aim.again)
+                    kills += 1
                 await server.start()
                 client = server.client()
                 await Check(world, server, client, seed).run(thorough=seed == seeds[-1])
@@ -78,7 +93,7 @@ async def test_nothing_is_lost_stuck_or_left_over(database: str | None, seeds: l
         await server.stop()
         await server.silent({encode(context.name, ephemeral=False) for context in world.all() if context.made})
     finally:
-        tally.add(len(server.starts) - 1, world, server.starts)
+        tally.add(kills, world, server.starts)
         if client is not None:
             await client.close()
         server.close()

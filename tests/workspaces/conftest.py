@@ -11,19 +11,12 @@ import pytest
 
 from s3 import S3Server
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "volumes")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "volumes"))
 
 from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
 
 Drivers = Callable[[str], VolumeDriver]
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[S3Server]:
-    """One server for the whole run; a test that stops it starts it again."""
-    server = S3Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(params=["directory", "s3"])

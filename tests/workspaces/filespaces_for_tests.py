@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from carrel.models import SyncDirection
-from carrel.store import Database, FilespaceChange, FilespaceEntry, FilespaceStore
+from carrel.store import Database, FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 from carrel.workspaces.filespace_contents import Contents
-from carrel.workspaces.filespace_sync import Change, FilespaceSync, Stored, Synced
+from carrel.workspaces.filespace_sync import Change, FilespaceSync, Mark, Stored, Synced
 from carrel.workspaces.remote import Entry as RemoteEntry
 from carrel.workspaces.remote import Remote
 
@@ -42,8 +43,8 @@ class Killed(BaseException):
 class Budget:
     """How many calls go well before one kills; the call is then made or not."""
 
-    def __init__(self) -> None:
-        self.left: int | None = None
+    def __init__(self, left: int | None = None) -> None:
+        self.left = left
         self.made = False
 
     def spend(self) -> bool:
@@ -116,15 +117,17 @@ class Filespace:
     def changed(self, after: int) -> list[FilespaceEntry]:
         return self._runner.run(self.store.changed(self.context, after=after, limit=100_000))
 
-    def put(self, changes: Sequence[Change]) -> Stored:
+    def put(self, changes: Sequence[Change], mark: Mark | None = None) -> Stored:
         last = self.budget.spend()
         if last and not self.budget.made:
             raise Killed
-        done = self._runner.run(self.store.put(self.context, [FilespaceChange(*change) for change in changes]))
+        wanted = [FilespaceChange(*change) for change in changes]
+        told = None if mark is None else FilespaceMark(*mark)
+        done = self._runner.run(self.store.put(self.context, wanted, told))
         self.log.append(done.entries)
         if last:
             raise Killed
-        return Stored(done.entries, done.before)
+        return Stored(done.entries, done.before, done.newest)
 
     def write(self, path: str, data: bytes, mode: int = 0o644) -> FilespaceEntry:
         """As somebody else who writes to the filespace."""
@@ -178,3 +181,21 @@ class Workspace:
         target = self.path / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
+
+
+class Recorded:
+    """What a filespace has now, for a forked child that must not use the parent's database: nothing is put."""
+
+    def __init__(self, filespace: Filespace):
+        self._newest = filespace.newest()
+        self._changed = filespace.changed(0)
+
+    def newest(self) -> tuple[int, float]:
+        return self._newest
+
+    def changed(self, after: int) -> list[FilespaceEntry]:
+        return [entry for entry in self._changed if entry.version > after]
+
+    def put(self, changes: Sequence[Change], mark: Mark) -> Stored:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError

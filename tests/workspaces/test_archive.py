@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 import signal
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.remote import Entry, Remote
 from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver
+from children import in_child
 from s3 import S3Server
 
 MB = 1 << 20
@@ -287,23 +289,31 @@ def test_a_damaged_attachment_is_named(node: Node) -> None:
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut], ids=["flipped", "truncated"])
-def test_a_damaged_manifest_is_named_and_stops_the_collection(node: Node, damage: Damage) -> None:
+def test_a_damaged_manifest_is_named_and_what_it_may_need_is_kept(node: Node, damage: Damage) -> None:
     path = furnish(node)
     node.driver.snapshot("v", "s1")
     node.archive.store("v", "s1", node.driver)
     [manifest] = files_of(node, "manifests")
     damage(manifest)
-    for ask in (
-        lambda: node.restore("v", "s1", "w"),
-        lambda: node.archive.attachment("v", "s1"),
-        lambda: node.archive.collect(),
-    ):
+    for ask in (lambda: node.restore("v", "s1", "w"), lambda: node.archive.attachment("v", "s1")):
         with pytest.raises(SnapshotDamaged, match="manifests/v/s1"):
             ask()
-    assert len(files_of(node, "bundles")) == 1
     assert node.archive.verify("v", "s1") == ["the archive's manifest manifests/v/s1 is damaged"]
+    kept = files_of(node, "bundles")
+    os.utime(manifest, (manifest.stat().st_mtime + 1, manifest.stat().st_mtime + 1))
+    furnish(node, "u", 2)
+    node.driver.snapshot("u", "u1")
+    node.archive.store("u", "u1", node.driver)
+    [later] = set(files_of(node, "bundles")) - set(kept)
+    os.utime(later, (later.stat().st_mtime + 60, later.stat().st_mtime + 60))
+    node.archive.forget("u")
+    collected = node.archive.collect()
+    assert (collected.objects, collected.damaged) == (0, ("manifests/v/s1",))
+    assert files_of(node, "bundles") == kept
     node.archive.store("v", "s1", node.driver)  # written anew where the snapshot still is
     assert picture(node.restore("v", "s1", "w")) == picture(path)
+    assert node.archive.collect().damaged == ()
+    assert files_of(node, "bundles") != kept
 
 
 def test_a_manifest_under_another_name_is_not_believed(node: Node) -> None:
@@ -510,11 +520,13 @@ def test_a_killed_store_leaves_nothing_and_the_next_one_works(node: Node) -> Non
 
 
 def test_a_killed_collection_or_restore_leaves_nothing(node: Node) -> None:
-    path = furnish(node)
+    node.driver.create("v", None)
     node.driver.create("w", None)
-    for point in itertools.count():
+    path = node.driver.path("v")
+    mutate(path, random.Random(1), 20)
+    for point in itertools.count(0, 3):  # before one call, after the next
         for name in (f"a{point}", f"b{point}"):
-            Path(path, "much").write_bytes(os.urandom(MB))
+            Path(path, "much").write_bytes(os.urandom(10_000))
             node.driver.snapshot("v", name)
             node.archive.store("v", name, node.driver)
             node.archive.delete("v", f"a{point}")
@@ -531,6 +543,8 @@ def test_a_killed_collection_or_restore_leaves_nothing(node: Node) -> None:
         node.driver.snapshot("v", f"c{point}")
         node.archive.store("v", f"c{point}", node.driver)
         assert node.archive.verify("v", f"c{point}") == []
+        node.archive.delete("v", name)
+        node.archive.delete("v", f"c{point - 3}")
         if not collecting and not restoring:
             break
     assert point > 5
@@ -658,6 +672,36 @@ def test_whatever_happens_a_stored_snapshot_comes_back_as_it_was(seed: int, step
                 assert set(node.archive.snapshots("v")) == set(stored)
         for snapshot_id, expected in stored.items():
             assert picture(rng.choice(nodes).restore("v", snapshot_id, "w")) == expected
+
+
+def test_an_ordinary_user_can_archive_what_forbids_reading() -> None:
+    top = Path(tempfile.mkdtemp())
+    user = 65534 if os.geteuid() == 0 else os.geteuid()
+    os.chown(top, user, -1)
+
+    def work() -> list[bool]:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        driver = DirectoryDriver(str(top / "volumes"))
+        driver.open()
+        node = Node(str(top / "remote"), top / "cache", driver)
+        path = Path(furnish(node))
+        (path / "secret").write_text("mine")
+        (path / "secret").chmod(0)
+        driver.snapshot("v", "s")
+        node.archive.store("v", "s", driver)
+        restored = Path(node.restore("v", "s", "w"))
+        same = [(each / "secret").stat().st_mode & 0o777 == 0 for each in (path, restored)]
+        for each in (path, restored):
+            (each / "secret").chmod(0o600)
+        return [*same, picture(str(path)) == picture(str(restored)), node.archive.verify("v", "s") == []]
+
+    try:
+        assert in_child(work) == [True] * 4
+    finally:
+        shutil.rmtree(top)
 
 
 def test_an_archive_opens_without_asking_the_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

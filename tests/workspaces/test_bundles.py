@@ -94,7 +94,7 @@ def test_what_was_known_and_distrusted_is_kept_pruned_and_forgotten(cache: Cache
     assert not cache.distrusts(bundle.name)
     cache.distrust(bundle.name)
     assert cache.distrusts(bundle.name)
-    cache.prune({bundle.name})
+    cache.prune({bundle.name, "bundles/stray"})
     assert cache.distrusts(bundle.name)
     remote.delete([bundle.name])
     assert cache.index(bundle, remote) == index

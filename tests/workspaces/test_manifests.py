@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from carrel.errors import SnapshotDamaged
 from carrel.workspaces.manifests import (
     MOST_BUNDLES,
+    SMALL,
     Attachment,
     Bundle,
     Intent,
@@ -20,6 +21,7 @@ from carrel.workspaces.manifests import (
     unpack_manifest,
     unpack_note,
 )
+from carrel.workspaces.volumes.objects import digest
 
 NUMBERS = st.integers(0, 2**48)
 TOKENS = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -86,21 +88,37 @@ def test_a_bundle_is_named_as_a_bundle(name: str) -> None:
 
 
 def test_another_version_is_refused() -> None:
-    raw = Manifest("v", "s", "", 0, 0, 0.0, (), version=2)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning), pytest.raises(SnapshotDamaged):
-        unpack_manifest(pack_manifest(raw), "m")
+    body, _, _ = pack_manifest(Manifest("v", "s", "", 0, 0, 0.0, ())).partition(b"\n")
+    for version, right in ((b"1", True), (b"2", False)):
+        changed = body.replace(b'"version":1', b'"version":' + version)
+        raw = changed + b"\n" + digest(changed).hex().encode() + b"\n"
+        if right:
+            assert unpack_manifest(raw, "m").volume == "v"
+            continue
+        with pytest.raises(SnapshotDamaged):
+            unpack_manifest(raw, "m")
 
 
-@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=80))
-def test_few_bundles_without_much_garbage_are_kept(sizes: list[tuple[int, int]]) -> None:
+SIZES = st.one_of(st.integers(0, 1000), st.integers(SMALL - 60, SMALL * 2))
+
+
+@given(st.lists(st.tuples(SIZES, SIZES), max_size=80))
+def test_few_small_bundles_without_much_garbage_are_kept(sizes: list[tuple[int, int]]) -> None:
     bundles = [Bundle(f"b{at}", max(pair) + 50, "", max(pair), min(pair)) for at, pair in enumerate(sizes)]
     anew = better_anew(bundles)
-    kept = [bundle for bundle in bundles if bundle.name not in anew]
     assert anew <= {bundle.name for bundle in bundles}
-    assert len(kept) <= MOST_BUNDLES
-    assert all(bundle.live * 2 >= bundle.stored for bundle in kept)
     sound = [bundle for bundle in bundles if bundle.live * 2 >= bundle.stored]
-    if len(sound) <= MOST_BUNDLES:
+    small = [bundle for bundle in sound if bundle.size < SMALL]
+    kept = [bundle for bundle in bundles if bundle.name not in anew]
+    assert all(bundle in sound for bundle in kept)
+    assert sum(bundle.size < SMALL for bundle in kept) <= MOST_BUNDLES
+    if len(small) <= MOST_BUNDLES:
         assert kept == sound
     else:
-        assert min(bundle.size for bundle in kept) >= max(b.size for b in sound if b.name in anew)
+        merged = [bundle for bundle in sound if bundle.name in anew]
+        assert all(bundle.size < SMALL for bundle in merged)
+        assert max(bundle.size for bundle in merged) <= min(bundle.size for bundle in small if bundle in kept)
+
+
+def test_a_workspace_of_many_full_bundles_is_not_written_anew() -> None:
+    assert better_anew(Bundle(f"b{at}", 2 * SMALL, "", 2 * SMALL, 2 * SMALL) for at in range(500)) == set()

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import HTMLResponse
 
-from carrel.api import commands, files, host, metrics, problems, sandboxes, snapshots, terminals, tools
+from carrel.api import commands, files, filespaces, host, metrics, problems, sandboxes, snapshots, terminals, tools
 from carrel.api.gate import Gate
 from carrel.api.page import page
 from carrel.control.plane import ControlPlane
@@ -45,7 +45,7 @@ def _routes(plane: ControlPlane, version: str) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.plane = plane
-    for module in (commands, files, sandboxes, snapshots, tools, terminals, host, metrics):
+    for module in (commands, files, filespaces, sandboxes, snapshots, tools, terminals, host, metrics):
         app.include_router(module.router)
     problems.install(app)
 

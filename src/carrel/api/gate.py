@@ -21,7 +21,7 @@ from carrel.errors import CarrelError, InvalidRequest, TooLarge, Unauthorized
 log = logging.getLogger("carrel.api")
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
-STREAMED = re.compile(r"/v1/sandboxes/[^/]+/files/content")
+STREAMED = re.compile(r"/v1/(sandboxes/[^/]+/files|filespaces/[^/]+)/content")
 SUBPROTOCOL = "carrel"
 TOKEN_SUBPROTOCOL = b"carrel.token."
 _MAX_DISCARD, _MAX_DISCARD_S = 64 * 1024 * 1024, 2.0

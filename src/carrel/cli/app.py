@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from carrel.cli import commands, files, host, sandboxes, server, snapshots, terminals
+from carrel.cli import commands, files, filespace, host, sandboxes, server, snapshots, terminals
 
 app = typer.Typer(
     name="carrel",
@@ -37,6 +37,8 @@ app.command("sh", rich_help_panel="Commands")(terminals.sh)
 app.command("logs", rich_help_panel="Commands")(commands.logs)
 app.command("ls", rich_help_panel="Files")(files.ls)
 app.command("cp", rich_help_panel="Files")(files.cp)
+app.command("sync", rich_help_panel="Files")(filespace.sync)
+app.add_typer(filespace.app, name="filespace", rich_help_panel="Files")
 app.command("ps", rich_help_panel="Sandboxes")(sandboxes.ps)
 app.command("stop", rich_help_panel="Sandboxes")(sandboxes.stop)
 app.command("resume", rich_help_panel="Sandboxes")(sandboxes.resume)

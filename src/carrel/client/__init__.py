@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from carrel.client._async.client import AsyncClient
     from carrel.client._async.commands import AsyncCommand, AsyncCommands, AsyncOutputStream
     from carrel.client._async.files import AsyncFiles
+    from carrel.client._async.filespace import AsyncFilespace
     from carrel.client._async.sandbox import AsyncSandbox
     from carrel.client._async.terminal import AsyncTerminal
     from carrel.client._sync.client import Client
     from carrel.client._sync.commands import Command, Commands, OutputStream
     from carrel.client._sync.files import Files
+    from carrel.client._sync.filespace import Filespace
     from carrel.client._sync.sandbox import Sandbox
     from carrel.client._sync.terminal import Terminal
     from carrel.client.listing import Listing
@@ -30,6 +32,7 @@ __all__ = [
     "AsyncCommand",
     "AsyncCommands",
     "AsyncFiles",
+    "AsyncFilespace",
     "AsyncOutputStream",
     "AsyncSandbox",
     "AsyncTerminal",
@@ -38,6 +41,7 @@ __all__ = [
     "Command",
     "Commands",
     "Files",
+    "Filespace",
     "Listing",
     "Output",
     "OutputStream",
@@ -54,6 +58,7 @@ _CLIENTS = {
     "Command": "commands",
     "Commands": "commands",
     "Files": "files",
+    "Filespace": "filespace",
     "OutputStream": "commands",
     "Sandbox": "sandbox",
     "Terminal": "terminal",

@@ -177,7 +177,7 @@ class Janitor:
 
     async def catch_up(self) -> None:
         """Archive the snapshots that are not in the archive yet."""
-        for context, notice in (await self._workspaces.catch_up()).items():
+        for context, notice in (await self._workspaces.keeping.catch_up()).items():
             record = await self._store.of_context(context)
             if record is not None and record.notice != notice:
                 await self._sessions.note(record, notice=notice)

@@ -196,11 +196,18 @@ class Operations:
 
     @contextmanager
     def session_door(
-        self, name: str, arguments: Mapping[str, object], actor: str, sandbox_id: str, context_id: str | None = None
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        actor: str,
+        sandbox_id: str,
+        context_id: str | None = None,
+        *,
+        kind: Kind = "session",
     ) -> Iterator[None]:
-        """The door for what is done to a whole session: decided before, recorded after."""
+        """The door for what is done to a whole session or beside its sandbox: decided before, recorded after."""
         began = time.monotonic()
-        operation = Operation("session", name, arguments, actor, sandbox_id, context_id)
+        operation = Operation(kind, name, arguments, actor, sandbox_id, context_id)
         decision = self._decided(operation, began)
         outcome = DONE
         try:

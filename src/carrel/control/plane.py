@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 from carrel.config import Settings
 from carrel.control.door import Decide, Record, allow_all, log_operation
+from carrel.control.filespaces import Filespaces
 from carrel.control.janitor import Janitor
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandboxes
@@ -18,13 +19,13 @@ from carrel.control.ownership import Ownership
 from carrel.control.recovery import Recovered, recover
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
-from carrel.control.workspaces import Workspaces
+from carrel.control.workspaces import MB, Workspaces
 from carrel.errors import CarrelError, ProviderUnavailable
 from carrel.metrics import Metrics
 from carrel.models import HostReport
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
-from carrel.store import Database, SessionStore
+from carrel.store import Database, FilespaceStore, SessionStore
 from carrel.store.leases import LeaseStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.workspaces.archive import Archive
@@ -76,6 +77,17 @@ class ControlPlane:
         self.leasing = Leasing(live, self.store, ownership)
         self.operations = Operations(self.sessions, decide, record, metrics=self.metrics)
         self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
+        self.filespaces = Filespaces(
+            self.sessions,
+            self.operations,
+            self.workspaces,
+            FilespaceStore(database),
+            remote,
+            os.path.join(layout.data_dir, "filespaces"),
+            default_cap=settings.sandbox.disk_mb * MB,
+        )
+        self.sessions.pull, self.sessions.push = self.filespaces.pull, self.filespaces.push
+        self.workspaces.keeping.base = self.filespaces.base
         self.janitor = Janitor(
             self.sessions, self.leasing, self.operations, self.snapshots, self.workspaces, self.store, settings
         )

@@ -16,7 +16,7 @@ from carrel.control.sessions import Sessions
 from carrel.control.workspaces import Workspaces
 from carrel.errors import RunsElsewhere
 from carrel.providers.base import Provider
-from carrel.store import SessionStore
+from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.recovery")
 
@@ -37,26 +37,34 @@ async def recover(
     run_dir: str,
 ) -> Recovered:
     """Bring the records of this server, its sandboxes and its files together. Runs once, before it takes requests."""
-    await workspaces.recover()
-    adopted, ended = 0, 0
+
+    async def known(context: str) -> bool:
+        return await store.newest_of_context(context) is not None
+
+    await workspaces.recover(known)
+    left: list[SessionRecord] = []
     for record in await store.in_states(LIVE):
         if record.node not in {None, workspaces.node}:
             continue
         try:
-            if await sessions.adopt(record):
-                adopted += 1
-            else:
-                await sessions.end_recorded(record, "the server was restarted")
-                ended += 1
+            if not await sessions.adopt(record):
+                left.append(record)
         except RunsElsewhere as error:
             log.warning("session %s was taken over meanwhile: %s", record.id, error)
         except Exception:
             log.exception("session %s could not be recovered", record.id)
     keep = {box.record.id for box in sessions.live()}
-    await _end_strays(providers, keep)
+    await _end_strays(providers, keep)  # before their files are looked at
+    for record in left:
+        try:
+            await sessions.end_recorded(record, "the server was restarted")
+        except RunsElsewhere as error:
+            log.warning("session %s was taken over meanwhile: %s", record.id, error)
+        except Exception:
+            log.exception("session %s could not be recovered", record.id)
     await workspaces.sweep(keep)
     await asyncio.to_thread(_remove_sockets, run_dir, {str(box.handle["socket"]) for box in sessions.live()})
-    return Recovered(adopted, ended)
+    return Recovered(len(keep), len(left))
 
 
 async def _end_strays(providers: Mapping[str, Provider], keep: set[str]) -> None:

@@ -15,11 +15,12 @@ from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from carrel.config import Settings
+from carrel.control.keeping import Sync
 from carrel.control.lifecycle import LIVE, Event, next_state
 from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.ownership import Ownership
 from carrel.control.terms import changes, launch, plan, refuse_differences
-from carrel.control.workspaces import Provided, Sync, Workspaces
+from carrel.control.workspaces import Provided, Workspaces
 from carrel.errors import (
     AlreadyExists,
     CarrelError,
@@ -217,6 +218,7 @@ class Sessions:
                 await self.pull(record, provided.path)
             handle = await provider.start(launch(record, provider, provided.path))
             await writing
+            await self._workspaces.recorded(record)
             if self._closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
             notice = provided.notice or record.notice
@@ -409,7 +411,7 @@ class Sessions:
         if record.ephemeral:
             await self._workspaces.discard(record)
         elif started and not kept and here:
-            snapshot, notice, failure = await self._workspaces.keep(record, self.push)
+            snapshot, notice, failure = await self._workspaces.keeping.keep(record, self.push)
             if failure is not None and event is Event.STOP:
                 event, error = Event.FAIL, failure
         state = next_state(record.state, event)
@@ -435,9 +437,7 @@ class Sessions:
         box = self._live.get(record.id)
         if box is not None:
             box.record = replace(box.record, **values)  # type: ignore[arg-type]
-            await self._store.update(record.id, values, fence=box.record.fence)
-        else:
-            await self._store.update(record.id, values)
+        await self._store.update(record.id, values, fence=box.record.fence if box else None)
 
     async def end_recorded(self, record: SessionRecord, reason: str) -> None:
         """End what the process before this one left: ephemeral sessions are terminated, durable ones stopped."""

@@ -37,14 +37,14 @@ class Snapshots:
             return _info(await self._take(record, "request"))
 
     async def _take(self, record: SessionRecord, reason: str) -> SnapshotRecord:
-        taken = await self._workspaces.take(record, reason)
+        taken = await self._workspaces.keeping.take(record, reason)
         await self._sessions.note(record, snapshot=taken.id)
         return taken
 
     async def checkpoint(self, record: SessionRecord) -> None:
         """Take a snapshot and put it into the archive."""
         taken = await self._take(record, "checkpoint")
-        await self._sessions.note(record, notice=await self._workspaces.settle(taken))
+        await self._sessions.note(record, notice=await self._workspaces.keeping.settle(taken))
 
     async def page(self, name: str, *, limit: int = 100, cursor: str | None = None, actor: str = "") -> SnapshotPage:
         """The snapshots of a context, newest first."""
@@ -105,13 +105,13 @@ class Snapshots:
         with self._operations.session_door("export", {"snapshot_id": snapshot_id}, actor, name):
             _, context = await self._durable(name)
             snapshot = await self._ready(snapshot_id, context)
-        return _in_thread(lambda: self._workspaces.stored.tar(snapshot))
+            return await _in_thread(self._workspaces.stored.tar(snapshot))
 
     async def delete(self, name: str, snapshot_id: str, actor: str = "") -> None:
         """Delete a snapshot for good."""
         with self._operations.session_door("delete_snapshot", {"snapshot_id": snapshot_id}, actor, name):
             _, context = await self._durable(name)
-            await self._workspaces.drop(await self._known(snapshot_id, context))
+            await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:
         record = await self._sessions.record(name)
@@ -156,12 +156,18 @@ def _info(record: SnapshotRecord) -> SnapshotInfo:
     )
 
 
-async def _in_thread(start: Callable[[], Iterator[bytes]]) -> AsyncIterator[bytes]:
-    chunks = await asyncio.to_thread(start)
-    try:
-        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-            yield chunk
-    finally:
-        close: Callable[[], object] | None = getattr(chunks, "close", None)
-        if close is not None:
-            await asyncio.to_thread(close)
+async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """What a blocking iterator gives. The first piece is read at once: what is damaged is refused, not broken off."""
+    first = await asyncio.to_thread(next, chunks, b"")
+
+    async def rest() -> AsyncIterator[bytes]:
+        try:
+            yield first
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                yield chunk
+        finally:
+            close: Callable[[], object] | None = getattr(chunks, "close", None)
+            if close is not None:
+                await asyncio.to_thread(close)
+
+    return rest()

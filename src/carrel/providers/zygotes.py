@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -206,13 +207,20 @@ class ZygoteClient:
                 description = await self._ask(self._socket, "describe", (), {})
             except PlatformError:
                 pass
+        if self._process is None and not description:
+            return
+        # One that a server before this one started is no child of ours, so its end is seen through a descriptor.
+        watched = _watch(int(description.get("pid", 0))) if self._process is None else -1
         self._hang_up()
-        if self._process is not None and not description.get("sandboxes"):
-            try:
-                await asyncio.get_running_loop().run_in_executor(None, self._process.wait, 10)
-            except subprocess.TimeoutExpired:
-                self._process.send_signal(signal.SIGKILL)
-                self._process.wait()
+        if not description.get("sandboxes"):
+            if self._process is None:
+                await asyncio.get_running_loop().run_in_executor(None, _wait, watched, 10)
+            else:
+                try:
+                    await asyncio.get_running_loop().run_in_executor(None, self._process.wait, 10)
+                except subprocess.TimeoutExpired:
+                    self._process.send_signal(signal.SIGKILL)
+                    self._process.wait()
             for path in (self._path, self._log):
                 try:
                     os.unlink(path)
@@ -221,3 +229,19 @@ class ZygoteClient:
         elif self._process is not None:
             self._process.returncode = 0  # left alone on purpose
         self._process = None
+
+
+def _watch(pid: int) -> int:
+    """A descriptor that tells the end of a process; -1 when it is gone."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def _wait(process: int, seconds: float) -> None:
+    if process >= 0:
+        try:
+            select.select([process], [], [], seconds)
+        finally:
+            os.close(process)

@@ -1,7 +1,7 @@
 """What carrel remembers: tables and queries, the same on SQLite and on PostgreSQL. Decides nothing."""
 
 from carrel.store.database import Database
-from carrel.store.filespace import FilespaceChange, FilespaceEntry, FilespaceStore
+from carrel.store.filespace import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 from carrel.store.leases import Lease, LeaseStore
 from carrel.store.sessions import SessionRecord, SessionStore
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
@@ -10,6 +10,7 @@ __all__ = [
     "Database",
     "FilespaceChange",
     "FilespaceEntry",
+    "FilespaceMark",
     "FilespaceStore",
     "Lease",
     "LeaseStore",

@@ -53,11 +53,21 @@ class FilespaceChange:
 
 
 @dataclass(frozen=True, slots=True)
+class FilespaceMark:
+    """A tombstone that is no file's: stored together with changes, it tells who made them that they are stored."""
+
+    path: str
+    hash: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of changes: the entries that are new, and the newest version before them."""
+    """What became of changes: the entries that are new, and the newest version before them and with them."""
 
     entries: list[FilespaceEntry]
     before: int
+    newest: int
 
 
 _COLUMNS = tuple(entries.c[name] for name in FilespaceEntry.__slots__)
@@ -80,14 +90,16 @@ class FilespaceStore:
         self._database = database
         self._clock = clock
 
-    async def put(self, context_id: str, changes: Iterable[FilespaceChange]) -> Stored:
+    async def put(
+        self, context_id: str, changes: Iterable[FilespaceChange], mark: FilespaceMark | None = None
+    ) -> Stored:
         """Store changes in one transaction, stamped with the database's time; that of a path never goes back.
 
         Of two changes of one path the last counts. A deletion of what is not there is nothing. Versions grow in the
         order of commits, so a reader of `changed` misses nothing.
         """
         wanted = {change.path: change for change in changes}
-        return await self._database.write(lambda connection: _put(connection, context_id, wanted, self._clock()))
+        return await self._database.write(lambda connection: _put(connection, context_id, wanted, mark, self._clock()))
 
     async def get(self, context_id: str, path: str) -> FilespaceEntry | None:
         """The entry of a path, tombstones included."""
@@ -248,17 +260,21 @@ def _displaced(
 
 
 def _put(
-    connection: Connection, context_id: str, wanted: dict[str, FilespaceChange], clock: ColumnElement[float]
+    connection: Connection,
+    context_id: str,
+    wanted: dict[str, FilespaceChange],
+    mark: FilespaceMark | None,
+    clock: ColumnElement[float],
 ) -> Stored:
     _lock(connection, context_id)
     query = select(func.coalesce(func.max(entries.c.version), 0)).where(entries.c.context_id == context_id)
     before = version = int(connection.execute(query).scalar_one())
-    if not wanted:
-        return Stored([], before)
+    if not wanted and mark is None:
+        return Stored([], before, before)
     written = [path for path, change in wanted.items() if change.hash is not None]
     for above in {parent for path in written for parent in _parents(path)}:
         wanted.pop(above, None)
-    known = _known(connection, context_id, wanted)
+    known = _known(connection, context_id, [*wanted, *((mark.path,) if mark is not None else ())])
     displaced = _displaced(connection, context_id, wanted, known)
     for path in displaced:
         wanted[path] = FilespaceChange(path)
@@ -276,8 +292,12 @@ def _put(
         stored.append(
             FilespaceEntry(context_id, path, content.hash, content.size, content.mode, stamp, deleted, version)
         )
-    _write(connection, context_id, stored, known)
-    return Stored(stored, before)
+    marks = []
+    if mark is not None:
+        version += 1
+        marks.append(FilespaceEntry(context_id, mark.path, mark.hash, mark.size, 0, now, True, version))
+    _write(connection, context_id, [*stored, *marks], known)
+    return Stored(stored, before, version)
 
 
 def _write(connection: Connection, context_id: str, stored: list[FilespaceEntry], known: dict[str, _Known]) -> None:

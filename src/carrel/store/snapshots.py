@@ -15,6 +15,9 @@ from carrel.store.cursors import decode_cursor, encode_cursor
 from carrel.store.database import Database
 from carrel.store.tables import snapshots
 
+DOOMED = "it is being deleted"
+"""The error of a snapshot that was about to be deleted."""
+
 
 class SnapshotStatus(StrEnum):
     """How far a snapshot is: only a ready one may be restored."""
@@ -72,6 +75,18 @@ class SnapshotStore:
         """The snapshot could not be made; `Conflict` unless it was being created."""
         await self._end(snapshot_id, SnapshotStatus.FAILED, error=error)
 
+    async def doom(self, context_id: str, snapshot_id: str | None = None) -> None:
+        """One snapshot of a context, or all of them, are about to be deleted: none can be restored from now on."""
+        statement = update(snapshots).where(snapshots.c.context_id == context_id)
+        if snapshot_id is not None:
+            statement = statement.where(snapshots.c.id == snapshot_id)
+        statement = statement.values(status=SnapshotStatus.FAILED.value, error=DOOMED)
+        await self._database.write(lambda connection: connection.execute(statement).close())
+
+    async def doomed(self) -> list[SnapshotRecord]:
+        """The snapshots whose deletion was not finished."""
+        return [each for each in await self.in_status(SnapshotStatus.FAILED) if each.error == DOOMED]
+
     async def get(self, snapshot_id: str) -> SnapshotRecord | None:
         """The record with that id."""
         found = await self._all(select(snapshots).where(snapshots.c.id == snapshot_id))
@@ -100,12 +115,6 @@ class SnapshotStore:
         query = select(snapshots).where(snapshots.c.context_id == context_id)
         query = query.where(snapshots.c.status == SnapshotStatus.READY.value)
         return await self._all(query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()))
-
-    async def ids(self, node: str) -> set[str]:
-        """The snapshots of a node that are ready or being made."""
-        query = select(snapshots.c.id).where(snapshots.c.status != SnapshotStatus.FAILED.value)
-        query = query.where(or_(snapshots.c.node == node, snapshots.c.node.is_(None)))
-        return await self._database.read(lambda connection: set(connection.execute(query).scalars()))
 
     async def in_status(self, status: SnapshotStatus) -> list[SnapshotRecord]:
         """Every record with that status, oldest first."""

@@ -135,3 +135,69 @@ filespace_entries = Table(
     Column("version", BigInteger, nullable=False),
 )
 Index("filespace_entries_version", filespace_entries.c.context_id, filespace_entries.c.version, unique=True)
+
+audit_records = Table(
+    "audit_records",
+    metadata,
+    # Orders what was written at the same moment; SQLite counts up by itself only in a plain INTEGER.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("chain", Words(255), nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("type", String(8), nullable=False),
+    Column("ref", BigInteger, nullable=True, comment="of an end: the seq of its begin"),
+    Column("actor", Words(128), nullable=False),
+    Column("kind", Words(128), nullable=False),
+    Column("name", Words(128), nullable=False),
+    Column("decision", String(8), nullable=False),
+    Column("result", Words(128), nullable=True),
+    Column("hash", LargeBinary, nullable=False),
+    # What is hashed and shown; the columns before are only for finding it.
+    Column("body", Text, nullable=False),
+)
+Index("audit_records_chain", audit_records.c.chain, audit_records.c.seq, unique=True)
+Index("audit_records_ref", audit_records.c.chain, audit_records.c.ref)
+Index("audit_records_at", audit_records.c.at, audit_records.c.id)
+for _name in ("actor", "kind", "name", "decision", "result"):
+    Index(f"audit_records_{_name}", audit_records.c[_name], audit_records.c.at, audit_records.c.id)
+
+audit_heads = Table(
+    "audit_heads",
+    metadata,
+    Column("chain", Words(255), primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("hash", String(64), nullable=False),
+    Column("count", BigInteger, nullable=False),
+    Column("at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("key", String(64), nullable=False),
+    Column("signature", String(128), nullable=False),
+)
+Index("audit_heads_at", audit_heads.c.at)
+
+audit_chains = Table(
+    "audit_chains",
+    metadata,
+    Column("chain", Words(255), primary_key=True),
+    Column("node", Words(255), nullable=False),
+    Column("open_from", BigInteger, nullable=False),
+    Column("clean", Boolean, nullable=False),
+)
+Index("audit_chains_node", audit_chains.c.node, audit_chains.c.clean)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", Words(64), primary_key=True),
+    Column("name", Words(128), nullable=False),
+    Column("hash", String(64), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("scopes", JSON, nullable=False),
+    Column("namespace", Words(128), nullable=True),
+    Column("contexts", JSON(none_as_null=True), nullable=True),
+    Column("created_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("created_by", Words(255), nullable=False),
+    Column("expires_at", Double, nullable=True, comment="seconds since 1970, UTC"),
+    Column("revoked_at", Double, nullable=True, comment="seconds since 1970, UTC"),
+    Column("used_at", Double, nullable=True, comment="seconds since 1970, UTC, coarse"),
+)
+Index("tokens_hash", tokens.c.hash, unique=True)

@@ -49,6 +49,9 @@ _LOOKED_AT = 4
 _STALE_S = 24 * 3600.0
 """An intent or a note this old is that of a process that died; a living one finishes in less than half of it."""
 
+_CLOCK_STEP_S = 1.0
+"""Buckets tell times in whole seconds."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 _Held = dict[str, tuple[Bundle, Index]]
@@ -235,17 +238,16 @@ class Archive:
 
     def forget(self, volume: str) -> None:
         """Remove everything of a volume but what the snapshots of others need."""
-        self._remote.delete([entry.name for entry in self._listed(volume)])
-        with failing("cannot forget the volume"):
+        with self._locks.hold(volume), failing("cannot forget the volume"):
+            self._remote.delete([entry.name for entry in self._listed(volume)])
             self._cache.forget(volume)
-        with suppress(SnapshotDamaged):  # `collect` says so, and removes the rest when that is mended
-            self._collect(f"bundles/{volume}")
+        self._collect(f"bundles/{volume}")
 
     def collect(self) -> Collected:
         """Remove bundles that no snapshot needs, while others store and fetch.
 
-        What a killed process had sent is removed a day later. A manifest that cannot be read stops it with
-        `SnapshotDamaged`: nothing it may need is removed.
+        What a killed process had sent is removed a day later. A manifest that cannot be read is named in `damaged`,
+        and what it may need is kept: everything that was there before it.
         """
         collected = self._collect("bundles")
         with failing("cannot tidy the archive's cache"):
@@ -259,27 +261,29 @@ class Archive:
         try:
             now = next((each.modified for each in self._remote.entries("collecting") if each.name == note), time.time())
             self._remove_stale(now)
-            sizes = {each.name: each.size for each in self._remote.entries(prefix)}
-            doomed = self._unneeded(set(sizes))
+            doomed, damaged = self._unneeded(list(self._remote.entries(prefix)))
             if doomed:
-                self._remote.put(note, pack_note(doomed))
-                doomed = self._unneeded(doomed)
+                self._remote.put(note, pack_note(each.name for each in doomed))
+                doomed, damaged = self._unneeded(doomed)
         except SnapshotDamaged:
             self._remote.delete([note])
             raise
         if time.monotonic() - started > _STALE_S / 2:
             raise ArchiveUnavailable("the archive answered too late to remove anything", hint="try again")
         # Should this fail, the note stays: the removal may still happen.
-        self._remote.delete(doomed)
+        self._remote.delete(each.name for each in doomed)
         self._remote.delete([note])
-        return Collected(len(doomed), sum(sizes[name] for name in doomed))
+        return Collected(len(doomed), sum(each.size for each in doomed), tuple(damaged))
 
     def _remove_stale(self, now: float) -> None:
         for prefix in ("intents", "collecting"):
             self._remote.delete([e.name for e in self._remote.entries(prefix) if e.modified < now - _STALE_S])
 
-    def _unneeded(self, names: set[str]) -> set[str]:
-        """Those that no manifest names or shall name. Intents first: one that is gone by now has its manifest."""
+    def _unneeded(self, bundles: list[Entry]) -> tuple[list[Entry], list[str]]:
+        """Those that no manifest names or shall name, and the manifests that cannot be read.
+
+        Intents first: one that is gone by now has its manifest.
+        """
         needed: set[str] = set()
         prefixes: list[str] = []
         for name in self._remote.list("intents"):
@@ -288,14 +292,24 @@ class Archive:
                 needed |= intent.bundles
                 prefixes.append(intent.prefix)
 
-        def bundles(name: str) -> set[str]:
+        def names(entry: Entry) -> set[str] | None:
             try:
-                return {bundle.name for bundle in self._read_manifest(name).bundles}
+                return {bundle.name for bundle in self._read_manifest(entry.name).bundles}
             except NotFound:
                 return set()
+            except SnapshotDamaged:
+                return None
 
-        needed = needed.union(*(found for _, found in _at_once(bundles, self._remote.list("manifests"))))
-        return {name for name in names - needed if not name.startswith(tuple(prefixes))}
+        since = -1.0
+        damaged = []
+        for entry, found in _at_once(names, self._remote.entries("manifests")):
+            if found is None:
+                damaged.append(entry.name)
+                since = max(since, entry.modified + _CLOCK_STEP_S)
+            else:
+                needed |= found
+        unneeded = [each for each in bundles if each.name not in needed and each.modified > since]
+        return [each for each in unneeded if not each.name.startswith(tuple(prefixes))], damaged
 
     def verify(self, volume: str, snapshot_id: str) -> list[str]:
         """Read everything the snapshot needs; one line for each bundle and object that is damaged or missing."""

@@ -195,8 +195,9 @@ class Cache:
         """Forget bundles that are no longer there."""
         there: dict[str, set[str]] = {}
         for name in bundles:
-            volume, token = split_bundle_name(name)
-            there.setdefault(volume, {"known"}).update((token, f"bad-{token}"))
+            with suppress(ValueError):  # not one of ours
+                volume, token = split_bundle_name(name)
+                there.setdefault(volume, {"known"}).update((token, f"bad-{token}"))
         for volume in os.listdir(self._volumes):
             folder = os.path.join(self._volumes, volume)
             for name in os.listdir(folder):

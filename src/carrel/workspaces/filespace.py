@@ -14,6 +14,7 @@ wins over a file that differs, and a file that only the workspace has is new. No
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -33,8 +34,8 @@ _BIGGEST = 1 << 30
 
 
 def synced(path: str) -> bool:
-    """Whether a path may be in a filespace."""
-    return NOT_SYNCED.isdisjoint(path.split("/"))
+    """Whether a path may be that of a file in a filespace."""
+    return NOT_SYNCED.isdisjoint(path.split("/")) and "\0" not in path
 
 
 class Content(NamedTuple):
@@ -77,10 +78,14 @@ class Row(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a sync was about to write; one that was killed may have done it. Without a version: to the filespace."""
+    """What a sync was about to write; one that was killed may have done it.
 
-    version: int
+    Into the workspace the entry of that `version`; into the filespace with the batch of that number.
+    """
+
     content: Content
+    version: int = 0
+    batch: int = 0
 
 
 class Entry(Protocol):
@@ -122,7 +127,8 @@ class Base:
     """What a workspace and its filespace last had in common, as one workspace remembers it.
 
     `cursor` is the version up to which the filespace's changes are in the workspace, `merged` whether a pull has ever
-    ended, `synced_at` when (by the database's clock).
+    ended, `synced_at` when (by the database's clock). A push leaves a mark in the filespace, under the workspace's own
+    `name`, that tells its `token` and how many batches are stored.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -130,6 +136,13 @@ class Base:
     cursor: int = 0
     merged: bool = False
     synced_at: float = 0.0
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    token: str = ""
+
+    @property
+    def mark(self) -> str:
+        """The path of the mark; no file can have it."""
+        return f"\0{self.name}"
 
     def pack(self) -> bytes:
         """For a file or an archive, with a check sum: a torn one must not be believed."""
@@ -138,10 +151,10 @@ class Base:
             for path, row in self.rows.items()
         ]
         pending = [
-            (path, each.version, bytes.fromhex(each.content.hash), each.content.mode)
+            (path, bytes.fromhex(each.content.hash), each.content.mode, each.version, each.batch)
             for path, each in self.pending.items()
         ]
-        value = (_FORMAT, self.cursor, self.merged, self.synced_at, rows, pending)
+        value = (_FORMAT, self.cursor, self.merged, self.synced_at, self.name, self.token, rows, pending)
         body = zstandard.ZstdCompressor(1).compress(msgpack.packb(value, unicode_errors="surrogateescape"))
         return blake3(body).digest() + body
 
@@ -155,16 +168,18 @@ class Base:
         value = msgpack.unpackb(data, use_list=False, unicode_errors="surrogateescape")
         if value[0] != _FORMAT:
             return cls()
-        _, cursor, merged, synced_at, rows, pending = value
+        _, cursor, merged, synced_at, name, token, rows, pending = value
         return cls(
             {
                 path: Row(version, Content(key.hex(), mode), size, Facts._make(facts), placed)
                 for path, version, key, mode, size, facts, placed in rows
             },
-            {path: Pending(version, Content(key.hex(), mode)) for path, version, key, mode in pending},
+            {path: Pending(Content(key.hex(), mode), version, batch) for path, key, mode, version, batch in pending},
             cursor,
             merged,
             synced_at,
+            name,
+            token,
         )
 
 
@@ -172,11 +187,10 @@ class Base:
 class Plan:
     """What has to be done, and what is known already.
 
-    `rows` are the base as it is when nothing of the rest is done; `held` is what a killed sync left undecided.
+    `rows` are the base as it is when nothing of the rest is done.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
-    held: dict[str, Pending] = field(default_factory=dict)
     writes: list[Entry] = field(default_factory=list)
     removals: list[str] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
@@ -204,7 +218,10 @@ def plan(
     complete: bool = False,
 ) -> Plan:
     """Decide. `remote` is what changed after the base's cursor, or with `complete` everything the filespace has."""
-    entries = {entry.path: entry for entry in remote if synced(entry.path)}
+    found = {entry.path: entry for entry in remote}
+    mark = found.get(base.mark)
+    arrived = mark.size if mark is not None and mark.hash == base.token else 0
+    entries = {path: entry for path, entry in found.items() if synced(path)}
     made = Plan()
     rows, pending = base.rows, base.pending
     for path, here in local.items():
@@ -220,16 +237,17 @@ def plan(
         ):
             made.rows[path] = row if row.facts == here.known else row._replace(facts=here.known)
             continue
-        _decide(path, base, here, entries.get(path), direction, complete, made)
+        _decide(path, base, arrived, here, entries.get(path), direction, complete, made)
     for path in {**rows, **pending, **entries}:
         if path not in local:
-            _decide(path, base, None, entries.get(path), direction, complete, made)
+            _decide(path, base, arrived, None, entries.get(path), direction, complete, made)
     return made
 
 
 def _decide(
     path: str,
     base: Base,
+    arrived: int,
     here: LocalFile | None,
     entry: Entry | None,
     direction: SyncDirection,
@@ -248,20 +266,17 @@ def _decide(
         made.rows[path] = row
         row = None
     pending = base.pending.get(path)
-    doubt = False
-    if pending is not None and not pending.version:
-        if entry is not None and there == pending.content:
-            row = Row(entry.version, pending.content, entry.size, UNSURE, True)
-        else:
-            # Either our write reached the filespace and was written over, or it never did.
-            doubt = mine == pending.content and there is not None
+    if pending is not None and pending.batch:
+        if pending.batch <= arrived:
+            same = entry is not None and there == pending.content
+            row = Row(entry.version if same and entry is not None else 0, pending.content, 0, UNSURE, True)
     elif pending is not None and here is not None:
         if mine == pending.content:
             row = Row(pending.version, pending.content, here.facts.size, here.known, True)
         elif entry is not None and there == pending.content and (row is None or mine != row.content):
             row = Row(entry.version, pending.content, entry.size, UNSURE, True)  # changed since it was written here
-    if entry is not None and entry.deleted and mine is not None and base.merged and _was(entry) == mine:
-        # The very file that was deleted: an older picture of the workspace was brought back.
+    if mine is not None and entry is not None and _deleted(entry, mine, base):
+        # This base, or this picture of the workspace, is older than that.
         row = Row(0, mine, 0, UNSURE, True)
     common = None if row is None else row.content
     if row is not None:
@@ -277,7 +292,7 @@ def _decide(
     elif there == common:
         _lead(path, mine, row, direction, made)
     else:
-        _settle(path, base, mine, entry, direction, doubt, made)
+        _settle(path, base, mine, entry, direction, made)
 
 
 def content_of(entry: Entry | None) -> Content | None:
@@ -287,8 +302,9 @@ def content_of(entry: Entry | None) -> Content | None:
     return Content(entry.hash, entry.mode)
 
 
-def _was(entry: Entry) -> Content | None:
-    return None if entry.hash is None else Content(entry.hash, entry.mode)
+def _deleted(entry: Entry, mine: Content, base: Base) -> bool:
+    """Whether what is new of the filespace is that the very content was deleted which the workspace has."""
+    return base.merged and entry.deleted and entry.version > base.cursor and (entry.hash, entry.mode) == mine
 
 
 def _adopt(path: str, here: LocalFile | None, entry: Entry | None, row: Row | None, made: Plan) -> None:
@@ -325,7 +341,6 @@ def _settle(
     mine: Content | None,
     entry: Entry | None,
     direction: SyncDirection,
-    doubt: bool,
     made: Plan,
 ) -> None:
     """Both changed, and not to the same."""
@@ -338,9 +353,6 @@ def _settle(
     elif mine is None or direction is not SyncDirection.PUSH:
         if direction is not SyncDirection.PUSH and entry is not None:
             made.writes.append(entry)
-    elif doubt or not base.merged:
-        if doubt:
-            made.held[path] = base.pending[path]
-    else:
+    elif base.merged:
         made.uploads.append(path)
     made.conflicts.append(path)

@@ -55,11 +55,20 @@ class Change(NamedTuple):
     expected: int | None
 
 
+class Mark(NamedTuple):
+    """What is stored together with changes, so that a push that was killed can tell how far it came."""
+
+    path: str
+    token: str
+    number: int
+
+
 class Stored(NamedTuple):
-    """The entries that changes made, and the newest version before them."""
+    """The entries that changes made, and the newest version before them and with them."""
 
     entries: Sequence[Entry]
     before: int
+    newest: int
 
 
 class Entries(Protocol):
@@ -73,8 +82,8 @@ class Entries(Protocol):
         """Every entry with a version above `after`, in their order."""
         ...
 
-    def put(self, changes: Sequence[Change]) -> Stored:
-        """Make changes, all at once."""
+    def put(self, changes: Sequence[Change], mark: Mark) -> Stored:
+        """Make changes and leave a mark, all at once."""
         ...
 
 
@@ -143,7 +152,7 @@ class FilespaceSync:
 
     def run(self, direction: SyncDirection, cap_bytes: int | None) -> Synced:
         """Sync. `LimitExceeded` before anything is written when the workspace is over its cap or would be."""
-        with closing(SyncedTree(self._path)) as tree:
+        with closing(SyncedTree(self._path, cap_bytes)) as tree:
             base = load_base(self._base_path)
             newest, now = self._entries.newest()
             if newest < base.cursor:  # the filespace was deleted or brought back from a copy: it is another one
@@ -151,10 +160,12 @@ class FilespaceSync:
             complete = base.cursor == 0 or now - base.synced_at > _STALE_S
             remote = self._entries.changed(0 if complete else base.cursor) if complete or newest > base.cursor else ()
             scan = tree.scan(base.rows)
+            _refuse_over(scan, cap_bytes)
+            read = tree.read(scan)
             made = plan(base, scan.files, remote, direction, complete=complete)
             _room(made, scan, cap_bytes)
-            done = Synced(skipped=scan.skipped, read=scan.read, conflicts=made.conflicts)
-            known = replace(base, rows=made.rows, pending=made.held)
+            done = Synced(skipped=scan.skipped, read=read, conflicts=made.conflicts)
+            known = replace(base, rows=made.rows, pending={})
             if made.writes or made.removals:
                 self._pull(tree, scan, made, known, done)
             if direction is not SyncDirection.PUSH:
@@ -174,8 +185,8 @@ class FilespaceSync:
 
     def _pull(self, tree: SyncedTree, scan: Scan, made: Plan, known: Base, done: Synced) -> None:
         wanted = [(entry, content) for entry in made.writes if (content := content_of(entry)) is not None]
-        intended = {entry.path: Pending(entry.version, content) for entry, content in wanted}
-        self._remember(replace(known, pending={**known.pending, **intended}))
+        intended = {entry.path: Pending(content, version=entry.version) for entry, content in wanted}
+        self._remember(replace(known, pending=intended))
         for path in made.removals:
             self._check()
             known.rows.pop(path, None)
@@ -220,16 +231,22 @@ class FilespaceSync:
             Change(path, local.content.hash, local.facts.size, local.content.mode, None)
             for path, local in files.items()
         ]
-        known.pending.update({path: Pending(0, local.content) for path, local in files.items()})
-        self._remember(known)
-        for start in range(0, len(changes), _BATCH):
+        batches = [changes[start : start + _BATCH] for start in range(0, len(changes), _BATCH)]
+        intended = {
+            change.path: Pending(files[change.path].content, batch=number)
+            for number, batch in enumerate(batches, 1)
+            for change in batch
+            if change.hash is not None
+        }
+        known.token = secrets.token_hex(8)
+        self._remember(replace(known, pending=intended))
+        for number, batch in enumerate(batches, 1):
             self._check()
-            stored = self._entries.put(changes[start : start + _BATCH])
+            stored = self._entries.put(batch, Mark(known.mark, known.token, number))
             for entry in stored.entries:
                 self._stored(entry, files.get(entry.path), known, done)
             if stored.before == known.cursor:  # nobody else wrote meanwhile
-                known.cursor = max((entry.version for entry in stored.entries), default=known.cursor)
-                known.merged = True
+                known.cursor, known.merged = stored.newest, True
 
     def _upload(self, tree: SyncedTree, path: str, there: set[str]) -> LocalFile | None:
         drafts: list[Draft] = []
@@ -253,7 +270,6 @@ class FilespaceSync:
 
     @staticmethod
     def _stored(entry: Entry, local: LocalFile | None, known: Base, done: Synced) -> None:
-        known.pending.pop(entry.path, None)
         if local is None or entry.deleted:
             known.rows.pop(entry.path, None)
             done.push_deleted += 1
@@ -286,23 +302,27 @@ class FilespaceSync:
                 raise
 
 
-def _room(made: Plan, scan: Scan, cap: int | None) -> None:
-    """Refuse what would not fit. A file that only claims to be big counts with what it claims."""
-    if cap is None:
-        return
+def _refuse_over(scan: Scan, cap: int | None) -> None:
+    """Refuse a workspace over its cap before it is read. A file that only claims to be big counts as what it claims."""
     used = max(scan.allocated, scan.apparent)
-    if used > cap:
+    if cap is not None and used > cap:
         raise LimitExceeded(
             f"the workspace holds {used} bytes and may hold {cap}",
             field="disk_mb",
             hint="delete files, then sync again",
         )
+
+
+def _room(made: Plan, scan: Scan, cap: int | None) -> None:
+    """Refuse a pull whose files would not fit."""
+    if cap is None or not made.writes:
+        return
     freed = [scan.files[path] for path in made.removals]
     freed += [scan.files[entry.path] for entry in made.writes if entry.path in scan.files]
     grown = sum(-(-entry.size // _BLOCK) * _BLOCK for entry in made.writes)
     after = scan.allocated + grown - sum(local.allocated for local in freed)
     claimed = scan.apparent + sum(entry.size for entry in made.writes) - sum(local.facts.size for local in freed)
-    if made.writes and max(after, claimed) > cap:
+    if max(after, claimed) > cap:
         raise LimitExceeded(
             f"with what the filespace holds the workspace would have {max(after, claimed)} bytes, and may hold {cap}",
             field="disk_mb",

@@ -119,7 +119,9 @@ class Layout:
             "ttl_days": 0 if ephemeral else ttl_days,
             "disk_usage_bytes": used,
         }
-        temporary = f".context-{secrets.token_hex(8)}"
+        temporary = ".context.json.new"  # one name: what a killed server leaves, the next start removes
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=fd)
         out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
         try:
             with os.fdopen(out, "wb") as file:

@@ -16,7 +16,10 @@ from carrel.errors import SnapshotDamaged
 from carrel.workspaces.volumes.objects import Spot, digest
 
 MOST_BUNDLES = 32
-"""A snapshot in more bundles than this is gathered into fewer, so that a restore needs few downloads."""
+"""A snapshot in more small bundles than this is gathered into fewer, so that a restore needs few downloads."""
+
+SMALL = 32 << 20
+"""A bundle of this size is worth a download of its own."""
 
 _ENOUGH_BUNDLES = 16
 _BUNDLE = re.compile(r"bundles/([A-Za-z0-9_][A-Za-z0-9._+:=@-]{0,199})/([0-9a-f]{32})")
@@ -146,12 +149,13 @@ def _unsealed(raw: bytes) -> bytes:
 def better_anew(bundles: Iterable[Bundle]) -> set[str]:
     """The bundles whose needed objects the next snapshot should bring again instead of referring to them.
 
-    Those that are mostly garbage; and, when there are too many, the smallest ones: so each byte is written anew only
-    a few times, however many snapshots there are.
+    Those that are mostly garbage; and, when there are too many small ones, the smallest: so each byte is written anew
+    only a few times, however many snapshots there are.
     """
     kept = {bundle.name: bundle for bundle in bundles}
     anew = {name for name, bundle in kept.items() if bundle.live * 2 < bundle.stored}
-    rest = sorted((bundle for name, bundle in kept.items() if name not in anew), key=lambda bundle: bundle.size)
-    if len(rest) > MOST_BUNDLES:
-        anew |= {bundle.name for bundle in rest[: len(rest) - _ENOUGH_BUNDLES]}
+    small = [bundle for name, bundle in kept.items() if name not in anew and bundle.size < SMALL]
+    if len(small) > MOST_BUNDLES:
+        small.sort(key=lambda bundle: bundle.size)
+        anew |= {bundle.name for bundle in small[: len(small) - _ENOUGH_BUNDLES]}
     return anew

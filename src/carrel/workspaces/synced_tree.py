@@ -34,6 +34,7 @@ _TEMPORARY = re.compile(r"\.(?:carrel-sync|context)-[0-9a-f]{16}")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EXDEV, errno.EISDIR}
+_NOTHING = Content("", 0)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -68,13 +69,16 @@ class Hashed:
 
 @dataclass(slots=True)
 class Scan:
-    """What a workspace holds: the files that are synced, how many things are not, and the bytes of all."""
+    """What a workspace holds: the files that are synced, how many things are not, and the bytes of all.
+
+    Those in `unread` may have changed, and become `files` once they are read.
+    """
 
     files: dict[str, LocalFile] = field(default_factory=dict)
+    unread: dict[str, LocalFile] = field(default_factory=dict)
     skipped: int = 0
     allocated: int = 0
     apparent: int = 0
-    read: int = 0
 
 
 def hashed(fd: int, size: int) -> Hashed:
@@ -101,13 +105,14 @@ def facts_of(info: os.stat_result) -> Facts:
 
 
 class SyncedTree:
-    """The tree beneath one directory. Close it when done; `scan` first."""
+    """The tree beneath one directory, in which no file may have more than `most_bytes`. Close it when done."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, most_bytes: int | None = None):
         try:
             self._root = os.open(path, kernel.DIRECTORY)
         except OSError as error:
             raise PlatformError(f"the workspace cannot be opened: {error.strerror}") from None
+        self._most_bytes = most_bytes
         self._device = os.fstat(self._root).st_dev
         self._owner = CANONICAL_UID if os.geteuid() == 0 else None
 
@@ -118,7 +123,7 @@ class SyncedTree:
     # reading
 
     def scan(self, rows: Mapping[str, Row]) -> Scan:
-        """Every file that is synced. Only those that differ from the facts in `rows` are read."""
+        """Every file that is synced. Nothing is read: what differs from the facts in `rows` is left for `read`."""
         found = Scan()
         linked: set[int] = set()
         try:
@@ -145,38 +150,87 @@ class SyncedTree:
                     os.unlink(name, dir_fd=fd)
             return
         facts = facts_of(info)
-        allocated = info.st_blocks * 512
-        if row is not None and row.placed and row.facts == facts:
-            local: LocalFile | None = LocalFile(row.content, facts, facts, allocated)
-        else:
-            found.read += 1
-            try:
-                local = _stable(fd, name, hashed, allocated)[1]
-            except PermissionError:  # it is there, but whether it changed cannot be known
-                found.skipped += 1
-                local = LocalFile(row.content, facts, UNSURE, allocated) if row is not None and row.placed else None
-        if local is None:
-            return
-        if len(found.files) >= MOST_FILES:
+        if len(found.files) + len(found.unread) >= MOST_FILES:
             raise LimitExceeded(
                 f"the workspace has more than {MOST_FILES} files",
                 field="files",
                 hint=f"delete some, or keep them in one of {', '.join(sorted(NOT_SYNCED))}, which are not synced",
             )
-        found.files[path] = local
-        found.apparent += local.facts.size
+        found.apparent += facts.size
+        local = LocalFile(
+            row.content if row is not None and row.placed else _NOTHING, facts, facts, info.st_blocks * 512
+        )
+        if row is not None and row.placed and row.facts == facts:
+            found.files[path] = local
+        else:
+            found.unread[path] = local
+
+    def read(self, found: Scan) -> int:
+        """Read what a scan left unread; says how many files that were."""
+        count = len(found.unread)
+        for path, seen in found.unread.items():
+            try:
+                taken = self._take(path, hashed)
+            except PermissionError:  # it is there, but whether it changed cannot be known
+                found.skipped += 1
+                if seen.content is not _NOTHING:
+                    found.files[path] = seen._replace(known=UNSURE)
+                continue
+            if taken is not None:
+                found.files[path] = taken[1]._replace(allocated=seen.allocated)
+        found.unread.clear()
+        return count
 
     def take(self, path: str, read: Callable[[int, int], T]) -> tuple[T, LocalFile] | None:
         """Read one file with `read`, which gets the open file and its size; None when there is none any more."""
+        try:
+            return self._take(path, read)
+        except PermissionError:
+            return None
+
+    def _take(self, path: str, read: Callable[[int, int], T]) -> tuple[T, LocalFile] | None:
         head, _, name = path.rpartition("/")
         try:
             with self._directory(head) as parent:
-                taken, local = _stable(parent, name, read, 0)
-        except (FileNotFoundError, PermissionError, Obstructed):
+                return self._stable(parent, name, read)
+        except PermissionError:
+            raise
+        except (FileNotFoundError, Obstructed):
             return None
         except OSError as error:
             raise PlatformError(f"{path!r} cannot be read: {error.strerror}") from None
-        return (taken, local) if taken is not None and local is not None else None
+
+    def _stable(self, parent: int, name: str, read: Callable[[int, int], T]) -> tuple[T, LocalFile] | None:
+        """Read a file until it did not change meanwhile; one that keeps changing is taken as it was read last."""
+        try:
+            fd = kernel.open_for_reading(name, parent)
+        except OSError as error:
+            if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}:
+                return None  # gone, or something else by now
+            raise
+        try:
+            for left in reversed(range(_TRIES)):
+                before = os.fstat(fd)
+                if not stat.S_ISREG(before.st_mode):
+                    return None
+                if self._most_bytes is not None and before.st_size > self._most_bytes:
+                    raise LimitExceeded(
+                        f"a file of the workspace has {before.st_size} bytes and may have {self._most_bytes}",
+                        field="disk_mb",
+                        hint="delete it, then sync again",
+                    )
+                now = time.time_ns()
+                taken = read(fd, before.st_size)
+                after = os.fstat(fd)
+                still = facts_of(before) == facts_of(after)
+                if still or not left:
+                    facts = facts_of(after)._replace(size=taken.size)
+                    content = Content(taken.hash, stat.S_IMODE(after.st_mode) & 0o777)
+                    sure = still and now - before.st_ctime_ns > FRESH_NS
+                    return taken, LocalFile(content, facts, facts if sure else UNSURE)
+        finally:
+            os.close(fd)
+        return None
 
     def gone(self, path: str) -> bool:
         """Whether there is no file at a path. A walk may miss one that is moved about meanwhile."""
@@ -322,31 +376,3 @@ def _told(error: OSError, path: str) -> Exception:
             "the workspace is full", field="disk_mb", hint="delete files there or in the filespace, then sync again"
         )
     return PlatformError(f"{path!r} cannot be written: {error.strerror}")
-
-
-def _stable(parent: int, name: str, read: Callable[[int, int], T], allocated: int) -> tuple[T | None, LocalFile | None]:
-    """Read a file until it did not change meanwhile; one that keeps changing is taken as it was read last."""
-    try:
-        fd = kernel.open_for_reading(name, parent)
-    except OSError as error:
-        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}:
-            return None, None  # gone, or something else by now
-        raise
-    try:
-        for left in reversed(range(_TRIES)):
-            before = os.fstat(fd)
-            if not stat.S_ISREG(before.st_mode):
-                return None, None
-            now = time.time_ns()
-            taken = read(fd, before.st_size)
-            after = os.fstat(fd)
-            still = facts_of(before) == facts_of(after)
-            if still or not left:
-                sure = still and now - before.st_ctime_ns > FRESH_NS
-                facts = facts_of(after)
-                content = Content(taken.hash, stat.S_IMODE(after.st_mode) & 0o777)
-                known = facts if sure else UNSURE
-                return taken, LocalFile(content, facts._replace(size=taken.size), known, allocated)
-    finally:
-        os.close(fd)
-    return None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import filecmp
+import mmap
 import os
 import random
 import signal
@@ -9,13 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from trees_for_tests import mutate, picture
 
 from carrel.errors import PlatformError, SnapshotDamaged
-from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver
+from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver, kernel
 
 HERE = Path(__file__).parent
 
@@ -45,8 +49,6 @@ def test_a_second_snapshot_reads_and_stores_only_what_changed(
     assert directory.snapshot("a", "one").new_bytes > 3 << 20
     assert directory.snapshot("a", "same").new_bytes == 0
     opened: list[str] = []
-    from carrel.workspaces.volumes import kernel
-
     real = kernel.open_for_reading
 
     def counting(name: str, parent: int, flags: int = kernel.FILE) -> int:
@@ -67,6 +69,59 @@ def test_a_snapshot_after_a_restore_stores_nothing(directory: VolumeDriver) -> N
     directory.snapshot("a", "one")
     directory.restore("a", "one")
     assert directory.snapshot("a", "two").new_bytes == 0
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_write_through_a_memory_map_to_a_dirty_page_is_not_missed(
+    directory: VolumeDriver, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    if not tells:
+        monkeypatch.setattr(kernel, "_NR_CACHESTAT", 9999)  # as on an older kernel
+    directory.create("a", None)
+    path = os.path.join(directory.path("a"), "x")
+    Path(path).write_bytes(bytes(3 * 4096))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 3 * 4096) as memory:
+        for turn in range(6):
+            memory[5000] = turn + 1  # the page is dirty, and stays writable
+            settle()
+            before = os.stat(path).st_mtime_ns
+            directory.snapshot("a", f"one{turn}")
+            memory[5001] = turn + 1
+            settle()
+            directory.snapshot("a", f"two{turn}")
+            assert os.stat(path).st_mtime_ns > before
+            directory.fork(f"two{turn}", f"fork{turn}", None)
+            copy = Path(directory.path(f"fork{turn}"), "x").read_bytes()
+            assert copy[5000:5002] == bytes([turn + 1, turn + 1])
+
+
+def test_large_and_large_sparse_files_come_back(directory: VolumeDriver) -> None:
+    directory.create("a", None)
+    root = directory.path("a")
+    block = random.Random(3).randbytes(1 << 20)
+    with open(f"{root}/large", "wb") as file:
+        file.writelines(number.to_bytes(4, "big") + block[4:] for number in range(70))
+    with open(f"{root}/sparse", "wb") as file:
+        file.write(b"start")
+        file.seek(100 << 20)
+        file.writelines(block for _ in range(66))
+        file.truncate(300 << 20)
+    settle()
+    directory.snapshot("a", "one")
+    with open(f"{root}/large", "r+b") as file:
+        file.seek(69 << 20)
+        file.write(b"changed")
+    settle()
+    assert directory.snapshot("a", "two").new_bytes < 8 << 20  # only the piece that changed
+    for name in ("one", "two"):
+        assert directory.verify(name) == []
+        directory.fork(name, f"f{name}", None)
+        sparse = os.stat(os.path.join(directory.path(f"f{name}"), "sparse"))
+        assert sparse.st_size == 300 << 20
+        assert sparse.st_blocks * 512 < 70 << 20
+    for name in ("sparse", "large"):
+        assert filecmp.cmp(f"{root}/{name}", os.path.join(directory.path("ftwo"), name), shallow=False)
+    assert [change.path for change in directory.diff("one", "two")] == [b"large"]
 
 
 def test_what_was_collected_is_stored_again(directory: VolumeDriver) -> None:
@@ -117,38 +172,143 @@ def test_damage_is_named_and_a_restore_refuses(tmp_path: Path, how: str, which: 
     assert driver.verify("mended") == []
 
 
-def test_a_damaged_record_is_named_and_stops_the_collection(directory: VolumeDriver, tmp_path: Path) -> None:
-    filled(directory, 3)
-    directory.snapshot("a", "one")
-    record = next(tmp_path.rglob("snapshots/one"))
+def spoil(record: Path) -> None:
     record.chmod(0o600)
     record.write_bytes(record.read_bytes().replace(b'"version": 1', b'"version": 2'))
+
+
+def test_what_a_damaged_record_may_need_is_kept_and_the_rest_is_collected(
+    directory: VolumeDriver, tmp_path: Path
+) -> None:
+    root = filled(directory, 30)
+    directory.snapshot("a", "gone")
+    Path(f"{root}/0/0").write_bytes(os.urandom(5000))
+    Path(f"{root}/big").write_bytes(os.urandom(3 << 20))
+    directory.snapshot("a", "one")
+    wanted = picture(root)
+    directory.delete_snapshot("gone")
+    directory.collect_garbage()  # rewrites packs: they are newer than the record now
+    record = next(tmp_path.rglob("snapshots/one"))
+    intact = record.read_bytes()
+    spoil(record)
     assert "one" in directory.verify("one")[0]
-    for call in (lambda: directory.restore("a", "one"), directory.collect_garbage):
-        with pytest.raises(SnapshotDamaged):
-            call()
+    with pytest.raises(SnapshotDamaged):
+        directory.restore("a", "one")
+    for turn in range(3):
+        settle()
+        for name in os.listdir(root):
+            if os.path.isfile(f"{root}/{name}"):
+                os.unlink(f"{root}/{name}")
+        Path(f"{root}/big{turn}").write_bytes(os.urandom(2 << 20))
+        directory.snapshot("a", f"later{turn}")
+        if turn:
+            directory.delete_snapshot(f"later{turn - 1}")
+        collected = directory.collect_garbage()
+        assert collected.damaged == ("one",)
+        assert (collected.bytes > 1 << 20) == (turn > 1)  # what came after it was noticed is collected as ever
+        assert directory.verify(f"later{turn}") == []
+    record.write_bytes(intact)  # somebody mends it
+    assert directory.verify("one") == []
+    directory.fork("one", "b", None)
+    assert picture(directory.path("b")) == wanted
+    spoil(record)
+    directory.delete_snapshot("one")
+    collected = directory.collect_garbage()
+    assert collected.damaged == ()
+    assert collected.bytes > 3 << 20
+
+
+def test_a_damaged_directory_does_not_stop_the_collection(directory: VolumeDriver, tmp_path: Path) -> None:
+    filled(directory, 30)
+    directory.snapshot("a", "one")
+    settle()
+    Path(directory.path("a"), "later").write_bytes(os.urandom(2 << 20))
+    directory.snapshot("a", "two")
+    first, _ = sorted(tmp_path.rglob("packs/*"), key=lambda path: path.stat().st_mtime_ns)
+    first.unlink()
+    directory.delete_snapshot("two")
+    again = DirectoryDriver(str(next(tmp_path.glob("directory*"))))
+    again.open()
+    assert again.collect_garbage().damaged == ("one",)
+    again.delete_snapshot("one")
+    collected = again.collect_garbage()
+    assert collected.damaged == ()
+    assert collected.bytes > 5 << 20
+    again.snapshot("a", "three")
+    assert again.verify("three") == []
+
+
+COLLECT = """
+import sys
+from carrel.workspaces.volumes import DirectoryDriver
+driver = DirectoryDriver(sys.argv[1])
+driver.open()
+for _ in range(int(sys.argv[2])):
+    driver.collect_garbage()
+"""
+
+
+def test_two_processes_collect_while_a_third_writes(tmp_path: Path) -> None:
+    place = str(tmp_path / "s")
+    driver = DirectoryDriver(place)
+    driver.open()
+    root = filled(driver, 20)
+    collectors = [subprocess.Popen([sys.executable, "-c", COLLECT, place, "40"]) for _ in range(2)]
+    turn = 0
+    while turn < 6 or any(process.poll() is None for process in collectors):
+        Path(f"{root}/{turn % 5}/{turn % 20}").write_bytes(os.urandom(4000))
+        driver.snapshot("a", f"s{turn}")
+        if turn > 1:
+            driver.delete_snapshot(f"s{turn - 2}")
+        driver.collect_garbage()
+        turn += 1
+    assert [process.wait() for process in collectors] == [0, 0]
+    assert driver.snapshots() == sorted([f"s{turn - 2}", f"s{turn - 1}"])
+    for name in driver.snapshots():
+        assert driver.verify(name) == []
+    driver.fork(f"s{turn - 1}", "b", None)
+    assert picture(driver.path("b")) == picture(root)
+
+
+@contextmanager
+def small_disk(place: Path, kind: str) -> Iterator[Path]:
+    place.mkdir()
+    if kind == "tmpfs":
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], check=True)
+    else:
+        with open(f"{place}.image", "wb") as file:
+            file.truncate(20 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", f"{place}.image"], check=True)
+        subprocess.run(["mount", "-o", "loop", f"{place}.image", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
-def test_a_full_disk_fails_cleanly(tmp_path: Path) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], check=True)
-    try:
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_full_disk_fails_cleanly(tmp_path: Path, kind: str) -> None:
+    with small_disk(tmp_path / "small", kind) as place:
         driver = DirectoryDriver(str(place / "s"))
         driver.open()
         root = filled(driver)
         driver.snapshot("a", "one")
         before = picture(root)
         driver.fork("one", "b", None)
-        with pytest.raises(PlatformError, match="No space left"):
-            driver.fork("one", "c", None)
-        with pytest.raises(PlatformError, match="No space left"):
-            driver.restore("a", "one")
+        if kind == "ext4":
+            with pytest.raises(OSError, match="No space left"), open(place / "others", "wb") as file:
+                for _ in range(200):
+                    file.write(bytes(100_000))
+                    file.flush()
+            os.truncate(place / "others", os.stat(place / "others").st_size - 1_000_000)
+        for refused in (lambda: driver.fork("one", "c", None), lambda: driver.restore("a", "one")):
+            with pytest.raises(PlatformError, match="No space left"):
+                refused()
         assert picture(root) == before
         assert driver.volumes() == ["a", "b"]
         driver.delete_volume("b")
-        Path(f"{root}/more").write_bytes(os.urandom(4 << 20))
+        Path(f"{root}/more").write_bytes(os.urandom(4 << 20 if kind == "tmpfs" else 3 << 20))
         with pytest.raises(PlatformError, match="No space left"):
             driver.snapshot("a", "two")
         assert driver.snapshots() == ["one"]
@@ -157,8 +317,32 @@ def test_a_full_disk_fails_cleanly(tmp_path: Path) -> None:
         driver.collect_garbage()
         driver.snapshot("a", "three")
         assert driver.verify("three") == []
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_garbage_is_collected_on_a_full_disk(tmp_path: Path, kind: str) -> None:
+    with small_disk(tmp_path / "small", kind) as place:
+        driver = DirectoryDriver(str(place / "s"))
+        driver.open()
+        root = filled(driver)
+        driver.snapshot("a", "one")
+        os.unlink(f"{root}/big")
+        Path(f"{root}/0/0").write_bytes(b"changed")
+        for number in range(1, 25):  # most of the first pack becomes garbage, but not all of it
+            os.unlink(f"{root}/{number % 5}/{number}")
+        settle()
+        driver.snapshot("a", "two")
+        driver.delete_snapshot("one")
+        with pytest.raises(OSError, match="No space left"), open(place / "others", "wb", buffering=0) as file:
+            while True:
+                file.write(os.urandom(50_000)[:50_000])
+        assert driver.collect_garbage().bytes >= 3 << 20
+        assert driver.verify("two") == []
+        driver.collect_garbage()
+        driver.snapshot("a", "three")
+        driver.restore("a", "two")
+        assert driver.verify("three") == []
 
 
 FORBIDDEN = """

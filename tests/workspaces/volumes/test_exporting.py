@@ -88,7 +88,7 @@ def test_a_missing_or_damaged_snapshot_is_told(driver: VolumeDriver, target: Obj
     driver.snapshot("v", "s")
     if isinstance(driver, BtrfsDriver):
         return
-    [loose] = [path for path in Path(driver.path("v")).parents[1].glob("objects/*/*")]
+    [loose] = Path(driver.path("v")).parents[1].glob("objects/*/*")
     loose.unlink()
     with pytest.raises(SnapshotDamaged):
         export(driver, "s", target, {})

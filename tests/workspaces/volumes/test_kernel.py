@@ -63,3 +63,28 @@ def test_holes_are_seen(tmp_path: Path) -> None:
         file.flush()
         extents = kernel.data_extents(file.fileno(), 10 << 20)
     assert extents == [(4 << 20, 4096)]
+
+
+def test_what_is_dirty_is_told_and_written(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    try:
+        os.write(fd, b"x" * 10_000)
+        found = kernel.dirty(fd)
+        kernel.start_writing(fd)
+        kernel.finish_writing(fd)
+        kernel.sync(fd)
+        assert (found, kernel.dirty(fd)) in {(True, False), (None, None)}
+    finally:
+        os.close(fd)
+    assert kernel.dirty(fd) is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        kernel.finish_writing(fd)
+
+
+def test_a_refused_request_is_an_error(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, kernel.DIRECTORY)
+    try:
+        with pytest.raises(OSError, match="Inappropriate ioctl"):
+            kernel.control(fd, 0x9400, bytearray(8))
+    finally:
+        os.close(fd)

@@ -46,24 +46,6 @@ def test_what_is_not_finished_leaves_no_trace(store: ObjectStore) -> None:
         reader.read(key)
 
 
-def test_a_sweep_keeps_what_lives_and_others_see_it(store: ObjectStore) -> None:
-    keep, lose = put(store, b"keep" * 10, os.urandom(9000))
-    big_keep, big_lose = put(store, os.urandom(PACKED_MAX * 2), os.urandom(PACKED_MAX * 2))
-    other = ObjectStore(store.root)
-    other.refresh()
-    before = store.generation()
-    with store.exclusive():
-        collected = store.sweep({keep, big_keep})
-    assert collected.objects == 2
-    assert store.generation() != before
-    with other.shared(), Reader(other) as reader:
-        assert reader.read(keep) == b"keep" * 10
-        assert len(reader.read(big_keep)) == PACKED_MAX * 2
-        for gone in (lose, big_lose):
-            with pytest.raises(SnapshotDamaged):
-                reader.read(gone)
-
-
 def test_the_sweep_waits_for_writers(store: ObjectStore) -> None:
     with store.shared(), store.exclusive(wait=False) as held:
         assert not held

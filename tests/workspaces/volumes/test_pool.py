@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,23 @@ def test_what_is_mounted_by_others_is_not_touched(tmp_path: Path) -> None:
         assert mounted_at(str(place)) == ("tmpfs", "tmpfs")
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+UNPRIVILEGED = """
+import sys
+from carrel.errors import PlatformError
+from carrel.workspaces.volumes.pool import Pool
+try:
+    Pool(sys.argv[1] + "/pool.btrfs", sys.argv[1] + "/pool", 0, 0).open()
+except PlatformError as error:
+    print(error.detail)
+"""
+
+
+def test_a_pool_that_cannot_be_mounted_is_not_left_behind(tmp_path: Path) -> None:
+    if (reason := missing_programs()) is not None:
+        pytest.skip(reason)
+    argv = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", UNPRIVILEGED]
+    done = subprocess.run([*argv, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert "failed" in done.stdout
+    assert os.listdir(tmp_path) == ["pool"]

@@ -8,6 +8,7 @@ from types import TracebackType
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.filespace import AsyncFilespace
 from carrel.client._async.sandbox import AsyncSandbox
 from carrel.client.locate import locate
 from carrel.client.requests import limits_body
@@ -38,11 +39,13 @@ class AsyncClient:
         network: Network | str | None = None,
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
+        filespace: bool | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """The sandbox of a context: made, or resumed with its files. Without a context an ephemeral one.
 
-        The same `idempotency_key` never makes a second sandbox; by default each call has its own.
+        With `filespace` the workspace is kept in sync with the context's filespace: pulled before a start, pushed after
+        operations. The same `idempotency_key` never makes a second sandbox; by default each call has its own.
         """
         body = encoded(
             {
@@ -53,6 +56,7 @@ class AsyncClient:
                 "network": network,
                 "env": None if env is None else {**env},
                 "labels": None if labels is None else {**labels},
+                "filespace": filespace,
             }
         )
         headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
@@ -64,6 +68,10 @@ class AsyncClient:
     def attach(self, info: SandboxInfo) -> AsyncSandbox:
         """A sandbox object for what `sandboxes()` or `find()` gave. Asks nothing of the server."""
         return AsyncSandbox(self._connection, info)
+
+    def filespace(self, context_id: str) -> AsyncFilespace:
+        """The filespace of a context. Asks nothing of the server, and needs no sandbox."""
+        return AsyncFilespace(self._connection, context_id)
 
     async def sandboxes(self) -> AsyncIterator[SandboxInfo]:
         """Every sandbox the server knows, page by page."""

@@ -25,6 +25,8 @@ from carrel.models import (
     SnapshotInfo,
     SnapshotPage,
     SupervisorHealth,
+    SyncDirection,
+    SyncSummary,
     ToolResult,
     WorkspaceUsage,
 )
@@ -144,6 +146,12 @@ class AsyncSandbox:
     async def usage(self) -> WorkspaceUsage:
         """What the workspace holds, and what it may."""
         return await self._connection.get(WorkspaceUsage, f"{self._path}/usage")
+
+    async def sync(self, direction: SyncDirection | str = "both") -> SyncSummary:
+        """Bring the workspace and its filespace together: `push`, `pull`, or `both`: a pull, then a push."""
+        body = encoded({"direction": direction})
+        patience = self._connection.patience(None)
+        return await self._connection.post(SyncSummary, f"{self._path}/sync", body, timeout=patience)
 
     async def stop(self) -> SandboxInfo:
         """End what runs and keep the files; `resume` starts it again."""

@@ -9,6 +9,7 @@ from types import TracebackType
 from urllib.parse import quote
 
 from carrel.client._sync.connection import Connection, encoded
+from carrel.client._sync.filespace import Filespace
 from carrel.client._sync.sandbox import Sandbox
 from carrel.client.locate import locate
 from carrel.client.requests import limits_body
@@ -39,11 +40,13 @@ class Client:
         network: Network | str | None = None,
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
+        filespace: bool | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """The sandbox of a context: made, or resumed with its files. Without a context an ephemeral one.
 
-        The same `idempotency_key` never makes a second sandbox; by default each call has its own.
+        With `filespace` the workspace is kept in sync with the context's filespace: pulled before a start, pushed after
+        operations. The same `idempotency_key` never makes a second sandbox; by default each call has its own.
         """
         body = encoded(
             {
@@ -54,6 +57,7 @@ class Client:
                 "network": network,
                 "env": None if env is None else {**env},
                 "labels": None if labels is None else {**labels},
+                "filespace": filespace,
             }
         )
         headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
@@ -65,6 +69,10 @@ class Client:
     def attach(self, info: SandboxInfo) -> Sandbox:
         """A sandbox object for what `sandboxes()` or `find()` gave. Asks nothing of the server."""
         return Sandbox(self._connection, info)
+
+    def filespace(self, context_id: str) -> Filespace:
+        """The filespace of a context. Asks nothing of the server, and needs no sandbox."""
+        return Filespace(self._connection, context_id)
 
     def sandboxes(self) -> Iterator[SandboxInfo]:
         """Every sandbox the server knows, page by page."""

@@ -26,6 +26,8 @@ from carrel.models import (
     SnapshotInfo,
     SnapshotPage,
     SupervisorHealth,
+    SyncDirection,
+    SyncSummary,
     ToolResult,
     WorkspaceUsage,
 )
@@ -143,6 +145,12 @@ class Sandbox:
     def usage(self) -> WorkspaceUsage:
         """What the workspace holds, and what it may."""
         return self._connection.get(WorkspaceUsage, f"{self._path}/usage")
+
+    def sync(self, direction: SyncDirection | str = "both") -> SyncSummary:
+        """Bring the workspace and its filespace together: `push`, `pull`, or `both`: a pull, then a push."""
+        body = encoded({"direction": direction})
+        patience = self._connection.patience(None)
+        return self._connection.post(SyncSummary, f"{self._path}/sync", body, timeout=patience)
 
     def stop(self) -> SandboxInfo:
         """End what runs and keep the files; `resume` starts it again."""

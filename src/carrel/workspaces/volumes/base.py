@@ -64,10 +64,11 @@ class SnapshotFacts:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a garbage collection removed."""
+    """What a garbage collection removed. `damaged` names snapshots that cannot be read; what they may need is kept."""
 
     objects: int
     bytes: int
+    damaged: tuple[str, ...] = ()
 
 
 class VolumeDriver(ABC):

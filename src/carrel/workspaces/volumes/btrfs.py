@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 from carrel.errors import AlreadyExists, NotFound, Unsupported
@@ -70,16 +70,23 @@ class BtrfsDriver(VolumeDriver):
                 self._top = os.path.join(self._root, "pool")
                 self._pool = pool.Pool(self._top + ".btrfs", self._top, *self._pool_sizes)
                 self._pool.open()
-            self._volumes = os.path.join(self._top, "volumes")
-            self._snapshots = os.path.join(self._top, "snapshots")
-            for path in (self._volumes, self._snapshots):
-                os.makedirs(path, 0o700, exist_ok=True)
-            with opened(self._top) as top:
-                quota.enable(top)
-                quota.mend(top)
-                found = subvolumes.file_system(top)
-                self._uuid = found.uuid if found is not None else ""
-            self._clean()
+            try:
+                self._prepare()
+            except BaseException:
+                self.close()
+                raise
+
+    def _prepare(self) -> None:
+        self._volumes = os.path.join(self._top, "volumes")
+        self._snapshots = os.path.join(self._top, "snapshots")
+        for path in (self._volumes, self._snapshots):
+            os.makedirs(path, 0o700, exist_ok=True)
+        with opened(self._top) as top:
+            quota.enable(top)
+            quota.mend(top)
+            found = subvolumes.file_system(top)
+            self._uuid = found.uuid if found is not None else ""
+        self._clean()
 
     def close(self) -> None:
         """Unmount the pool."""
@@ -125,7 +132,7 @@ class BtrfsDriver(VolumeDriver):
             return quota.referenced(fd)[1]
 
     def usage(self, volume: str) -> VolumeUsage:
-        """What the kernel has counted; what was just written counts in full until it is compressed."""
+        """What the kernel has counted, and what was written since it did."""
         with failing("cannot read the usage"), self._opened(volume) as fd:
             used = quota.awaited(fd, self._uuid)
             return VolumeUsage(used + quota.referenced(fd)[0], constant_time=True)
@@ -149,7 +156,10 @@ class BtrfsDriver(VolumeDriver):
                 raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
             self._grow()
             with opened(self.path(volume)) as source, opened(self._snapshots) as folder:
-                subvolumes.snapshot(source, folder, snapshot_id, read_only=True)
+                try:
+                    subvolumes.snapshot(source, folder, snapshot_id, read_only=True)
+                except FileExistsError:
+                    raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id") from None
             return self.facts(snapshot_id)
 
     def restore(self, volume: str, snapshot_id: str) -> None:
@@ -343,14 +353,14 @@ class BtrfsDriver(VolumeDriver):
             self._drop(aside)
 
     def _drop(self, path: str) -> None:
-        """Delete a subvolume and its quota group; what the agent's tree holds is never looked at."""
+        """Delete a subvolume, unseen what is in it. The kernel removes its quota group later."""
         try:
             if os.stat(path, follow_symlinks=False).st_ino != _SUBVOLUME_INODE:
                 os.rmdir(path)
                 return
         except FileNotFoundError:
             return
-        with opened(os.path.dirname(path)) as folder:
+        with opened(os.path.dirname(path)) as folder, suppress(FileNotFoundError):  # another thread was faster
             subvolumes.destroy(folder, os.path.basename(path))
 
     def _clean(self) -> None:

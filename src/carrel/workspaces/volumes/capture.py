@@ -27,6 +27,7 @@ WORKERS = min(8, (os.cpu_count() or 1) + 1)
 FRESH_NS = 20_000_000
 """A file changed so shortly before it was read may change again without its times showing it."""
 
+_WRITTEN_BACK_NS = 60_000_000_000
 _TRIES = 3
 _AT_ONCE = 48
 _CHUNK_FILES = 48
@@ -249,44 +250,68 @@ def _submit(
 
 
 def _read_files(parent: int, names: list[str], batch: Batch) -> list[tuple[str, Row]]:
+    opened: list[tuple[str, int]] = []
     rows = []
-    for name in names:
-        row = _read_file(parent, name, batch)
-        if row is not None:
-            rows.append((name, row))
+    try:
+        for name in names:
+            fd = _open(parent, name)
+            if fd is not None:
+                opened.append((name, fd))
+                if kernel.dirty(fd) is not False:
+                    kernel.start_writing(fd)
+        for name, fd in opened:
+            row = _read_file(fd, batch)
+            if row is not None:
+                rows.append((name, row))
+    finally:
+        for _, fd in opened:
+            os.close(fd)
     return rows
 
 
-def _read_file(parent: int, name: str, batch: Batch) -> Row | None:
+def _open(parent: int, name: str) -> int | None:
     try:
-        fd = kernel.open_for_reading(name, parent)
+        return kernel.open_for_reading(name, parent)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO}:  # replaced by a link or a socket since it was seen
             return None
         raise
-    try:
-        for left in reversed(range(_TRIES)):
-            before = os.fstat(fd)
-            if not stat.S_ISREG(before.st_mode):
-                return None
-            now = time.time_ns()
-            xattrs = kernel.user_xattrs(fd) or None
-            extents, size = _read_extents(fd, before, batch)
-            after = os.fstat(fd)
-            still = (before.st_size, before.st_mtime_ns, before.st_ctime_ns) == (
-                after.st_size,
-                after.st_mtime_ns,
-                after.st_ctime_ns,
-            )
-            if still or not left:
-                inode = before.st_ino if still and now - before.st_ctime_ns > FRESH_NS else _NEVER
-                mode = stat.S_IMODE(after.st_mode)
-                return Row(inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None)
-    finally:
-        os.close(fd)
+
+
+def _read_file(fd: int, batch: Batch) -> Row | None:
+    for left in reversed(range(_TRIES)):
+        before = os.fstat(fd)
+        if not stat.S_ISREG(before.st_mode):
+            return None
+        now = time.time_ns()
+        _show_later_writes(fd, before, now)
+        xattrs = kernel.user_xattrs(fd) or None
+        extents, size = _read_extents(fd, before, batch)
+        after = os.fstat(fd)
+        still = (before.st_size, before.st_mtime_ns, before.st_ctime_ns) == (
+            after.st_size,
+            after.st_mtime_ns,
+            after.st_ctime_ns,
+        )
+        if still or not left:
+            inode = before.st_ino if still and now - before.st_ctime_ns > FRESH_NS else _NEVER
+            mode = stat.S_IMODE(after.st_mode)
+            return Row(inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None)
     return None
+
+
+def _show_later_writes(fd: int, info: os.stat_result, now: int) -> None:
+    """See to it that a write through a memory map after this moment shows in the file's times.
+
+    The kernel notes the time when a page becomes dirty, and not again while it stays so. Once a page has been written
+    to the disk, the next write to it is noted: so what is dirty is written now, between the two looks at the times.
+    Where the kernel cannot tell what is dirty, only a file that was not touched for long is known to be clean.
+    """
+    found = kernel.dirty(fd)
+    if found or (found is None and now - info.st_mtime_ns < _WRITTEN_BACK_NS):
+        kernel.finish_writing(fd)
 
 
 def _read_extents(fd: int, info: os.stat_result, batch: Batch) -> tuple[list[tuple[int, int, bytes]], int]:

@@ -6,12 +6,12 @@ kept for whoever watches. Knows nothing of sandboxes.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import ClassVar
 
 from carrel.errors import AlreadyExists, CarrelError, NotFound, PlatformError, SnapshotDamaged
@@ -30,8 +30,10 @@ from carrel.workspaces.volumes.base import (
 from carrel.workspaces.volumes.capture import Known, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.exporting import Exported, export_tree
-from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, digest, sync_directory
+from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, sync_directory
 from carrel.workspaces.volumes.rebuild import rebuild
+from carrel.workspaces.volumes.records import Records, write_file
+from carrel.workspaces.volumes.sweeping import newest_ns, sweep
 from carrel.workspaces.volumes.trees import Kind, Node, compare, unpack_tree
 
 _NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"
@@ -46,10 +48,10 @@ class DirectoryDriver(VolumeDriver):
     def __init__(self, root: str):
         self._root = os.path.abspath(root)
         self._volumes = os.path.join(self._root, "volumes")
-        self._snapshots = os.path.join(self._root, "snapshots")
         self._cache = os.path.join(self._root, "cache")
         self._caps = os.path.join(self._root, "caps")
         self._store = ObjectStore(self._root)
+        self._records = Records(self._root, self._store.temporary)
         self._locks = NameLocks()
         self._owner = CANONICAL_UID if os.geteuid() == 0 else None
 
@@ -61,7 +63,8 @@ class DirectoryDriver(VolumeDriver):
         """Make the directories; clean up after a killed process unless others are at work."""
         with failing("cannot use the volumes' directory"):
             self._store.prepare()
-            for path in (self._volumes, self._snapshots, self._cache, self._caps):
+            self._records.prepare()
+            for path in (self._volumes, self._cache, self._caps):
                 os.makedirs(path, 0o700, exist_ok=True)
             with self._store.exclusive(wait=False) as held:
                 if held:
@@ -138,10 +141,10 @@ class DirectoryDriver(VolumeDriver):
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
         """Store what changed since the last snapshot of this volume, then the record."""
-        record = self._record_path(snapshot_id)
+        check_name(snapshot_id, "snapshot_id")
         self._require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot take the snapshot"):
-            if os.path.exists(record):
+            if self._records.exists(snapshot_id):
                 raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
             known, generation = self._load_known(volume)
             current = self._store.generation()
@@ -150,21 +153,21 @@ class DirectoryDriver(VolumeDriver):
                 batch.finish()
                 stored = batch.stored
             facts = SnapshotFacts(found.bytes, found.files, stored, found.skipped)
-            self._publish(record, found.tree, facts, parent)
+            self._records.publish(snapshot_id, found.tree, facts, parent)
             with suppress(OSError):  # the snapshot is there; only the next one would cost more
                 self._save_known(volume, found.known, current)
         return facts
 
     def restore(self, volume: str, snapshot_id: str) -> None:
         """Build the files aside, then swap."""
-        tree, _ = self._record(snapshot_id)
+        tree, _ = self._records.read(snapshot_id)
         self._require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot restore the snapshot"):
             self._fill_aside(volume, tree)
 
     def fork(self, snapshot_id: str, new_volume: str, cap_bytes: int | None) -> None:
         """Build the files aside, then give them the volume's name."""
-        tree, facts = self._record(snapshot_id)
+        tree, facts = self._records.read(snapshot_id)
         check_cap(facts.bytes, cap_bytes)
         path = self.path(new_volume)
         with self._locks.hold(new_volume), self._store.shared(), failing("cannot fork the snapshot"):
@@ -187,27 +190,26 @@ class DirectoryDriver(VolumeDriver):
 
     def delete_snapshot(self, snapshot_id: str) -> None:
         """Remove the record; garbage collection removes what only it needed."""
-        with failing("cannot remove the snapshot"), suppress(FileNotFoundError):
-            os.unlink(self._record_path(snapshot_id))
-            sync_directory(self._snapshots)
+        with failing("cannot remove the snapshot"):
+            self._records.remove(check_name(snapshot_id, "snapshot_id"))
 
     def snapshots(self) -> list[str]:
         """The ids of all snapshots."""
-        return sorted(os.listdir(self._snapshots))
+        return self._records.ids()
 
     def facts(self, snapshot_id: str) -> SnapshotFacts:
         """What the record says."""
-        return self._record(snapshot_id)[1]
+        return self._records.read(snapshot_id)[1]
 
     def diff(self, a: str, b: str) -> list[Change]:
         """Compare where the hashes differ."""
-        left, right = self._record(a)[0], self._record(b)[0]
+        left, right = self._records.read(a)[0], self._records.read(b)[0]
         with self._store.shared(), Reader(self._store) as reader, failing("cannot compare the snapshots"):
             return compare(left, right, lambda key: unpack_tree(reader.read(key)))
 
     def export_tar(self, snapshot_id: str) -> Iterator[bytes]:
         """Directory by directory."""
-        top, _ = self._record(snapshot_id)
+        top, _ = self._records.read(snapshot_id)
         return self._tar(top)
 
     def _tar(self, top: bytes) -> Iterator[bytes]:
@@ -239,7 +241,7 @@ class DirectoryDriver(VolumeDriver):
         problems: list[str] = []
         damage: list[SnapshotDamaged] = []
         try:
-            top, _ = self._record(snapshot_id)
+            top, _ = self._records.read(snapshot_id)
         except SnapshotDamaged as error:
             return [error.detail]
         with self._store.shared(), Reader(self._store) as reader, failing("cannot verify the snapshot"):
@@ -288,29 +290,43 @@ class DirectoryDriver(VolumeDriver):
                 self._mark(reader, trees, parts)
             with self._store.exclusive():
                 with Reader(self._store) as reader:
-                    self._mark(reader, trees, parts)
+                    damaged = self._mark(reader, trees, parts)
+                keep_ns = 0
+                if damaged:
+                    newest = newest_ns(self._store)
+                    keep_ns = max(self._records.noticed(snapshot_id, newest) for snapshot_id in damaged)
                 self._clean()
-                return self._store.sweep(trees | parts)
+                return replace(sweep(self._store, trees | parts, keep_ns), damaged=tuple(damaged))
 
-    def _mark(self, reader: Reader, trees: set[bytes], parts: set[bytes]) -> None:
-        """Add what snapshots need. One that cannot be read stops the collection: nothing it needs may be lost.
+    def _mark(self, reader: Reader, trees: set[bytes], parts: set[bytes]) -> list[str]:
+        """Add what snapshots need; the snapshots of which that cannot be told in full.
 
         Directories are kept apart from content: a file that holds what a directory's object holds must not hide it.
         """
+        damaged = []
         for snapshot_id in self.snapshots():
             try:
-                pending = [self._record(snapshot_id)[0]]
+                pending = [self._records.read(snapshot_id)[0]]
             except NotFound:
+                continue
+            except SnapshotDamaged:
+                damaged.append(snapshot_id)
                 continue
             while pending:
                 key = pending.pop()
                 if key in trees:
                     continue
-                for node in unpack_tree(reader.read(key)).entries.values():
+                try:
+                    tree = unpack_tree(reader.read(key))
+                except SnapshotDamaged:
+                    damaged.append(snapshot_id)
+                    break
+                for node in tree.entries.values():
                     if node.kind is Kind.DIRECTORY:
                         pending.append(node.tree)
                     parts.update(part for _, _, part in node.extents)
                 trees.add(key)
+        return damaged
 
     @contextmanager
     def replacing(self, volume: str) -> Iterator[str]:
@@ -324,7 +340,7 @@ class DirectoryDriver(VolumeDriver):
 
     def write_tree(self, snapshot_id: str, directory: str) -> None:
         """Write the snapshot's files into an empty directory."""
-        tree, _ = self._record(snapshot_id)
+        tree, _ = self._records.read(snapshot_id)
         with (
             failing("cannot write the snapshot's files"),
             self._store.shared(),
@@ -335,7 +351,7 @@ class DirectoryDriver(VolumeDriver):
 
     def export_objects(self, snapshot_id: str, target: ObjectStore, batch: Batch, known: Known) -> Exported:
         """Copy the objects that the other store lacks."""
-        tree, facts = self._record(snapshot_id)
+        tree, facts = self._records.read(snapshot_id)
         with failing("cannot export the snapshot"), self._store.shared(), Reader(self._store) as reader:
             return Exported(tree, facts.bytes, facts.files, export_tree(reader, tree, target, batch))
 
@@ -364,8 +380,11 @@ class DirectoryDriver(VolumeDriver):
             if self._owner is not None:
                 os.chown(aside, self._owner, self._owner)
             yield aside
+            with opened(aside) as fd:
+                kernel.sync(fd)  # what is given the volume's name must outlive a crash of the host
             if not os.path.lexists(path):
                 os.rename(aside, path)
+                sync_directory(self._volumes)
                 return
             if not kernel.exchange(aside, path):
                 # Two steps where one is not to be had: a crash between them is undone by `open`.
@@ -373,6 +392,7 @@ class DirectoryDriver(VolumeDriver):
                 os.rename(path, old)
                 os.rename(aside, path)
                 aside = old
+            sync_directory(self._volumes)
         finally:
             remove_tree(aside)
 
@@ -400,24 +420,7 @@ class DirectoryDriver(VolumeDriver):
             with suppress(FileNotFoundError):
                 os.unlink(path)
             return
-        self._write(path, str(cap_bytes).encode(), durable=False)
-
-    def _write(self, path: str, data: bytes, *, durable: bool) -> None:
-        aside = os.path.join(self._store.temporary, secrets.token_hex(8))
-        try:
-            with open(aside, "xb") as file:
-                file.write(data)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            if durable:
-                os.link(aside, path)  # unlike a rename, this never replaces
-                sync_directory(os.path.dirname(path))
-            else:
-                os.rename(aside, path)
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(aside)
+        write_file(self._store.temporary, path, str(cap_bytes).encode(), durable=False)
 
     def _load_known(self, volume: str) -> tuple[Known, str]:
         try:
@@ -427,39 +430,8 @@ class DirectoryDriver(VolumeDriver):
             return {}, ""
 
     def _save_known(self, volume: str, known: Known, generation: str) -> None:
-        self._write(os.path.join(self._cache, volume), pack_known(known, generation), durable=False)
-
-    def _record_path(self, snapshot_id: str) -> str:
-        return os.path.join(self._snapshots, check_name(snapshot_id, "snapshot_id"))
-
-    def _publish(self, path: str, tree: bytes, facts: SnapshotFacts, parent: str | None) -> None:
-        body = json.dumps(
-            {
-                "version": 1,
-                "tree": tree.hex(),
-                "parent": parent,
-                "bytes": facts.bytes,
-                "files": facts.files,
-                "new_bytes": facts.new_bytes,
-                "skipped": facts.skipped,
-            }
-        ).encode()
-        try:
-            self._write(path, body + b"\n" + digest(body).hex().encode() + b"\n", durable=True)
-        except FileExistsError:
-            raise AlreadyExists("there is a snapshot of that id", field="snapshot_id") from None
-
-    def _record(self, snapshot_id: str) -> tuple[bytes, SnapshotFacts]:
-        try:
-            with open(self._record_path(snapshot_id), "rb") as file:
-                body, _, check = file.read(1 << 16).partition(b"\n")
-        except FileNotFoundError:
-            raise NotFound(f"there is no snapshot {snapshot_id!r}", field="snapshot_id") from None
-        if check.strip() != digest(body).hex().encode():
-            raise SnapshotDamaged(f"the record of snapshot {snapshot_id} is damaged", object=snapshot_id)
-        value = json.loads(body)
-        facts = SnapshotFacts(value["bytes"], value["files"], value["new_bytes"], value["skipped"])
-        return bytes.fromhex(value["tree"]), facts
+        path = os.path.join(self._cache, volume)
+        write_file(self._store.temporary, path, pack_known(known, generation), durable=False)
 
 
 @contextmanager

@@ -20,7 +20,12 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _FICLONE = 0x40049409
 _RENAME_EXCHANGE = 2
 _KEPT_OPEN = 96
+_NR_CACHESTAT = 451
+_DIRTY, _IN_WRITEBACK = 1, 2
+_WHOLE_FILE = (ctypes.c_uint64 * 2)(0, 0)
+_RANGE_WAIT_BEFORE, _RANGE_WRITE, _RANGE_WAIT_AFTER = 1, 2, 4
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _libc.ioctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
 
 
@@ -39,6 +44,27 @@ def sync(fd: int) -> None:
     if _libc.syncfs(fd) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def dirty(fd: int) -> bool | None:
+    """Whether parts of a file are in memory and not yet on their way to the disk; None where the kernel cannot tell."""
+    counts = (ctypes.c_uint64 * 5)()
+    if _libc.syscall(ctypes.c_long(_NR_CACHESTAT), ctypes.c_int(fd), _WHOLE_FILE, counts, ctypes.c_uint(0)) != 0:
+        return None
+    return bool(counts[_DIRTY] or counts[_IN_WRITEBACK])
+
+
+def start_writing(fd: int) -> None:
+    """Begin to write a file's changed parts to the disk. A failure shows when they are awaited."""
+    _libc.sync_file_range(fd, 0, 0, _RANGE_WRITE)
+
+
+def finish_writing(fd: int) -> None:
+    """Wait until all parts of a file that were changed have been written; not its times or its name."""
+    if _libc.sync_file_range(fd, 0, 0, _RANGE_WAIT_BEFORE | _RANGE_WRITE | _RANGE_WAIT_AFTER) != 0:
+        code = ctypes.get_errno()
+        if code not in {errno.EINVAL, errno.ENOSYS, errno.ESPIPE}:
+            raise OSError(code, os.strerror(code))
 
 
 def exchange(a: str, b: str) -> bool:

@@ -14,13 +14,13 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import msgpack
 import zstandard
 from blake3 import blake3
 
 from carrel.errors import SnapshotDamaged
-from carrel.workspaces.volumes.base import Collected
 
 CHUNK = 64 << 20
 PACKED_MAX = 1 << 20
@@ -39,6 +39,14 @@ Place = tuple[str, int, int, int, int]
 """Where a packed object lies: pack, offset, stored length, codec, length."""
 
 _local = threading.local()
+
+
+class Pack(NamedTuple):
+    """One pack: its file, how many objects it holds, and the stored length of those that are not read from another."""
+
+    path: str
+    total: int
+    objects: dict[bytes, int]
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -122,6 +130,8 @@ class ObjectStore:
         """Make the directories."""
         for path in (self.root, self.temporary, self._packs, self._loose, self._bad):
             os.makedirs(path, 0o700, exist_ok=True)
+        if not os.path.exists(self._generation):
+            self.new_generation()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -236,7 +246,7 @@ class ObjectStore:
         for key in keys:
             with open(os.path.join(self._bad, key.hex()), "wb"):
                 pass
-        self._new_generation()
+        self.new_generation()
         self.refresh()
 
     def trust(self, keys: set[bytes]) -> None:
@@ -249,55 +259,32 @@ class ObjectStore:
         """A descriptor of a pack."""
         return os.open(os.path.join(self._packs, name), os.O_RDONLY | os.O_CLOEXEC)
 
-    def sweep(self, live: set[bytes]) -> Collected:
-        """Remove every object not in `live`. The exclusive lock must be held.
+    def packs(self) -> list[Pack]:
+        """What is known of every pack that can be read."""
+        with self._guard:
+            return [
+                Pack(
+                    os.path.join(self._packs, name),
+                    len(keys),
+                    {key: self._index[key][2] for key in keys if self._index[key][0] == name},
+                )
+                for name, keys in self._loaded.items()
+            ]
 
-        A pack that is mostly garbage is written anew without it; one that cannot be read is left for a person.
-        """
-        objects = freed = 0
-        doomed: list[str] = []
-        with Reader(self) as reader, Batch(self) as batch:
-            for name, keys in list(self._loaded.items()):
-                mine = [key for key in keys if self._index[key][0] == name]
-                kept = [key for key in mine if key in live]
-                dead = sum(self._index[key][2] for key in mine if key not in live)
-                total = sum(self._index[key][2] for key in mine)
-                if len(kept) == len(keys) or (kept and dead * 2 < total):
-                    continue
-                try:
-                    for key in kept:
-                        batch.add(key, reader.read(key), packed=True)
-                except SnapshotDamaged:
-                    continue  # what can still be read of it is needed
-                objects += len(keys) - len(kept)
-                freed += os.stat(os.path.join(self._packs, name)).st_size
-                doomed.append(name)
-            batch.finish()
-            freed -= batch.stored
-        dead_files = []
+    def loose_files(self) -> Iterator[tuple[bytes, str]]:
+        """The big objects and their files."""
         for folder in os.listdir(self._loose):
             for name in os.listdir(os.path.join(self._loose, folder)):
-                path = os.path.join(self._loose, folder, name)
-                if bytes.fromhex(name.removesuffix(".z")) not in live:
-                    dead_files.append(path)
-        if doomed or dead_files:
-            self._new_generation()
-        for name in doomed:
-            os.unlink(os.path.join(self._packs, name))
-        for path in dead_files:
-            freed += os.stat(path).st_size
-            os.unlink(path)
-        self.refresh()
-        return Collected(objects + len(dead_files), max(freed, 0))
+                yield bytes.fromhex(name.removesuffix(".z")), os.path.join(self._loose, folder, name)
 
-    def _new_generation(self) -> None:
-        aside = os.path.join(self.temporary, secrets.token_hex(8))
-        with open(aside, "w") as file:
-            file.write(secrets.token_hex(8))
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(aside, self._generation)
-        sync_directory(self.root)
+    def new_generation(self) -> None:
+        """Say that objects are about to be removed. In place, because it must work on a full disk."""
+        fd = os.open(self._generation, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            write_whole(fd, secrets.token_hex(8).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def publish(self, aside: str, name: str) -> None:
         """Give a finished pack its name."""

@@ -25,7 +25,7 @@ _STEP = 1 << 20
 _FITRIM = 0xC0185879
 # Compression would make copying in half as fast again as the host's own file system, and a cap hold what it does not
 # say. Discarded blocks go back to the host.
-_OPTIONS = "noatime,discard=async,nosuid,nodev"
+_OPTIONS = "noatime,discard=async,flushoncommit,nosuid,nodev"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -99,8 +99,17 @@ class Pool:
             return
         for stale in self._devices():
             run("losetup", "--detach", stale)
-        if not os.path.exists(self._file):
+        made = not os.path.exists(self._file)
+        if made:
             self._make()
+        try:
+            self._attach()
+        except PlatformError:
+            if made:  # a pool that cannot be used must not be taken for one that is needed
+                os.unlink(self._file)
+            raise
+
+    def _attach(self) -> None:
         self._device = run("losetup", "--find", "--show", "--nooverlap", self._file).decode().strip()
         with suppress(PlatformError):  # spares a second copy of everything in memory, where the host's disk allows it
             run("losetup", "--direct-io=on", self._device)
@@ -108,6 +117,7 @@ class Pool:
             run("mount", "-t", "btrfs", "-o", _OPTIONS, self._device, self._mount)
         except PlatformError:
             run("losetup", "--detach", self._device)
+            self._device = ""
             raise
 
     def _make(self) -> None:

@@ -113,7 +113,8 @@ def changed_in(fd: int) -> int:
     """The transaction in which the subvolume of an open directory was made, or last changed after that."""
     answer = bytearray(504)
     kernel.control(fd, _SUBVOL_INFO, answer)
-    return max(struct.unpack_from("<QQ", answer, _AT_CHANGED))
+    changed, made = struct.unpack_from("<QQ", answer, _AT_CHANGED)
+    return max(int(changed), int(made))
 
 
 def commit(fd: int) -> None:

@@ -1,0 +1,102 @@
+"""Filespaces: synced with a workspace, and their files read and written beside it, whether a sandbox runs or not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from starlette.responses import Response
+
+from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
+from carrel.api.problems import ACTOR, problems
+from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
+
+router = APIRouter(tags=["filespaces"], dependencies=[Depends(known_query)])
+
+Context = Annotated[str, Path(max_length=128, description="a context id")]
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+@router.post(
+    "/v1/sandboxes/{id}/sync",
+    operation_id="sync_filespace",
+    summary="Sync a workspace with its filespace",
+    response_model=None,
+    responses={200: {"model": SyncSummary}, **problems(403, 404, 409, 413, 429, 503)},
+)
+async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Response:
+    """Push the workspace's changes, pull the filespace's, or both: a pull, then a push. The last writer wins."""
+    return as_json(await plane.filespaces.sync(id, body.direction, ACTOR))
+
+
+@router.get(
+    "/v1/filespaces/{context_id}/files",
+    operation_id="list_filespace",
+    summary="List the files of a filespace",
+    response_model=None,
+    responses={200: {"model": FilespacePage}, **problems(403)},
+)
+async def list_filespace(
+    context_id: Context,
+    plane: Plane,
+    request: Request,
+    *,
+    prefix: Annotated[str, Query(max_length=4096, description="what the paths begin with, such as `data/`")] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: Annotated[str | None, Query(max_length=8192, description="`next` of the page before")] = None,
+) -> Response:
+    """In the order of their paths. A context that has none has an empty list."""
+    wanted = raw_query(request, "prefix") or prefix
+    page = await plane.filespaces.list(context_id, prefix=wanted, limit=limit, cursor=cursor, actor=ACTOR)
+    return as_json(page)
+
+
+@router.get(
+    "/v1/filespaces/{context_id}/content",
+    operation_id="read_filespace",
+    summary="Read a file of a filespace",
+    response_model=None,
+    responses={200: {"description": "The bytes of the file", "content": _BYTES}, **problems(403, 404, 503)},
+)
+async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
+    """The raw bytes of the last write."""
+    parts = plane.filespaces.read(context_id, path, ACTOR)
+    size = await anext(parts)
+    headers = {"content-length": str(size)}
+    return Stream(cast(AsyncIterator[bytes], parts), media_type="application/octet-stream", headers=headers)
+
+
+@router.put(
+    "/v1/filespaces/{context_id}/content",
+    operation_id="write_filespace",
+    summary="Write a file of a filespace",
+    response_model=None,
+    responses={200: {"model": FilespaceFile}, **problems(403, 413, 429, 503)},
+    openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
+)
+async def write_filespace(
+    context_id: Context,
+    path: FilePath,
+    plane: Plane,
+    request: Request,
+    *,
+    mode: Annotated[str, Query(pattern="^[0-7]{3}$", description="octal permissions")] = "644",
+) -> Response:
+    """The raw body, of any size, becomes the file: whole or not at all. Workspaces get it with their next pull."""
+    made = await plane.filespaces.write(context_id, path, request.stream(), mode=int(mode, 8), actor=ACTOR)
+    return as_json(made)
+
+
+@router.delete(
+    "/v1/filespaces/{context_id}/content",
+    operation_id="delete_filespace",
+    summary="Delete a file of a filespace",
+    status_code=204,
+    response_model=None,
+    responses=problems(403, 404),
+)
+async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
+    """Workspaces that did not change the file delete it with their next pull."""
+    await plane.filespaces.delete(context_id, path, ACTOR)
+    return Response(status_code=204)

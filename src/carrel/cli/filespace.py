@@ -1,0 +1,161 @@
+"""Filespaces on the command line: sync a workspace, and list, get, put and remove files beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import InvalidRequest
+
+app = typer.Typer(
+    help="Files of a context's filespace, whether a sandbox runs or not.", no_args_is_help=True, add_completion=False
+)
+
+Owner = Annotated[str, typer.Argument(metavar="CONTEXT", help="A context id.", autocompletion=options.contexts)]
+Remote = Annotated[str, typer.Argument(metavar="PATH", help="A path in the filespace.")]
+
+
+def sync(
+    context: options.Context,
+    push: Annotated[bool, typer.Option("--push", help="Only what the workspace changed.")] = False,
+    pull: Annotated[bool, typer.Option("--pull", help="Only what the filespace changed.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Bring a workspace and its filespace together: a pull, then a push. The last writer of a file wins.
+
+    \b
+    carrel sync conversation-42
+    carrel sync conversation-42 --push
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.progress import waiting
+    from carrel.cli.shown import plain, print_json, size
+    from carrel.client import Client
+
+    if push and pull:
+        raise typer.BadParameter("without either, both are done", param_hint="--push --pull")
+    direction = "push" if push else "pull" if pull else "both"
+    with Client() as client, waiting(f"syncing {context}", quiet=json):
+        done = client.attach(client.find(context)).sync(direction)
+    if json:
+        print_json(done.model_dump(mode="json"))
+        return
+    parts = []
+    if not pull:
+        parts.append(f"pushed {done.pushed} files, {size(done.pushed_bytes)}, deleted {done.push_deleted}")
+    if not push:
+        parts.append(f"pulled {done.pulled} files, {size(done.pulled_bytes)}, deleted {done.pull_deleted}")
+    typer.echo("; ".join(parts))
+    for path in done.conflicts:
+        note(f"carrel: both sides had changed {plain(path)}")
+
+
+@app.command("ls")
+def list_files(
+    context: Owner,
+    path: Annotated[str, typer.Argument(metavar="[PATH]", help="What the paths begin with.")] = "",
+    json: options.Json = False,
+) -> None:
+    """List the files of a filespace.
+
+    \b
+    carrel filespace ls conversation-42
+    carrel filespace ls conversation-42 data/
+    """
+    from carrel.cli.shown import print_json, print_table, size
+    from carrel.client import Client
+
+    with Client() as client:
+        found = list(client.filespace(context).list(path))
+    if json:
+        print_json([each.model_dump(mode="json") for each in found])
+        return
+    rows = [[each.mode, size(each.size), f"{each.updated_at:%Y-%m-%d %H:%M}", each.path] for each in found]
+    print_table(["MODE", "SIZE", "UPDATED", "PATH"], rows)
+
+
+@app.command("get")
+def get(
+    context: Owner,
+    path: Remote,
+    local: Annotated[str, typer.Argument(metavar="[FILE]", help="Where to; without one, or with -, stdout.")] = "-",
+) -> None:
+    """Copy a file out of a filespace.
+
+    \b
+    carrel filespace get conversation-42 output/report.txt
+    carrel filespace get conversation-42 output/report.txt report.txt
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        pieces = client.filespace(context).stream(path)
+        if local == "-":
+            for piece in pieces:
+                sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            return
+        target = Path(local)
+        if target.is_dir():
+            target /= PurePosixPath(path).name
+        partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
+        try:
+            with partial.open("xb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            partial.replace(target)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="FILE") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@app.command("put")
+def put(
+    context: Owner,
+    path: Remote,
+    local: Annotated[str, typer.Argument(metavar="[FILE]", help="What; without one, or with -, stdin.")] = "-",
+    json: options.Json = False,
+) -> None:
+    """Copy a file into a filespace. The workspace gets it with its next pull.
+
+    \b
+    carrel filespace put conversation-42 data/in.csv in.csv
+    echo hello | carrel filespace put conversation-42 greeting.txt
+    """
+    from carrel.cli.progress import copying
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        filespace = client.filespace(context)
+        if local == "-":
+            made = filespace.write(path, sys.stdin.buffer)
+        else:
+            try:
+                with Path(local).open("rb") as file:
+                    info = os.fstat(file.fileno())
+                    with copying(path, info.st_size) as advance:
+                        made = filespace.write(path, file, mode=info.st_mode & 0o777, progress=advance)
+            except OSError as error:
+                raise InvalidRequest(f"cannot read {local}: {error.strerror}", field="FILE") from None
+    if json:
+        print_json(made.model_dump(mode="json"))
+
+
+@app.command("rm")
+def remove(context: Owner, path: Remote) -> None:
+    """Delete a file of a filespace. The workspace follows with its next pull.
+
+    \b
+    carrel filespace rm conversation-42 data/in.csv
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        client.filespace(context).delete(path)

@@ -1,0 +1,66 @@
+"""The filespace of one context: its files beside any sandbox. Knows their routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+import httpx
+
+from carrel.client._async.connection import AsyncConnection
+from carrel.client._io_async import Progress, Source
+from carrel.models import FilespaceFile, FilespacePage
+
+PAGE = 1000
+READ_SIZE = 256 * 1024
+
+
+class AsyncFilespace:
+    """`client.filespace(context)`. What is written here reaches the workspace with its next pull."""
+
+    def __init__(self, connection: AsyncConnection, context_id: str):
+        self.context_id = context_id
+        self._connection = connection
+        self._path = f"/v1/filespaces/{quote(context_id, safe='')}"
+        self._content = f"{self._path}/content"
+
+    async def list(self, prefix: str = "") -> AsyncIterator[FilespaceFile]:
+        """The files whose paths begin with `prefix`, in the order of their paths, page by page."""
+        cursor: str | None = None
+        while True:
+            query = {"prefix": prefix or None, "cursor": cursor, "limit": PAGE}
+            page = await self._connection.get(FilespacePage, f"{self._path}/files", query)
+            for file in page.items:
+                yield file
+            cursor = page.next
+            if cursor is None:
+                return
+
+    async def read(self, path: str) -> bytes:
+        """The bytes of a file."""
+        return b"".join([piece async for piece in self.stream(path)])
+
+    async def stream(self, path: str) -> AsyncIterator[bytes]:
+        """The bytes of a file in pieces, for files of any size."""
+        response = await self._connection.stream("GET", self._content, query={"path": path})
+        try:
+            async for piece in response.aiter_raw(READ_SIZE):
+                yield piece
+        except httpx.HTTPError as error:
+            raise self._connection.unreachable(error) from None
+        finally:
+            await response.aclose()
+
+    async def write(
+        self, path: str, data: Source, *, mode: int | None = None, progress: Progress | None = None
+    ) -> FilespaceFile:
+        """Make or replace a file, whole or not at all. `data` is bytes, text, a binary file, or an iterator."""
+        query = {"path": path, "mode": None if mode is None else f"{mode & 0o777:03o}"}
+        whole = data.encode() if isinstance(data, str) else data
+        return await self._connection.upload(
+            FilespaceFile, "PUT", self._content, query=query, source=whole, progress=progress
+        )
+
+    async def delete(self, path: str) -> None:
+        """Delete a file. Raises `FileMissing` when there is none."""
+        await self._connection.call("DELETE", self._content, query={"path": path})

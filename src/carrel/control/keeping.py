@@ -1,0 +1,278 @@
+"""Workspaces kept as snapshots: taken, archived, thinned out, deleted.
+
+Binds the volume driver and the archive to the records of snapshots. Knows nothing of sandboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
+
+from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, PlatformError, SnapshotDamaged
+from carrel.metrics import OK, Metrics, outcome_of
+from carrel.store import SessionRecord
+from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
+from carrel.workspaces.archive import Archive
+from carrel.workspaces.layout import Layout, encode
+from carrel.workspaces.volumes import VolumeDriver
+
+log = logging.getLogger("carrel.keeping")
+
+AUTOMATIC = frozenset({"checkpoint", "stop", "fork"})
+"""Why a snapshot that nobody asked for was taken."""
+KEPT = 3
+"""How many of those stay."""
+
+Sync = Callable[[SessionRecord, str], Awaitable[None]]
+"""Bring the filespace and the workspace of a session together, one way; the second is the workspace's path."""
+
+
+@dataclass(slots=True)
+class Base:
+    """How the filespace takes part: what it knew of a workspace travels with the snapshots of it."""
+
+    get: Callable[[str], Awaitable[bytes]]
+    set: Callable[[str, bytes], Awaitable[None]]
+    forget: Callable[[str], Awaitable[None]]
+
+
+async def _no_bytes(_context: str) -> bytes:
+    return b""
+
+
+async def _ignore(_context: str, _base: bytes) -> None:
+    return
+
+
+async def _forget(_context: str) -> None:
+    return
+
+
+class Keeping:
+    """The snapshots of one server."""
+
+    def __init__(
+        self, layout: Layout, driver: VolumeDriver, store: SnapshotStore, archive: Archive, node: str, metrics: Metrics
+    ):
+        self._store = store
+        self._archive = archive
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._bases = os.path.join(layout.cache, "bases")
+        self._origins = os.path.join(layout.cache, "origins")
+        self.driver = driver
+        self.node = node
+        self.metrics = metrics
+        self.base = Base(_no_bytes, _ignore, _forget)
+
+    def prepare(self) -> None:
+        """Make the directories. Blocking."""
+        for path in (self._bases, self._origins):
+            os.makedirs(path, 0o700, exist_ok=True)
+
+    def forked(self, volume: str, origin: str) -> None:
+        """Remember where a new volume comes from: what that has in the archive is not sent again. Blocking."""
+        _write(os.path.join(self._origins, volume), origin.encode())
+
+    def forget(self, snapshot_id: str) -> None:
+        """A snapshot is gone. Blocking."""
+        _unlink(os.path.join(self._bases, snapshot_id))
+
+    @asynccontextmanager
+    async def still(self, context: str) -> AsyncIterator[None]:
+        """Neither a sync nor a snapshot of this context happens meanwhile: each sees the other whole or not at all."""
+        lock = self._locks.get(context)
+        if lock is None:
+            lock = self._locks[context] = asyncio.Lock()
+        async with lock:
+            yield
+
+    async def take(self, record: SessionRecord, reason: str) -> SnapshotRecord:
+        """Take a snapshot on this server; a sandbox may go on writing meanwhile."""
+        context = context_of(record)
+        async with self.still(context):
+            last = await self._store.newest_ready(context)
+            parent = last.id if last else None
+            name = f"snap-{secrets.token_hex(8)}"
+            made = SnapshotRecord(
+                name, context, self.driver.name, time.time(),
+                session_id=record.id, parent=parent, node=self.node, reason=reason,
+            )  # fmt: skip
+            await self._store.insert(made)
+            began = time.monotonic()
+            outcome = OK
+            try:
+                if base := await self.base.get(context):
+                    await asyncio.to_thread(_write, os.path.join(self._bases, name), base)
+                facts = await asyncio.to_thread(self.driver.snapshot, volume_of(record), name, parent)
+            except BaseException as error:
+                outcome = outcome_of(error)
+                words = error.detail if isinstance(error, CarrelError) else "it was broken off"
+                await self._store.failed(name, words[:2000])
+                raise
+            finally:
+                self.metrics.snapshotted(self.driver.name, outcome, time.monotonic() - began)
+            await self._store.ready(name, size=facts.bytes, new_bytes=facts.new_bytes, files=facts.files)
+        return replace(
+            made, status=SnapshotStatus.READY, bytes=facts.bytes, new_bytes=facts.new_bytes, files=facts.files
+        )
+
+    async def archive(self, snapshot: SnapshotRecord) -> None:
+        """Put a snapshot of this server into the archive; `ArchiveUnavailable` when it cannot be reached."""
+        volume = encode(snapshot.context_id, ephemeral=False)
+        base = await asyncio.to_thread(_read, os.path.join(self._bases, snapshot.id))
+        origin = (await asyncio.to_thread(_read, os.path.join(self._origins, volume))).decode() or None
+        began = time.monotonic()
+        outcome, sent = OK, 0
+        try:
+            done = await asyncio.to_thread(
+                self._archive.store, volume, snapshot.id, self.driver, origin=origin, attachment=base
+            )
+            sent = done.bytes
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            self.metrics.archived(outcome, time.monotonic() - began, sent)
+        await self._store.mark_archived(snapshot.id)
+        await asyncio.to_thread(_unlink, os.path.join(self._bases, snapshot.id))
+        if origin is not None:  # from now on its own snapshots are what new ones build on
+            await asyncio.to_thread(_unlink, os.path.join(self._origins, volume))
+
+    async def settle(self, snapshot: SnapshotRecord) -> str | None:
+        """Archive a snapshot and drop old ones; what the session has to say when that cannot be done now."""
+        notice = None
+        try:
+            await self.archive(snapshot)
+        except CarrelError as error:
+            log.warning("snapshot %s could not be archived: %s", snapshot.id, error)
+            notice = archive_notice(error)
+        try:
+            await self.prune(snapshot.context_id)
+        except CarrelError as error:
+            log.warning("old snapshots of %s could not be deleted: %s", snapshot.context_id, error)
+        return notice
+
+    async def keep(self, record: SessionRecord, push: Sync) -> tuple[str | None, str | None, str | None]:
+        """Push, snapshot, archive: the newest snapshot, what the session says of itself, and what went wrong."""
+        failure: str | None = None
+        if record.filespace:
+            try:
+                await push(record, self.driver.path(volume_of(record)))
+            except CarrelError as error:
+                failure = f"the filespace could not be synced: {error.detail}"[:2000]
+        try:
+            taken = await self.take(record, "stop")
+        except CarrelError as error:
+            log.warning("no snapshot of %s: %s", record.context_id, error)
+            return record.snapshot, record.notice, f"no snapshot could be taken: {error.detail}"[:2000]
+        return taken.id, await self.settle(taken), failure
+
+    async def catch_up(self) -> dict[str, str | None]:
+        """Do what the archive could not be reached for before; for each context what is wrong still, or None."""
+        await self.finish_deletions()
+        said: dict[str, str | None] = {}
+        for snapshot in await self._store.unarchived(self.node):
+            try:
+                await self.archive(snapshot)
+                said[snapshot.context_id] = None
+            except NotFound:  # pruned or deleted meanwhile
+                continue
+            except ArchiveUnavailable as error:
+                said[snapshot.context_id] = archive_notice(error)
+                break  # the others would wait in vain
+            except CarrelError as error:
+                log.warning("snapshot %s cannot be archived: %s", snapshot.id, error)
+                said[snapshot.context_id] = archive_notice(error)
+        return said
+
+    async def prune(self, context: str) -> bool:
+        """Delete the older of the snapshots that nobody asked for; says whether any was deleted."""
+        ready = await self._store.all_ready(context)
+        automatic = [snapshot for snapshot in ready if snapshot.reason in AUTOMATIC]
+        safe = next((snapshot.id for snapshot in ready if snapshot.archived), None)
+        doomed = [snapshot for snapshot in automatic[KEPT:] if snapshot.id != safe]
+        for snapshot in doomed:
+            try:
+                await self.drop(snapshot)
+            except ArchiveUnavailable:
+                return False  # it is tried again when the next one is taken
+        return bool(doomed)
+
+    async def drop(self, snapshot: SnapshotRecord) -> None:
+        """Delete a snapshot for good, here and in the archive."""
+        volume = encode(snapshot.context_id, ephemeral=False)
+        await self._store.doom(snapshot.context_id, snapshot.id)  # what is ready is whole, at every moment
+        if snapshot.archived:
+            await asyncio.to_thread(self._archive.delete, volume, snapshot.id)
+        await asyncio.to_thread(self.driver.delete_snapshot, snapshot.id)
+        await asyncio.to_thread(_unlink, os.path.join(self._bases, snapshot.id))
+        await self._store.delete(snapshot.id)
+
+    async def finish_deletions(self) -> None:
+        """Delete what was about to be deleted when the server ended or the archive could not be reached."""
+        for record in await self._store.doomed():
+            if record.node in {None, self.node}:
+                try:
+                    await self.drop(record)
+                except ArchiveUnavailable as error:
+                    log.warning("snapshot %s could not be deleted yet: %s", record.id, error)
+                    return
+
+    async def base_of(self, volume: str, snapshot: SnapshotRecord) -> bytes:
+        """What the filespace knew when a snapshot was taken."""
+        kept = await asyncio.to_thread(_read, os.path.join(self._bases, snapshot.id))
+        if kept or not snapshot.archived:
+            return kept
+        try:
+            return await asyncio.to_thread(self._archive.attachment, volume, snapshot.id)
+        except (ArchiveUnavailable, NotFound, SnapshotDamaged):
+            return b""  # a merge without history loses nothing
+
+
+def _write(path: str, data: bytes) -> None:
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise PlatformError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def archive_notice(error: CarrelError) -> str:
+    """What a session says while its snapshots wait for the archive."""
+    return f"snapshots wait on this server: {error.detail}"[:2000]
+
+
+def volume_of(record: SessionRecord) -> str:
+    """The name of the volume of a session."""
+    return encode(record.context_id or record.id, ephemeral=record.ephemeral)
+
+
+def context_of(record: SessionRecord) -> str:
+    """The context of a session that has one; `Conflict` for an ephemeral sandbox."""
+    if record.context_id is None:
+        raise Conflict(
+            "an ephemeral sandbox keeps nothing, so it has no snapshots",
+            field="id",
+            hint="make the sandbox with a context_id",
+        )
+    return record.context_id
