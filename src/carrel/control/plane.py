@@ -86,7 +86,8 @@ class ControlPlane:
             os.path.join(layout.data_dir, "filespaces"),
             default_cap=settings.sandbox.disk_mb * MB,
         )
-        self.sessions.pull, self.sessions.push = self.filespaces.pull, self.filespaces.push
+        self.sessions.pull_with(self.filespaces.pull)
+        self.sessions.push = self.filespaces.push
         self.workspaces.keeping.base = self.filespaces.base
         self.janitor = Janitor(
             self.sessions, self.leasing, self.operations, self.snapshots, self.workspaces, self.store, settings

@@ -19,30 +19,25 @@ from carrel.control.keeping import Sync
 from carrel.control.lifecycle import LIVE, Event, next_state
 from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.ownership import Ownership
-from carrel.control.terms import changes, launch, plan, refuse_differences
-from carrel.control.workspaces import Provided, Workspaces
+from carrel.control.starting import Starting, no_sync
+from carrel.control.terms import refuse_differences
+from carrel.control.workspaces import Workspaces
 from carrel.errors import (
     AlreadyExists,
-    CarrelError,
     Conflict,
-    LimitExceeded,
     NotFound,
     NotRunning,
     PlatformError,
     RunsElsewhere,
 )
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
-from carrel.providers.base import Handle, Provider
+from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.sessions")
 
 LISTED = tuple(state for state in State if state is not State.TERMINATED)
 _PARALLEL_ENDS = 32
-
-
-async def _no_sync(_record: SessionRecord, _path: str) -> None:
-    return
 
 
 class Sessions:
@@ -57,17 +52,18 @@ class Sessions:
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
     ):
-        self._settings = settings
         self._store = store
         self._workspaces = workspaces
         self._ownership = ownership
         self._providers = dict(providers)
         self._live = live
-        self._starting = 0
+        self._starting = Starting(settings, store, workspaces, ownership, live, providers)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._closing = False
-        self.pull: Sync = _no_sync
-        self.push: Sync = _no_sync
+        self.push: Sync = no_sync
+
+    def pull_with(self, pull: Sync) -> None:
+        """How changes of a filespace come into a workspace before its sandbox starts."""
+        self._starting.pull = pull
 
     # finding
 
@@ -161,10 +157,10 @@ class Sessions:
             return await self._deploy(request, None)
 
     async def _deploy(self, request: SandboxRequest, key: str | None) -> tuple[SandboxInfo, bool]:
-        if self._closing:
+        if self._starting.closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
         if request.context_id is None:
-            return await self._start(request, None, None, key), True
+            return await self._starting.start(request, None, None, key), True
         async with self._lock(f"context {request.context_id}"):
             box = self._live.find(request.context_id)
             if box is not None:
@@ -180,7 +176,7 @@ class Sessions:
     async def _start_of_context(self, request: SandboxRequest, key: str | None) -> SandboxInfo:
         previous = await self._store.newest_of_context(request.context_id or "")
         existing = previous if previous is not None and previous.state is not State.TERMINATED else None
-        return await self._start(request, previous, existing, key)
+        return await self._starting.start(request, previous, existing, key)
 
     async def _reuse(self, box: LiveSandbox, request: SandboxRequest) -> SandboxInfo:
         refuse_differences(box.record, request)
@@ -189,115 +185,6 @@ class Sessions:
             await self._store.update(box.record.id, fence=box.record.fence, labels=request.labels)
             box.record = replace(box.record, labels=request.labels)
         return self._info(box.record)
-
-    async def _start(
-        self, request: SandboxRequest, previous: SessionRecord | None, existing: SessionRecord | None, key: str | None
-    ) -> SandboxInfo:
-        began = time.monotonic()
-        node = self._ownership.node
-        record, provider = plan(request, existing, key, self._settings, self._providers, node)
-        if len(self._live) + self._starting >= self._settings.max_sandboxes:
-            raise LimitExceeded(
-                f"{self._settings.max_sandboxes} sandboxes run already",
-                hint="terminate some, or raise CARREL_MAX_SANDBOXES",
-            )
-        if existing is not None:
-            record = replace(record, fence=(await self._ownership.take(existing)).fence)
-        moved = None
-        if previous is not None and previous.node not in {None, node}:
-            moved = await self._move(record, previous, existing)
-        self._starting += 1
-        new = moved is not None and moved.new
-        handle: Handle | None = None
-        # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
-        writing = asyncio.ensure_future(self._write_start(record, fresh=existing is None))
-        try:
-            provided = moved or await self._workspaces.provide(record, previous)
-            new = provided.new
-            if record.filespace:
-                await self.pull(record, provided.path)
-            handle = await provider.start(launch(record, provider, provided.path))
-            await writing
-            await self._workspaces.recorded(record)
-            if self._closing:
-                raise PlatformError("the server is shutting down", hint="ask again when it is back")
-            notice = provided.notice or record.notice
-            state = next_state(record.state, Event.STARTED)
-            record = replace(record, state=state, handle=handle, notice=notice)
-            await self._store.update(record.id, fence=record.fence, state=state, handle=handle, notice=notice)
-            box = LiveSandbox(record, provider, handle, provided.path)
-            box.leased_until = self._ownership.deadline(began)
-            self._live.add(box)
-        except BaseException as error:
-            await asyncio.gather(writing, return_exceptions=True)
-            written = not writing.cancelled() and writing.exception() is None
-            await self._undo(record, provider, handle, new=new, written=written, error=error)
-            if isinstance(error, CarrelError) or not isinstance(error, Exception):
-                raise
-            log.exception("a sandbox could not be started")
-            raise PlatformError(f"the sandbox could not be started: {type(error).__name__}") from None
-        finally:
-            self._starting -= 1
-        seconds = time.monotonic() - began
-        self._workspaces.metrics.started(provider.name, "fresh" if previous is None else "resume", seconds)
-        return self._info(record)
-
-    async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:
-        """Bring the workspace from another server before anything is written: until then it is that server's."""
-        owner = existing.lease_owner if existing else None
-        silent = owner not in {None, self._ownership.node}  # the lease was taken from a server that let it end
-        try:
-            return await self._workspaces.move(record, previous, silent=silent)
-        except BaseException:
-            if silent and owner is not None:
-                await self._ownership.hand_back(record, owner)
-            elif existing is not None:
-                await self._store.update(record.id, fence=record.fence, release=True)
-            raise
-
-    async def _write_start(self, record: SessionRecord, *, fresh: bool) -> None:
-        if fresh:
-            await self._store.insert(record, self._ownership.lease)
-        else:
-            await self._store.update(record.id, changes(record), fence=record.fence, handle=None, error=None)
-
-    async def _undo(
-        self,
-        record: SessionRecord,
-        provider: Provider,
-        handle: Handle | None,
-        *,
-        new: bool,
-        written: bool,
-        error: BaseException,
-    ) -> None:
-        """Leave nothing of a start that failed. Each step is tried whatever becomes of the one before."""
-        try:
-            if handle is not None:
-                await provider.remove(handle)
-        except Exception:
-            log.exception("sandbox %s could not be removed after a failed start", record.id)
-        try:
-            if new or record.ephemeral:
-                await self._workspaces.discard(record)
-        except (CarrelError, OSError):
-            log.exception("the workspace of %s could not be removed after a failed start", record.id)
-        if not written:
-            return  # there is no record, or it is another server's by now
-        event = Event.TERMINATE if record.ephemeral else Event.FAIL
-        text = error.detail if isinstance(error, CarrelError) else "the start was broken off"
-        try:
-            await self._store.update(
-                record.id,
-                fence=record.fence,
-                release=True,
-                state=next_state(record.state, event),
-                handle=None,
-                error=text[:2000],
-                idempotency_key=None,
-            )
-        except CarrelError as failure:
-            log.warning("the failed start of %s could not be written down: %s", record.id, failure)
 
     async def adopt(self, record: SessionRecord) -> bool:
         """Take over a sandbox that the process before this one started; False when it does not run any more."""
@@ -446,14 +333,14 @@ class Sessions:
 
     async def lost(self, box: LiveSandbox) -> None:
         """Somebody could not reach the supervisor: find out whether the sandbox is dead, and record that."""
-        if not self._live.has(box) or self._closing:
+        if not self._live.has(box) or self._starting.closing:
             return
         if not await box.provider.alive(box.handle):
             await self.stop(box.record.id, "lost", error="the sandbox died")
 
     async def shutdown(self) -> None:
         """End every sandbox; durable workspaces stay and their sessions become stopped."""
-        self._closing = True
+        self._starting.closing = True
         gate = asyncio.Semaphore(_PARALLEL_ENDS)
 
         async def end(box: LiveSandbox) -> None:

@@ -1,0 +1,173 @@
+"""Starting a sandbox: the workspace, the process and the record come to be together, or not at all.
+
+Everything that can be refused is refused before anything is made. Who calls sees to it that only one start of a context
+is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from carrel.config import Settings
+from carrel.control.keeping import Sync
+from carrel.control.lifecycle import Event, next_state
+from carrel.control.live import LiveSandbox, LiveSandboxes
+from carrel.control.ownership import Ownership
+from carrel.control.terms import changes, launch, plan
+from carrel.control.workspaces import Provided, Workspaces
+from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
+from carrel.models import SandboxInfo, SandboxRequest
+from carrel.providers.base import Handle, Provider
+from carrel.store import SessionRecord, SessionStore
+
+log = logging.getLogger("carrel.starting")
+
+
+async def no_sync(_record: SessionRecord, _path: str) -> None:
+    """For a server without filespaces."""
+    return
+
+
+class Starting:
+    """Starts the sandboxes of one server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: SessionStore,
+        workspaces: Workspaces,
+        ownership: Ownership,
+        live: LiveSandboxes,
+        providers: Mapping[str, Provider],
+    ):
+        self._settings = settings
+        self._store = store
+        self._workspaces = workspaces
+        self._ownership = ownership
+        self._providers = dict(providers)
+        self._live = live
+        self._under_way = 0
+        self.closing = False
+        """Set when the server ends: what is being started then is taken back."""
+        self.pull: Sync = no_sync
+
+    async def start(
+        self, request: SandboxRequest, previous: SessionRecord | None, existing: SessionRecord | None, key: str | None
+    ) -> SandboxInfo:
+        """Start the sandbox of a new session, or of one that exists; leaves nothing behind when it fails."""
+        began = time.monotonic()
+        node = self._ownership.node
+        record, provider = plan(request, existing, key, self._settings, self._providers, node)
+        if len(self._live) + self._under_way >= self._settings.max_sandboxes:
+            raise LimitExceeded(
+                f"{self._settings.max_sandboxes} sandboxes run already",
+                hint="terminate some, or raise CARREL_MAX_SANDBOXES",
+            )
+        if existing is not None:
+            record = replace(record, fence=(await self._ownership.take(existing)).fence)
+        moved = None
+        if previous is not None and previous.node not in {None, node}:
+            moved = await self._move(record, previous, existing)
+        self._under_way += 1
+        new = moved is not None and moved.new
+        handle: Handle | None = None
+        # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
+        writing = asyncio.ensure_future(self._write_start(record, fresh=existing is None))
+        try:
+            provided = moved or await self._workspaces.provide(record, previous)
+            new = provided.new
+            late = await self._pull(record, provided.path) if record.filespace else None
+            handle = await provider.start(launch(record, provider, provided.path))
+            await writing
+            await self._workspaces.recorded(record)
+            if self.closing:
+                raise PlatformError("the server is shutting down", hint="ask again when it is back")
+            notice = provided.notice or late or record.notice
+            state = next_state(record.state, Event.STARTED)
+            record = replace(record, state=state, handle=handle, notice=notice)
+            await self._store.update(record.id, fence=record.fence, state=state, handle=handle, notice=notice)
+            box = LiveSandbox(record, provider, handle, provided.path)
+            box.leased_until = self._ownership.deadline(began)
+            self._live.add(box)
+        except BaseException as error:
+            await asyncio.gather(writing, return_exceptions=True)
+            written = not writing.cancelled() and writing.exception() is None
+            await self._undo(record, provider, handle, new=new, written=written, error=error)
+            if isinstance(error, CarrelError) or not isinstance(error, Exception):
+                raise
+            log.exception("a sandbox could not be started")
+            raise PlatformError(f"the sandbox could not be started: {type(error).__name__}") from None
+        finally:
+            self._under_way -= 1
+        seconds = time.monotonic() - began
+        self._workspaces.metrics.started(provider.name, "fresh" if previous is None else "resume", seconds)
+        return record.info()
+
+    async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:
+        """Bring the workspace from another server before anything is written: until then it is that server's."""
+        owner = existing.lease_owner if existing else None
+        silent = owner not in {None, self._ownership.node}  # the lease was taken from a server that let it end
+        try:
+            return await self._workspaces.move(record, previous, silent=silent)
+        except BaseException:
+            if silent and owner is not None:
+                await self._ownership.hand_back(record, owner)
+            elif existing is not None:
+                await self._store.update(record.id, fence=record.fence, release=True)
+            raise
+
+    async def _pull(self, record: SessionRecord, path: str) -> str | None:
+        """Bring the filespace's changes in; what the session says when its storage cannot be reached now."""
+        try:
+            await self.pull(record, path)
+        except ArchiveUnavailable as error:
+            return f"the filespace could not be synced: {error.detail}"[:2000]
+        return None
+
+    async def _write_start(self, record: SessionRecord, *, fresh: bool) -> None:
+        if fresh:
+            await self._store.insert(record, self._ownership.lease)
+        else:
+            await self._store.update(record.id, changes(record), fence=record.fence, handle=None, error=None)
+
+    async def _undo(
+        self,
+        record: SessionRecord,
+        provider: Provider,
+        handle: Handle | None,
+        *,
+        new: bool,
+        written: bool,
+        error: BaseException,
+    ) -> None:
+        """Leave nothing of a start that failed. Each step is tried whatever becomes of the one before."""
+        try:
+            if handle is not None:
+                await provider.remove(handle)
+        except Exception:
+            log.exception("sandbox %s could not be removed after a failed start", record.id)
+        try:
+            if new or record.ephemeral:
+                await self._workspaces.discard(record)
+        except (CarrelError, OSError):
+            log.exception("the workspace of %s could not be removed after a failed start", record.id)
+        if not written:
+            return  # there is no record, or it is another server's by now
+        event = Event.TERMINATE if record.ephemeral else Event.FAIL
+        text = error.detail if isinstance(error, CarrelError) else "the start was broken off"
+        try:
+            await self._store.update(
+                record.id,
+                fence=record.fence,
+                release=True,
+                state=next_state(record.state, event),
+                handle=None,
+                error=text[:2000],
+                idempotency_key=None,
+            )
+        except CarrelError as failure:
+            log.warning("the failed start of %s could not be written down: %s", record.id, failure)
