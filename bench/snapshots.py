@@ -21,7 +21,7 @@ from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
 MEGABYTES = int(os.environ.get("CARREL_BENCH_MB", "1000"))
 FILES = MEGABYTES * 20
 AGAIN = 5
-RESTORES = 2
+RESTORES = 3
 FORKS = 20
 TIMED = 10
 STEPS = 5

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import ColumnElement, Double, literal
 
 from carrel.errors import InvalidRequest
-from carrel.store import Database, FilespaceChange, FilespaceEntry, FilespaceStore
+from carrel.store import Database, FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 
 WRITE = FilespaceChange("a.txt", "00", 5, 0o644)
 
@@ -54,6 +54,17 @@ async def test_the_time_of_a_path_never_goes_back(database: Database) -> None:
     store = FilespaceStore(database, clock)
     stamps = [(await store.put("c", [WRITE])).entries[0].updated_at for _ in range(4)]
     assert stamps == sorted(set(stamps)) and stamps[0] == 100.0 and 100 < stamps[2] < 101 and stamps[3] == 200.0
+
+
+async def test_a_mark_is_stored_with_changes_and_is_no_file(store: FilespaceStore) -> None:
+    for number in (1, 2):
+        done = await store.put("c", [WRITE], FilespaceMark("\0me", "token", number))
+        assert [entry.path for entry in done.entries] == ["a.txt"]
+        assert (done.before, done.newest) == (2 * number - 2, 2 * number) == (done.before, (await store.newest("c"))[0])
+    mark = (await store.changed("c"))[-1]
+    assert (mark.path, mark.hash, mark.size, mark.deleted, mark.version) == ("\0me", "token", 2, True, 4)
+    assert await live(store) == ["a.txt"] and await store.size("c") == (1, 5) and await store.hashes("c") == {"00"}
+    assert (await store.put("c", [], FilespaceMark("\0me", "token", 3))).newest == 5
 
 
 @pytest.mark.parametrize("others", [0, 20])

@@ -100,3 +100,17 @@ async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) ->
     """Workspaces that did not change the file delete it with their next pull."""
     await plane.filespaces.delete(context_id, path, ACTOR)
     return Response(status_code=204)
+
+
+@router.delete(
+    "/v1/filespaces/{context_id}",
+    operation_id="forget_filespace",
+    summary="Delete a whole filespace",
+    status_code=204,
+    response_model=None,
+    responses=problems(403, 503),
+)
+async def forget_filespace(context_id: Context, plane: Plane) -> Response:
+    """Every file in it, for good. The workspace keeps its files."""
+    await plane.filespaces.forget(context_id, ACTOR)
+    return Response(status_code=204)

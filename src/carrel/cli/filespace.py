@@ -149,13 +149,23 @@ def put(
 
 
 @app.command("rm")
-def remove(context: Owner, path: Remote) -> None:
-    """Delete a file of a filespace. The workspace follows with its next pull.
+def remove(
+    context: Owner,
+    path: Annotated[str | None, typer.Argument(metavar="[PATH]", help="A path in the filespace.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete the whole filespace, for good.")] = False,
+) -> None:
+    """Delete a file of a filespace, or all of it. The workspace follows a single file with its next pull.
 
     \b
     carrel filespace rm conversation-42 data/in.csv
+    carrel filespace rm conversation-42 --all
     """
     from carrel.client import Client
 
+    if (path is None) is not everything:
+        raise InvalidRequest("name one file, or say --all", field="PATH", hint="see `carrel filespace rm --help`")
     with Client() as client:
-        client.filespace(context).delete(path)
+        if path is None:
+            client.filespace(context).delete_all()
+        else:
+            client.filespace(context).delete(path)

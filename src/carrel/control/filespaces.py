@@ -256,12 +256,14 @@ class Filespaces:
             await self._store.forget_tombstones(context, TOMBSTONE_S)
             return await _to_its_end(lambda: self._contents(context).collect(entries.hashes))
 
-    async def forget(self, context: str) -> None:
-        """Delete a filespace with everything in it. May be repeated."""
-        async with self._workspaces.keeping.still(context):
-            await self._store.forget(context)
-            await self.forget_base(context)
-            await _to_its_end(self._contents(context).forget)
+    async def forget(self, context: str, actor: str = "") -> None:
+        """Delete a filespace with everything in it; the workspace stays. May be repeated."""
+        contents = self._contents(context)
+        with self._operations.session_door("filespace_forget", {}, actor, "", context, kind="file"):
+            async with self._workspaces.keeping.still(context):
+                await self._store.forget(context)
+                await self.forget_base(context)
+                await _to_its_end(contents.forget)
 
     # inner
 

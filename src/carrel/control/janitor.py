@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from carrel.config import Settings
+from carrel.control.filespaces import Filespaces
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandbox
 from carrel.control.operations import SELF, Operations
@@ -81,6 +82,7 @@ class Janitor:
         leasing: Leasing,
         operations: Operations,
         snapshots: Snapshots,
+        filespaces: Filespaces,
         workspaces: Workspaces,
         store: SessionStore,
         settings: Settings,
@@ -91,6 +93,7 @@ class Janitor:
         self._leasing = leasing
         self._operations = operations
         self._snapshots = snapshots
+        self._filespaces = filespaces
         self._workspaces = workspaces
         self._store = store
         self._flushed: dict[str, float] = {}
@@ -213,8 +216,11 @@ class Janitor:
         await asyncio.to_thread(self._workspaces.driver.tend)
 
     async def collect_garbage(self) -> None:
-        """Free what deleted snapshots left."""
+        """Free what deleted snapshots and files of filespaces left."""
         await asyncio.to_thread(self._workspaces.collect_garbage)
+        for box in self._sessions.live():
+            if box.record.filespace and box.record.context_id is not None:
+                await self._filespaces.collect(box.record.context_id)
 
     async def stop_idle(self) -> None:
         """Stop the sandboxes that nobody has used for long enough; what runs in one counts as use."""

@@ -90,7 +90,14 @@ class ControlPlane:
         self.sessions.push = self.filespaces.push
         self.workspaces.keeping.base = self.filespaces.base
         self.janitor = Janitor(
-            self.sessions, self.leasing, self.operations, self.snapshots, self.workspaces, self.store, settings
+            self.sessions,
+            self.leasing,
+            self.operations,
+            self.snapshots,
+            self.filespaces,
+            self.workspaces,
+            self.store,
+            settings,
         )
         self._upkeep: asyncio.Task[None] | None = None
 

@@ -64,3 +64,7 @@ class AsyncFilespace:
     async def delete(self, path: str) -> None:
         """Delete a file. Raises `FileMissing` when there is none."""
         await self._connection.call("DELETE", self._content, query={"path": path})
+
+    async def delete_all(self) -> None:
+        """Delete every file of the filespace, for good. The workspace keeps its files."""
+        await self._connection.call("DELETE", self._path)

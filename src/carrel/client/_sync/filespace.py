@@ -63,3 +63,7 @@ class Filespace:
     def delete(self, path: str) -> None:
         """Delete a file. Raises `FileMissing` when there is none."""
         self._connection.call("DELETE", self._content, query={"path": path})
+
+    def delete_all(self) -> None:
+        """Delete every file of the filespace, for good. The workspace keeps its files."""
+        self._connection.call("DELETE", self._path)

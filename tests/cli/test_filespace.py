@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from carrel.cli import main
+
+Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+def test_sync_list_put_get_and_remove(carrel: Carrel, tmp_path: Path) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    local = tmp_path / "in.csv"
+    local.write_bytes(b"1,2\n")
+    try:
+        assert carrel("filespace", "put", name, "data/in.csv", str(local)).returncode == 0
+        made = json.loads(carrel("filespace", "put", name, "piped", "--json", stdin=b"hello").stdout)
+        assert made["size"] == 5
+        carrel("exec", name, "echo made > out")
+        assert carrel("sync", name).stdout == b"pushed 1 files, 5B, deleted 0; pulled 2 files, 9B, deleted 0\n"
+        assert carrel("exec", name, "cat data/in.csv").stdout == b"1,2\n"
+        table = carrel("filespace", "ls", name).stdout.decode().splitlines()
+        assert table[0].split() == ["MODE", "SIZE", "UPDATED", "PATH"]
+        assert [line.split()[-1] for line in table[1:]] == ["data/in.csv", "out", "piped"]
+        found = json.loads(carrel("filespace", "ls", name, "data/", "--json").stdout)
+        assert [each["path"] for each in found] == ["data/in.csv"]
+        assert carrel("filespace", "get", name, "out").stdout == b"made\n"
+        assert carrel("filespace", "get", name, "out", str(tmp_path)).returncode == 0
+        assert (tmp_path / "out").read_bytes() == b"made\n"
+        assert carrel("filespace", "rm", name, "piped").returncode == 0
+        done = json.loads(carrel("sync", name, "--pull", "--json").stdout)
+        assert (done["direction"], done["pull_deleted"]) == ("pull", 1)
+        assert carrel("sync", name, "--push").stdout == b"pushed 0 files, 0B, deleted 0\n"
+        for wrong in (("rm", name, "absent"), ("put", name, "x", str(tmp_path / "absent")), ("put", name, "../x")):
+            failed = carrel("filespace", *wrong, stdin=b"")
+            assert failed.returncode == 1 and b"error:" in failed.stderr and b"Traceback" not in failed.stderr
+        assert carrel("sync", name, "--push", "--pull").returncode == 2
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out"]
+    finally:
+        carrel("rm", "--yes", "--files", name)
+
+
+@pytest.mark.parametrize("word", ["ls", "get", "put", "rm"])
+def test_help_teaches_by_example(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["filespace", word, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.count(f"carrel filespace {word}") >= 2
