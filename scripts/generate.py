@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT / "src"))
 
+import generate_policy  # noqa: E402
 import generate_reference  # noqa: E402
 import generate_sync  # noqa: E402
 
@@ -28,6 +29,10 @@ def wanted() -> dict[Path, Callable[[], str]]:
     files[reference / "errors.md"] = generate_reference.errors_page
     files[reference / "cli.md"] = generate_reference.cli_page
     files[reference / "metrics.md"] = generate_reference.metrics_page
+    files[reference / "scopes.md"] = generate_reference.scopes_page
+    files[reference / "policy.md"] = generate_policy.page
+    for name in ("settings", "sources"):
+        files[reference / f"{name}.schema.json"] = lambda name=name: generate_policy.schema(name)  # type: ignore[misc]
     if (ROOT / "src/carrel/config.py").exists():
         files[reference / "settings.md"] = generate_reference.settings_page
     return files

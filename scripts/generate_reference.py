@@ -64,6 +64,33 @@ def metrics_page() -> str:
     )
 
 
+def scopes_page() -> str:
+    """Every scope: what it means, includes and covers."""
+    from carrel import identity
+
+    rows = ["| scope | meaning | includes | operations |", "| --- | --- | --- | --- |"]
+    for each in identity.SCOPES:
+        included = ", ".join(f"`{scope}`" for scope in each.includes) or "none"
+        covered = ", ".join(f"`{name}`" for name in each.operations)
+        rows.append(f"| `{each.scope}` | {_cell(each.meaning)} | {included} | {covered} |")
+    listed = ", ".join(f"`{name}`" for name in sorted(identity.LISTED))
+    return (
+        f"{HEAD}# Scopes\n\n"
+        "A token has scopes, and a scope covers operations of the API, by their ids. An operation that no scope\n"
+        f"names needs `{identity.scope_of('')}`.\n\n" + "\n".join(rows) + "\n\n"
+        "A token may be for one namespace (what a context's id has before its first colon, else\n"
+        f"`{identity.DEFAULT_NAMESPACE}`), for some contexts, or for both; then everything else is out of its\n"
+        "reach, also what belongs to no context, such as ephemeral sandboxes and metrics. These operations it may\n"
+        f"ask for all the same, and sees in their answers what is in its reach: {listed}.\n\n"
+        "The token of an `agent` has neither `approve` nor `administer`: one that asks for them is not made, and a\n"
+        "record that has them all the same gives nothing. Nobody decides their own request, whatever their token.\n"
+        "Two tokens of one kind and name are the same subject.\n\n"
+        "The token in the data directory is the administrator's: every scope, every context, no end.\n\n"
+        "A token that is revoked is worthless at once on the server that revoked it, and within\n"
+        f"{identity.CACHE_S:.0f} seconds on others with the same database.\n"
+    )
+
+
 def cli_page() -> str:
     """Every command with its arguments and options."""
     import typer.main

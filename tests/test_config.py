@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,15 @@ def test_any_environment_gives_settings_or_a_named_field(environ: dict[str, str]
         config.load(environ=environ)
     except CarrelError as error:
         assert error.field
+
+
+def test_the_key_of_the_secrets_is_checked_and_never_shown() -> None:
+    good = base64.b64encode(bytes(range(32))).decode()
+    settings = config.load(environ={"CARREL_SECRET_KEY": good})
+    assert settings.secret_key is not None and settings.secret_key.get_secret_value() == good
+    assert good not in repr(settings)
+    for bad in ("c2hvcnQ=", "not base64 at all!", good + "AAAA"):
+        with pytest.raises(InvalidRequest) as caught:
+            config.load(environ={"CARREL_SECRET_KEY": bad})
+        assert caught.value.field == "secret_key"
+        assert bad not in str(caught.value.problem())

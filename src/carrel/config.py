@@ -6,6 +6,7 @@ Reads files and the environment when asked to; knows nothing of what the setting
 
 from __future__ import annotations
 
+import base64
 import difflib
 import os
 import tomllib
@@ -70,6 +71,35 @@ class SandboxSettings(_Group):
     )
 
 
+class PolicySettings(_Group):
+    """The policy that holds for every context of the server; a context's own can only tighten what it denies."""
+
+    settings_file: str | None = Field(default=None, description="a `settings.json`: what is allowed and denied")
+    sources_file: str | None = Field(default=None, description="a `sources.json`: what may be reached and installed")
+
+
+class ApprovalSettings(_Group):
+    """What waits for a person."""
+
+    ttl_s: float = Field(
+        default=3600.0, gt=0, le=30 * 86_400, description="seconds until an undecided approval expires"
+    )
+    webhook: SecretStr | None = Field(default=None, description="a URL that is told of each new approval")
+    webhook_secret: SecretStr | None = Field(
+        default=None, description="the key that signs what the webhook is told (HMAC-SHA-256)"
+    )
+
+
+class AuditSettings(_Group):
+    """The audit log."""
+
+    strict: bool = Field(
+        default=True,
+        description="write down each operation before it runs; without, those of the last moment before a crash "
+        "may be missing",
+    )
+
+
 class Settings(_Group):
     """The settings of a server."""
 
@@ -113,6 +143,11 @@ class Settings(_Group):
         pattern=r"^[\x21-\x7e]+$",
         description="the token callers must show; without one, a token is made and kept in `data_dir`",
     )
+    secret_key: SecretStr | None = Field(
+        default=None,
+        description="the key that seals stored secrets, 32 bytes in base64; several servers on one database need the "
+        "same; without one, a key is made and kept in `data_dir`",
+    )
     auth: bool = Field(default=True, description="ask for the token; only a loopback address may go without")
     max_body_mb: int = Field(default=32, ge=1, le=4096, description="largest request body, file uploads excepted")
     max_sandboxes: int = Field(default=1000, ge=1, le=1_000_000, description="sandboxes that may run at once")
@@ -120,6 +155,9 @@ class Settings(_Group):
         default="info", description="how much the server tells"
     )
     sandbox: SandboxSettings = Field(default_factory=SandboxSettings, description="defaults of sandboxes")
+    policy: PolicySettings = Field(default_factory=PolicySettings, description="the policy of the server")
+    approvals: ApprovalSettings = Field(default_factory=ApprovalSettings, description="what waits for a person")
+    audit: AuditSettings = Field(default_factory=AuditSettings, description="the audit log")
 
     @field_validator("data_dir")
     @classmethod
@@ -144,6 +182,18 @@ class Settings(_Group):
         text = "" if value is None else value.get_secret_value()
         if value is not None and ("\0" in text or not text.startswith(("/", "s3://"))):
             raise ValueError("it must be an absolute path or a URL that starts with s3://")
+        return value
+
+    @field_validator("secret_key")
+    @classmethod
+    def _key_of_32_bytes(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            try:
+                size = len(base64.b64decode(value.get_secret_value().strip(), validate=True))
+            except ValueError:
+                size = 0
+            if size != 32:
+                raise ValueError("it must be 32 bytes in base64, as `head -c 32 /dev/urandom | base64` makes them")
         return value
 
     @property

@@ -7,6 +7,7 @@
     │   └── TooLarge            413
     ├── Unauthorized            401
     ├── Denied                  403  policy says no; `.rule`, `.reason`
+    │   └── ApprovalNeeded      403  a person has to decide first; `.approval` is the handle
     ├── NotFound                404
     │   └── FileMissing         404
     ├── Conflict                409
@@ -113,6 +114,17 @@ class Denied(CarrelError):
     def reason(self) -> str:
         """Why, in words for the agent."""
         return _text(self.extra.get("reason")) or self.detail
+
+
+class ApprovalNeeded(Denied):
+    """A person has to decide first. Ask again with the handle once it is approved: it then runs once."""
+
+    code, title = "approval_needed", "A person has to decide"
+
+    @property
+    def approval(self) -> str | None:
+        """The id of the approval that waits."""
+        return _text(self.extra.get("approval"))
 
 
 class NotFound(CarrelError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from carrel.config import Settings
-from carrel.control.door import Decision, Operation
+from carrel.control.door import Decision, Operation, PlainDoor
 from carrel.control.filespaces import NOTICE
 from carrel.control.plane import ControlPlane
 from carrel.errors import (
@@ -223,7 +223,7 @@ async def test_everything_passes_the_door(settings: Settings) -> None:
             return Decision("deny", reason="not today")
         return Decision()
 
-    plane = await ControlPlane.open(settings, decide=decide)
+    plane = await ControlPlane.open(settings, door=PlainDoor(decide))
     try:
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id="d"))
         for work in (

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import io
-import re
-import tarfile
 import time
 from random import Random
 
-import httpx
+from kill_history import Broken, met, pulled
 from kill_load import World, read_on
-from kill_model import Broken, Context, Life
+from kill_model import Context, Life
 from kill_server import Server
+from kill_tar import counts, files_in
 
 from carrel.client import AsyncClient, AsyncSandbox
-from carrel.errors import CarrelError, NotFound
+from carrel.errors import CarrelError, Conflict, FileMissing, NotFound
 from carrel.models import FileKind, SandboxInfo, SnapshotInfo, State
 from carrel.workspaces.layout import CONTEXT_FILE, encode
 from sandboxes import until
@@ -33,12 +32,13 @@ class Check:
         self._server = server
         self._client = client
         self._random = Random(f"check {seed}")
-        self._killed_at = time.time()
 
-    async def run(self, *, thorough: bool = False) -> None:
+    async def run(self, *, thorough: bool = False, archived: bool = False) -> None:
         """Everything, and afterwards the model is certain again. `thorough` waits for every command and restores
-        every snapshot."""
+        every snapshot; `archived` waits until all of them are in the archive."""
         try:
+            for context in self._world.all():
+                context.settle(time.time())
             async with asyncio.timeout(STUCK_S * 4):
                 infos = [info async for info in self._client.sandboxes()]
                 self._states(infos)
@@ -55,6 +55,8 @@ class Check:
                     if outcome is not None:
                         raise outcome
                 await self._stray()
+                if archived or thorough:
+                    await all_archived(self._world)
         except CarrelError as error:
             raise Broken(f"after the restart: {type(error).__name__}: {error}") from error
         except TimeoutError as error:
@@ -74,6 +76,7 @@ class Check:
             if context.life is Life.RUNNING and info and context.box is not None and info.id != context.box.id:
                 wrong.append(f"{context.name} has another session: {info.id}, not {context.box.id}")
             context.life = life
+            context.scene.pushes = context.filespace and life is Life.RUNNING
             context.made = context.made or info is not None
             if info is not None:
                 context.box = self._client.attach(info)
@@ -125,10 +128,11 @@ class Check:
         if not context.may_be_made:
             return
         async with asyncio.timeout(STUCK_S):
-            box = await self._client.sandbox(context.name)
+            box = await resume(self._client, context)
             await box.commands.run("true", check=True, timeout=STUCK_S)
-        context.box, context.life, context.made = box, Life.RUNNING, True
-        context.look(await _files(box), time.time())
+        context.look(await files_of(box), time.time())
+        if context.filespace:
+            context.look_there(await stored_files(self._client, context), time.time())
         ready = await self._snapshots(context, box)
         # Those that nobody asked for may go at any time; the newest of them is tried first, while it is surely there.
         ready.sort(key=lambda info: (info.reason == "request", -info.created_at.timestamp()))
@@ -136,27 +140,58 @@ class Check:
         if restores and chosen:
             context.commands_may_end()
             for snapshot in chosen if thorough else [self._random.choice(chosen)]:
-                await box.restore(snapshot)
-                context.becomes(context.pictures[snapshot.id], time.time())
-                context.look(await _files(box), time.time())
+                try:
+                    await box.restore(snapshot)
+                except (NotFound, Conflict):
+                    if await self._promised(box, snapshot):
+                        raise
+                    continue
+                context.is_restored(context.pictures[snapshot.id], time.time())
+                context.look(await files_of(box), time.time())
+        if context.filespace:
+            await meet(self._client, context)
 
     async def _snapshots(self, context: Context, box: AsyncSandbox) -> list[SnapshotInfo]:
-        listed = {info.id: info for info in await box.snapshots()}
-        wrong = [f"{info.id} is {info.status}" for info in listed.values() if info.status == "creating"]
+        listed: dict[str, SnapshotInfo] = {}
+
+        async def made() -> bool:
+            """A checkpoint may be taken just now; what a killed server was at must not be."""
+            listed.clear()
+            listed.update({info.id: info for info in await box.snapshots()})
+            return all(info.status != "creating" for info in listed.values())
+
+        await until(made, STUCK_S, f"no snapshot of {context.name} that is being made")
+        wrong = []
         for name, picture in context.pictures.items():
             if not picture.may_be_gone and (name not in listed or listed[name].status != "ready"):
                 wrong.append(f"{name} is {listed[name].status if name in listed else 'gone'}, and was promised")
         if wrong:
             raise Broken(f"snapshots of {context.name}: " + "; ".join(wrong))
         context.pictures = {name: picture for name, picture in context.pictures.items() if name in listed}
-        ready = [info for info in listed.values() if info.status == "ready"]
-        for info in ready:
-            if info.id not in context.pictures:  # nobody was told of it: it was taken while the server ran
-                when = info.created_at.timestamp()
-                context.pictures[info.id] = context.picture(when - CLOCK_S, self._killed_at)
+        ready = []
+        for info in listed.values():
+            if info.status != "ready":
+                continue
+            if info.id not in context.pictures:  # nobody was told of it: the server took it
+                context.pictures[info.id] = context.picture(info.created_at.timestamp() - CLOCK_S, time.time())
             context.pictures[info.id].may_be_gone = info.reason != "request"
-            context.look_at_picture(info.id, await self._tar(box, info.id))
+            data = io.BytesIO()
+            try:
+                await box.download_snapshot(info, data)
+            except (NotFound, Conflict):
+                if await self._promised(box, info):
+                    raise
+                continue
+            context.look_at_picture(info.id, files_in(data))
+            ready.append(info)
         return ready
+
+    @staticmethod
+    async def _promised(box: AsyncSandbox, snapshot: SnapshotInfo) -> bool:
+        """Whether a snapshot must be there: one that nobody asked for goes when there are newer ones."""
+        return snapshot.reason == "request" or snapshot.id in {
+            info.id for info in await box.snapshots() if info.status == "ready"
+        }
 
     async def _stray(self) -> None:
         """Wait until every snapshot on disk has a record."""
@@ -170,21 +205,7 @@ class Check:
 
         await until(none, STUCK_S, "no snapshot on disk that no record knows")
 
-    async def _tar(self, box: AsyncSandbox, name: str) -> dict[str, bytes]:
-        answer = await box._connection.stream("GET", f"/v1/sandboxes/{box.id}/snapshots/{name}/tar")
-        try:
-            data = b"".join([piece async for piece in answer.aiter_raw()])
-        except httpx.HTTPError as error:
-            raise Broken(f"snapshot {name} cannot be downloaded: {error}") from error
-        finally:
-            await answer.aclose()
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            files = {each.name.removeprefix("./"): tar.extractfile(each) for each in tar if each.isfile()}
-            return {name: file.read() for name, file in files.items() if file is not None and _counts(name)}
 
-
-_DRAFT = re.compile(r"(.*/)?\.carrel-[0-9a-f]{32}")
-"""A file on its way to its place: a snapshot that is taken meanwhile has it too."""
 _RESTING = frozenset({State.RUNNING, State.STOPPED})
 
 
@@ -194,10 +215,53 @@ def _life(info: SandboxInfo | None) -> Life:
     return Life.RUNNING if info.state is State.RUNNING else Life.STOPPED
 
 
-async def _files(box: AsyncSandbox) -> dict[str, bytes]:
+async def resume(client: AsyncClient, context: Context) -> AsyncSandbox:
+    """The sandbox of a context, which gets the filespace's changes unless it runs."""
+    context.scene.pushes = context.filespace
+    asked = context.may_do(time.time(), *(() if context.life is Life.RUNNING else (pulled,)))
+    box = await client.sandbox(context.name, filespace=context.filespace)
+    context.does(asked, time.time(), *(() if context.life is Life.RUNNING else (pulled,)))
+    context.box, context.life, context.made = box, Life.RUNNING, True
+    if (notice := (await box.info()).notice) is not None:
+        raise Broken(f"{context.name} says: {notice}")
+    return box
+
+
+async def meet(client: AsyncClient, context: Context) -> None:
+    """Bring a workspace and its filespace together while nobody writes: both hold the same, and nothing else."""
+    assert context.box is not None
+    asked = context.may_do(time.time(), met)
+    await context.box.sync("both")
+    context.does(asked, time.time(), met)
+    here, there = await files_of(context.box, everything=True), await stored_files(client, context)
+    context.look(here, time.time())
+    context.look_there(there, time.time())
+    if here != there:
+        raise Broken(f"after a sync {context.name} has {sorted(here)} and its filespace {sorted(there)}")
+
+
+async def all_archived(world: World) -> None:
+    """Wait until every snapshot is in the archive."""
+
+    async def archived() -> bool:
+        boxes = [context.box for context in world.all() if context.box is not None]
+        infos = [info for box in boxes for info in await box.snapshots()]
+        return all(info.archived for info in infos if info.status == "ready")
+
+    await until(archived, STUCK_S, "every snapshot in the archive")
+
+
+async def stored_files(client: AsyncClient, context: Context) -> dict[str, bytes]:
+    """Every file of a filespace. The server may push meanwhile: what it deletes is looked for again."""
+    filespace = client.filespace(context.name)
+    while True:
+        try:
+            return {file.path: await filespace.read(file.path) async for file in filespace.list()}
+        except FileMissing:
+            continue
+
+
+async def files_of(box: AsyncSandbox, *, everything: bool = False) -> dict[str, bytes]:
+    """The files of a workspace; with `everything` also those on their way to their place."""
     names = [info.path for info in await box.files.list(".", recursive=True) if info.kind is FileKind.FILE]
-    return {name: await box.files.read(name) for name in names if _counts(name)}
-
-
-def _counts(name: str) -> bool:
-    return name != CONTEXT_FILE and not _DRAFT.fullmatch(name)
+    return {name: await box.files.read(name) for name in names if counts(name) or (everything and name != CONTEXT_FILE)}

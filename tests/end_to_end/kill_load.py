@@ -10,33 +10,42 @@ import itertools
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from kill_model import Background, Broken, Context, Life, Picture
+from kill_history import Broken
+from kill_model import Background, Context, Life
 from kill_server import Server
 
 from carrel.client import AsyncClient, AsyncSandbox
 from carrel.errors import CarrelError, ServerUnreachable
 
 WORKERS = 3
-MOST_CONTEXTS = 3
-MOST_PICTURES = 5
-MOST_EPHEMERAL = 2
 LONGEST_ROUND_S = 20.0
-FILES = ("a.txt", "data/b.bin", "output/deep/er/c", "scripts/d.sh")
-USUAL_S = {"snapshot": 0.03, "restore": 0.06, "fork": 0.08, "delete": 0.04, "exec": 0.03}
+USUAL_S = {
+    "snapshot": 0.03,
+    "restore": 0.06,
+    "fork": 0.08,
+    "delete": 0.04,
+    "exec": 0.03,
+    "sync": 0.04,
+    "download": 0.03,
+}
 """How long operations take until enough have been seen; others take 20 ms."""
 
 KINDS = (
-    "create", "resume", "attach", "ephemeral", "end_ephemeral", "exec", "start", "write", "snapshot", "restore",
-    "fork", "stop", "terminate", "delete", "delete_snapshot",
+    "create", "sync", "resume", "exec", "start", "stop", "write", "snapshot", "restore", "fork", "filespace_write",
+    "terminate", "delete", "delete_snapshot", "filespace_delete", "download", "remove", "ephemeral", "end_ephemeral",
+    "attach",
 )  # fmt: skip
 
-
 SERVE = "the start of the server itself"
+
+
+Workers = Callable[["Load", int], Iterable[Coroutine[None, None, None]]]
+"""What the client of that number does; each goes on until the kill."""
 
 
 class Killed(Exception):
@@ -122,19 +131,18 @@ class Load:
         self.killed = False
         self._server = server
         self._client = client
-        self._seed = seed
+        self.seed = seed
         self._armed = self.aim.kind
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._followers: list[asyncio.Task[None]] = []
 
-    async def run(self) -> None:
+    async def run(self, workers: Workers) -> None:
         """Until the kill, and until every client has seen it."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.aim.delay, self.kill)
         tasks = []
         for number in range(WORKERS):
-            worker = Worker(self, number, Random(f"{self._seed} {number}"))
-            tasks += [asyncio.ensure_future(worker.work()), asyncio.ensure_future(worker.write_beside())]
+            tasks += [asyncio.ensure_future(work) for work in workers(self, number)]
         try:
             await asyncio.wait(tasks, timeout=LONGEST_ROUND_S * 2, return_when=asyncio.FIRST_EXCEPTION)
             if not self.killed:  # somebody has failed: there is nothing to wait for
@@ -228,240 +236,3 @@ async def read_on(box: AsyncSandbox, command: Background) -> None:
         raise Broken(f"command {command.id} ended after {len(command.got)} of {len(command.expected)} bytes")
     if stream.info.exit_code != command.exit_code:
         raise Broken(f"command {command.id} ended with {stream.info.exit_code}, not {command.exit_code}")
-
-
-class Worker:
-    """One client's work on contexts of its own."""
-
-    def __init__(self, load: Load, number: int, random: Random):
-        self._load = load
-        self._number = number
-        self._random = random
-        self._contexts = load.world.contexts[number]
-
-    async def work(self) -> None:
-        """Operations in a seeded order; the first worker sees to the one that is aimed at."""
-        wanted = self._load.wanted if self._number == 0 else None
-        lead = self._random.randrange(3)
-        for count in itertools.count():
-            if self._load.killed:
-                raise Killed
-            kind = self._random.choice(KINDS)
-            if wanted is not None and self._load.wanted == wanted and count >= lead:
-                kind = wanted
-            await self._operation(kind)
-            await asyncio.sleep(self._random.random() * 0.01)
-
-    async def write_beside(self) -> None:
-        """Small writes all the time, also while snapshots are taken."""
-        while True:
-            running = [context for context in self._contexts if context.life is Life.RUNNING]
-            if self._load.killed:
-                raise Killed
-            if running:
-                context = self._random.choice(running)
-                async with self._load.lock(context):
-                    if context.life is Life.RUNNING:
-                        await self._put(context, "beside", 50)
-            await asyncio.sleep(self._random.random() * 0.02)
-
-    async def _operation(self, kind: str) -> None:
-        if kind == "ephemeral":
-            await self._ephemeral()
-        elif kind == "end_ephemeral":
-            await self._end_ephemeral()
-        elif kind == "create":
-            if len(self._contexts) >= MOST_CONTEXTS:
-                await self._delete(self._contexts[0])
-            await self._deploy(self._new())
-        else:
-            context = self._random.choice(self._contexts) if self._contexts else self._new()
-            await self._on(context, kind)
-
-    async def _on(self, context: Context, kind: str) -> None:
-        acts: dict[str, Callable[[Context], Awaitable[None]]] = {
-            "resume": self._resume, "attach": self._deploy, "exec": self._exec, "start": self._start,
-            "write": self._write, "snapshot": self._snapshot, "restore": self._restore, "fork": self._fork,
-            "stop": self._stop, "terminate": self._terminate, "delete": self._delete,
-            "delete_snapshot": self._delete_snapshot,
-        }  # fmt: skip
-        if context.life is not Life.RUNNING:
-            await self._deploy(context)
-        await acts[kind](context)
-
-    def _new(self) -> Context:
-        context = Context(f"w{self._number}-{next(self._load.world.numbers)}")
-        self._contexts.append(context)
-        return context
-
-    def _box(self, context: Context) -> AsyncSandbox:
-        assert context.box is not None
-        return context.box
-
-    def _content(self, size: int) -> bytes:
-        words = b"%d/%d " % (self._load._seed, next(self._load.world.numbers))
-        return words + self._random.randbytes(self._random.randrange(size)) + words
-
-    # the operations
-
-    async def _deploy(self, context: Context) -> None:
-        kind = "attach" if context.life is Life.RUNNING else "resume" if context.may_be_made else "create"
-        askers = 3 if self._random.random() < 0.3 else 1
-        context.may_be_made = True
-        if kind != "attach":
-            context.life = Life.UNSURE
-        async with self._load.doing(kind):
-            boxes = await asyncio.gather(*(self._load.client.sandbox(context.name) for _ in range(askers)))
-        if len({box.id for box in boxes}) != 1:
-            raise Broken(f"{askers} askers at once got {boxes}")
-        context.life, context.made, context.box = Life.RUNNING, True, boxes[0]
-
-    async def _resume(self, context: Context) -> None:
-        await self._stop(context)
-        await self._deploy(context)
-
-    async def _put(self, context: Context, name: str, size: int) -> None:
-        content = self._content(size)
-        context.file(name).may_become(frozenset({content}), time.time())
-        async with self._load.doing("write"):
-            await self._box(context).files.write(name, content)
-        context.file(name).becomes(frozenset({content}), time.time())
-
-    async def _write(self, context: Context) -> None:
-        await self._put(context, self._random.choice(FILES), self._random.choice((100, 5_000, 400_000)))
-
-    async def _exec(self, context: Context) -> None:
-        words = f"{self._load._seed} {next(self._load.world.numbers)}"
-        history = context.file("by-command")
-        history.may_become(frozenset({b"", words.encode()}), time.time())
-        nap = self._random.random() * 0.03
-        async with self._load.doing("exec"):
-            command = f"sleep {nap:.3f}; printf %s '{words}' > by-command; echo {words}"
-            result = await self._box(context).commands.run(command, timeout=30)
-        if result.stdout != f"{words}\n":
-            raise Broken(f"exec answered {result}")
-        history.becomes(frozenset({words.encode()}), time.time())
-
-    async def _start(self, context: Context) -> None:
-        tag, lines, code = (
-            next(self._load.world.numbers),
-            self._random.choice((20, 80, 250)),
-            self._random.randrange(99),
-        )
-        expected = b"".join(b"command %d line %d\n" % (tag, line) for line in range(lines))
-        loop = (
-            f'i=0; while [ $i -lt {lines} ]; do echo "command {tag} line $i"; i=$((i+1)); sleep 0.01; done; exit {code}'
-        )
-        async with self._load.doing("start"):
-            started = await self._box(context).commands.start(loop, timeout=120)
-        command = Background(started.id, expected, code)
-        context.commands.append(command)
-        self._load.follow(context, command)
-
-    async def _snapshot(self, context: Context) -> None:
-        began = time.time()
-        async with self._load.doing("snapshot"):
-            info = await self._box(context).snapshot()
-        if info.status != "ready":
-            raise Broken(f"a snapshot was answered that is {info.status}")
-        context.pictures[info.id] = context.picture(began, time.time())
-
-    def _chosen(self, context: Context) -> tuple[str, Picture]:
-        sure = sorted(each for each in context.pictures.items() if not each[1].may_be_gone)
-        return self._random.choice(sure)
-
-    async def _pictured(self, context: Context) -> None:
-        if all(picture.may_be_gone for picture in context.pictures.values()):
-            await self._snapshot(context)
-
-    async def _restore(self, context: Context) -> None:
-        await self._pictured(context)
-        async with self._load.lock(context):
-            name, picture = self._chosen(context)
-            context.commands_may_end()
-            context.may_become(picture, time.time())
-            context.life = Life.UNSURE
-            async with self._load.doing("restore"):
-                await self._box(context).restore(name)
-            context.becomes(picture, time.time())
-            context.life = Life.RUNNING
-
-    async def _fork(self, context: Context) -> None:
-        if len(self._contexts) >= MOST_CONTEXTS:
-            await self._delete(next(each for each in self._contexts if each is not context))
-        name, picture = None, None
-        if self._random.random() < 0.5:
-            await self._pictured(context)
-            name, picture = self._chosen(context)
-        twin = self._new()
-        twin.may_be_made, twin.life = True, Life.UNSURE
-        began = time.time()
-        try:
-            async with self._load.doing("fork"):
-                twin.box = await self._box(context).fork(twin.name, name)
-        finally:  # answered or not: if it is there, it is whole
-            twin.becomes(picture or context.picture(began, time.time()), time.time())
-        twin.life, twin.made = Life.RUNNING, True
-
-    async def _stop(self, context: Context) -> None:
-        async with self._load.lock(context):
-            context.commands_may_end()
-            context.life = Life.UNSURE
-            async with self._load.doing("stop"):
-                await self._box(context).stop()
-            context.life = Life.STOPPED
-
-    async def _terminate(self, context: Context) -> None:
-        async with self._load.lock(context):
-            context.commands_may_end()
-            context.life = Life.UNSURE
-            async with self._load.doing("terminate"):
-                await self._box(context).terminate(reason="enough")
-            context.life = Life.NONE
-
-    async def _delete(self, context: Context) -> None:
-        async with self._load.lock(context):
-            if context.box is None:  # a fork or a creation that was never answered: made first
-                await self._deploy(context)
-            context.commands_may_end()
-            context.life = Life.UNSURE
-            context.may_become(Picture({}), time.time())
-            for picture in context.pictures.values():
-                picture.may_be_gone = True
-            async with self._load.doing("delete"):
-                await self._box(context).terminate(reason="enough", delete_files=True)
-            self._contexts.remove(context)
-            if self._random.random() < 0.5:
-                self._contexts.append(Context(context.name))  # the same name, and nothing of what was
-
-    async def _delete_snapshot(self, context: Context) -> None:
-        await self._pictured(context)
-        name, picture = self._chosen(context)
-        picture.may_be_gone = True
-        async with self._load.doing("delete_snapshot"):
-            await self._box(context)._connection.call(
-                "DELETE", f"/v1/sandboxes/{self._box(context).id}/snapshots/{name}"
-            )
-        del context.pictures[name]
-
-    async def _ephemeral(self) -> None:
-        if len(self._load.world.ephemeral) >= MOST_EPHEMERAL:
-            await self._end_one()
-        async with self._load.doing("ephemeral"):
-            box = await self._load.client.sandbox()
-        self._load.world.ephemeral[box.id] = Life.RUNNING
-
-    async def _end_ephemeral(self) -> None:
-        if not self._load.world.ephemeral:
-            await self._ephemeral()
-        await self._end_one()
-
-    async def _end_one(self) -> None:
-        running = sorted(name for name, life in self._load.world.ephemeral.items() if life is Life.RUNNING)
-        if not running:
-            return
-        name = self._random.choice(running)
-        self._load.world.ephemeral[name] = Life.UNSURE
-        async with self._load.doing("end_ephemeral"):
-            await self._load.client.attach(await self._load.client.find(name)).terminate()
-        self._load.world.ephemeral.pop(name, None)

@@ -1,55 +1,32 @@
-"""What may be true of a context after a kill: the contents each file may have, the snapshots and commands there must be.
+"""What may be true of a context after a kill: what its files may hold, the snapshots and commands there must be.
 
 Pure: fed with what clients asked and what was answered, and when; asked whether what is found can be.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kill_history import (
+    NOTHING,
+    Broken,
+    Content,
+    Contents,
+    FileHistory,
+    Scene,
+    Step,
+    SyncedHistory,
+    emptied,
+    pulled,
+    pushed,
+)
+
 from carrel.client import AsyncSandbox
 
-Content = bytes | None
-"""What a file holds; None where there is none."""
-
-Contents = frozenset[Content]
-NOTHING: Contents = frozenset({None})
-
-
-class Broken(AssertionError):
-    """The server broke a promise."""
-
-
-class FileHistory:
-    """What one file may have held, at every moment."""
-
-    def __init__(self) -> None:
-        self._moments: list[tuple[float, Contents]] = [(-math.inf, NOTHING)]
-
-    @property
-    def now(self) -> Contents:
-        """What it may hold now."""
-        return self._moments[-1][1]
-
-    def may_become(self, contents: Contents, when: float) -> None:
-        """Something was asked that has not been answered."""
-        self._moments.append((when, self.now | contents))
-
-    def becomes(self, contents: Contents, when: float) -> None:
-        """It holds one of these from now on: something was answered, or somebody looked."""
-        self._moments.append((when, contents))
-
-    def between(self, start: float, end: float) -> Contents:
-        """What somebody may have seen who looked once, somewhere between."""
-        seen: Contents = frozenset()
-        for index, (when, contents) in enumerate(self._moments):
-            until = self._moments[index + 1][0] if index + 1 < len(self._moments) else math.inf
-            if when <= end and until >= start:
-                seen |= contents
-        return seen
+CONTESTED = "both.txt"
+"""The file that clients write in the workspace and in the filespace."""
 
 
 class Life(Enum):
@@ -92,11 +69,12 @@ class Background:
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class Context:
     """One context as its clients know it."""
 
     name: str
+    filespace: bool = False
     life: Life = Life.NONE
     box: AsyncSandbox | None = None
     files: dict[str, FileHistory] = field(default_factory=dict)
@@ -106,10 +84,23 @@ class Context:
     """Whether its workspace is certain to exist."""
     may_be_made: bool = False
     """Whether its workspace may exist."""
+    scene: Scene = field(default_factory=Scene)
 
     def file(self, name: str) -> FileHistory:
         """The history of one file."""
-        return self.files.setdefault(name, FileHistory())
+        if name not in self.files:
+            self.files[name] = self.synced(name) if self.filespace else FileHistory()
+        return self.files[name]
+
+    def synced(self, name: str) -> SyncedHistory:
+        """The history of one file of a context with a filespace."""
+        found = self.files.get(name)
+        if not isinstance(found, SyncedHistory):
+            found = self.files[name] = SyncedHistory(self.scene, contested=name == CONTESTED)
+        return found
+
+    def _all_synced(self) -> dict[str, SyncedHistory]:
+        return {name: file for name, file in self.files.items() if isinstance(file, SyncedHistory)}
 
     def picture(self, start: float, end: float) -> Picture:
         """What a snapshot taken between two moments holds."""
@@ -125,6 +116,56 @@ class Context:
         for name in self.files.keys() | picture.files.keys():
             self.file(name).becomes(picture.files.get(name, NOTHING), when)
 
+    def may_do(self, when: float, *steps: Step) -> dict[str, int]:
+        """The server was asked for these; until it answers, any of them may happen to any file."""
+        self.scene.steps += steps
+        for file in self._all_synced().values():
+            file.look_again(when)
+        return {name: file.events for name, file in self._all_synced().items()}
+
+    def does(self, asked: Mapping[str, int], when: float, *steps: Step) -> None:
+        """It answered. For a file that clients left alone meanwhile it is known what that came to."""
+        self.scene.steps.clear()
+        for name, file in self._all_synced().items():
+            if asked.get(name) == file.events:
+                for step in steps:
+                    file.does(step, when)
+
+    def may_be_restored(self, picture: Picture, when: float) -> None:
+        """The files were asked to be replaced by these, and the sandbox to be stopped and started for it."""
+        self.may_do(when, pushed, pulled)
+        self.may_become(picture, when)
+
+    def is_restored(self, picture: Picture, when: float) -> None:
+        """The same was answered."""
+        self.scene.steps.clear()
+        for file in self._all_synced().values():
+            file.does(pushed, when)
+        self.becomes(picture, when)
+        for file in self._all_synced().values():
+            file.does(pulled, when)
+
+    def may_be_deleted(self, when: float) -> None:
+        """The workspace was asked to be deleted; its filespace stays."""
+        if self.filespace:
+            self.may_do(when, emptied)
+        else:
+            self.may_become(Picture({}), when)
+        for picture in self.pictures.values():
+            picture.may_be_gone = True
+
+    def reborn(self) -> Context:
+        """The same name after that was answered, and nothing of what was but the filespace."""
+        scene = Scene()
+        files: dict[str, FileHistory] = {name: file.emptied(scene) for name, file in self._all_synced().items()}
+        return Context(self.name, self.filespace, files=files, scene=scene)
+
+    def settle(self, when: float) -> None:
+        """The server was killed: what was asked is done or will not be."""
+        for file in self._all_synced().values():
+            file.settle(when)
+        self.scene.steps.clear()
+
     def commands_may_end(self) -> None:
         """The sandbox may have been ended, and with it what ran."""
         for command in self.commands:
@@ -134,7 +175,14 @@ class Context:
         """What the workspace holds must be possible; from now on it is certain."""
         compare(f"workspace of {self.name}", {name: history.now for name, history in self.files.items()}, found)
         for name, history in self.files.items():
-            history.becomes(frozenset({found.get(name)}), when)
+            history.seen(found.get(name), when)
+
+    def look_there(self, found: Mapping[str, bytes], when: float) -> None:
+        """The same for the filespace."""
+        synced = self._all_synced()
+        compare(f"filespace of {self.name}", {name: history.there for name, history in synced.items()}, found)
+        for name, history in synced.items():
+            history.seen_there(found.get(name), when)
 
     def look_at_picture(self, snapshot_id: str, found: Mapping[str, bytes]) -> None:
         """The same for a snapshot."""

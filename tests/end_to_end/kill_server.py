@@ -29,20 +29,22 @@ START_S = 60.0
 STOP_S = 60.0
 SETTLE_S = 15.0
 _SPARES = 2
-_ASIDE = re.compile(r"\.[0-9a-f]{8}$")
+_ASIDE = re.compile(r"\.([0-9a-f]{8}){1,2}$")
 """How the server names a file that has not got its place yet."""
 
 
 class Server:
     """One data directory and the server process on it, which comes and goes."""
 
-    def __init__(self, database: str | None = None, volumes: str = "auto"):
+    def __init__(self, database: str | None = None, volumes: str = "auto", *, checkpoint_s: float | None = None):
         self._before = set(below(os.getpid()))
         self.directory = Path(tempfile.mkdtemp(prefix="k"))
         self.data = self.directory / "d"
         self.log = self.directory / "log"
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
         self._environment["CARREL_VOLUMES"] = volumes
+        if checkpoint_s is not None:
+            self._environment["CARREL_SANDBOX_CHECKPOINT_S"] = str(checkpoint_s)
         if database is not None:
             self._environment["CARREL_DATABASE"] = database
         self._process: subprocess.Popen[bytes] | None = None
@@ -214,6 +216,9 @@ class Server:
             if top == storage or os.path.ismount(top):
                 found += [f"volume {name}" for name in sorted(held - volumes)]
             found += [f"temporary storage/tmp/{name}" for name in _names(top / "tmp")]
+        filespaces = self.data / "filespaces"
+        found += [f"temporary filespaces/spool/{name}" for name in _names(filespaces / "spool")]
+        found += [f"temporary filespaces/bases/{name}" for name in _names(filespaces / "bases") if _ASIDE.search(name)]
         return found + [f"trash/{name}" for name in _names(self.data / "trash")]
 
     def snapshots(self) -> set[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
 from collections.abc import AsyncIterator
@@ -13,7 +14,9 @@ from random import Random
 import pytest
 from kill_checks import Check
 from kill_load import SERVE, Load, Tally, World
+from kill_loss import lose_and_find
 from kill_server import Server
+from kill_work import workers
 from postgres import Postgres
 
 from carrel.client import AsyncClient
@@ -22,21 +25,24 @@ from carrel.workspaces.layout import encode
 
 DATABASES = ("sqlite", "postgresql")
 VOLUMES = ("auto", "directory")
+CHECKPOINTS = ("checkpoints", "plain")
 HISTORY = 12
 """Kills of one data directory."""
 
 
-def cases() -> list[tuple[str, str, list[int]]]:
-    """A database, a way to keep volumes and seeds for each data directory. They take turns, so that few kills show much."""
+def cases() -> list[tuple[str, str, str, list[int]]]:
+    """A database, a way to keep volumes, how often the server takes snapshots by itself, and seeds for each data
+    directory. They take turns, so that few kills show much."""
     if named := os.environ.get("CARREL_KILL_SEEDS"):
         seeds = [int(word) for word in named.split(",")]
-        return [(database, volumes, seeds) for database in DATABASES for volumes in VOLUMES]
+        return [(*case, seeds) for case in itertools.product(DATABASES, VOLUMES, CHECKPOINTS)]
     wanted = int(os.environ.get("CARREL_KILLS", HISTORY))
     found = []
     for number, database in enumerate(DATABASES):
         own = range(1 + number * wanted, 1 + (number + 1) * wanted)
         for turn, first in enumerate(range(0, wanted, HISTORY)):
-            found.append((database, VOLUMES[(number + turn) % 2], list(own[first : first + HISTORY])))
+            volumes, often = VOLUMES[(number + turn) % 2], CHECKPOINTS[(number + turn // 2) % 2]
+            found.append((database, volumes, often, list(own[first : first + HISTORY])))
     return found
 
 
@@ -62,11 +68,12 @@ async def database(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[s
     os.geteuid() != 0 or probe.host().missing is not None, reason="needs root and the namespace provider"
 )
 @pytest.mark.timeout(HISTORY * 40)
-@pytest.mark.parametrize(("kind", "volumes", "seeds"), cases(), ids=name_of)
+@pytest.mark.parametrize(("kind", "volumes", "often", "seeds"), cases(), ids=name_of)
 async def test_nothing_is_lost_stuck_or_left_over(
-    database: str | None, volumes: str, seeds: list[int], tally: Tally
+    database: str | None, volumes: str, often: str, seeds: list[int], tally: Tally
 ) -> None:
-    world, server = World(), Server(database, volumes)
+    checkpoints = often == CHECKPOINTS[0]
+    world, server = World(), Server(database, volumes, checkpoint_s=1 if checkpoints else None)
     client: AsyncClient | None = None
     kills = 1
     try:
@@ -76,7 +83,7 @@ async def test_nothing_is_lost_stuck_or_left_over(
         for index, seed in enumerate(seeds):
             load = Load(world, server, client, seed)
             try:
-                await load.run()
+                await load.run(workers)
                 await client.close()
                 kills += 1
                 if load.aim.again is not None:
@@ -84,12 +91,13 @@ async def test_nothing_is_lost_stuck_or_left_over(
                     kills += 1
                 await server.start()
                 client = server.client()
-                await Check(world, server, client, seed).run(thorough=seed == seeds[-1])
+                await Check(world, server, client, seed).run(thorough=seed == seeds[-1], archived=checkpoints)
             except Exception as error:
                 history = ",".join(map(str, seeds[: index + 1]))
                 error.add_note(f"seed {seed}, {load.aim}: CARREL_KILL_SEEDS={seed}, with its history {history}")
                 error.add_note(f"the server said\n{server.tail()}")
                 raise
+        client = await lose_and_find(world, server, client, volumes)
         await server.stop()
         await server.silent({encode(context.name, ephemeral=False) for context in world.all() if context.made})
     finally:

@@ -31,7 +31,11 @@ def test_the_private_plan() -> None:
         Tmpfs("/home/agent", "128m", 65536, 0o755),
         Workspace("/workspace"),
     )
-    assert (Proc("/proc"), Terminals("/dev/pts")) == rootfs.COMMON_PLAN
+    assert (
+        Proc("/proc"),
+        Terminals("/dev/pts"),
+        Tmpfs("/run/secrets", "8m", 2048, 0o700, executable=False),
+    ) == rootfs.COMMON_PLAN
 
 
 @given(st.none() | st.integers(1, 1 << 20))

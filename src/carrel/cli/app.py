@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from carrel.cli import commands, files, filespace, host, sandboxes, server, snapshots, terminals
+from carrel.cli import audit, commands, files, filespace, host, policy, sandboxes, server, snapshots, terminals
 
 app = typer.Typer(
     name="carrel",
@@ -50,3 +50,5 @@ app.command("restore", rich_help_panel="Snapshots")(snapshots.restore)
 app.command("fork", rich_help_panel="Snapshots")(snapshots.fork)
 app.command("diff", rich_help_panel="Snapshots")(snapshots.diff)
 app.command("download", rich_help_panel="Snapshots")(snapshots.download)
+app.add_typer(policy.app, name="policy", rich_help_panel="Policy")
+app.add_typer(audit.app, name="audit", rich_help_panel="Policy")

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from carrel.client.locate import Address, data_dir, local_server, locate
 
 if TYPE_CHECKING:
+    from carrel.client._async.audit import AsyncAudit
     from carrel.client._async.client import AsyncClient
     from carrel.client._async.commands import AsyncCommand, AsyncCommands, AsyncOutputStream
     from carrel.client._async.files import AsyncFiles
     from carrel.client._async.filespace import AsyncFilespace
     from carrel.client._async.sandbox import AsyncSandbox
     from carrel.client._async.terminal import AsyncTerminal
+    from carrel.client._sync.audit import Audit
     from carrel.client._sync.client import Client
     from carrel.client._sync.commands import Command, Commands, OutputStream
     from carrel.client._sync.files import Files
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Address",
+    "AsyncAudit",
     "AsyncClient",
     "AsyncCommand",
     "AsyncCommands",
@@ -36,6 +39,7 @@ __all__ = [
     "AsyncOutputStream",
     "AsyncSandbox",
     "AsyncTerminal",
+    "Audit",
     "Chunk",
     "Client",
     "Command",
@@ -54,6 +58,7 @@ __all__ = [
 
 _SHARED = {"Chunk": "output", "Listing": "listing", "Output": "output"}
 _CLIENTS = {
+    "Audit": "audit",
     "Client": "client",
     "Command": "commands",
     "Commands": "commands",

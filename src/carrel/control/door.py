@@ -1,13 +1,15 @@
-"""What goes through the one door: an operation, what policy decides of it, and how it went. Values only."""
+"""What goes through the one door: an operation, what policy decides of it, and how it went; and what a door is."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from carrel.errors import Denied
+from carrel.metrics import outcome_of
 
 log = logging.getLogger("carrel.operations")
 
@@ -44,6 +46,9 @@ class Outcome:
     error: str | None = None
     details: Mapping[str, object] = field(default_factory=dict)
 
+
+SELF = "carrel"
+"""The actor of carrel's own upkeep: it passes every door."""
 
 ALLOW = Decision()
 DONE = Outcome()
@@ -86,3 +91,35 @@ def refusal(operation: Operation, decision: Decision) -> Denied:
         retry=False,
         approval=None,
     )
+
+
+class Door(Protocol):
+    """Where every operation is decided before it is dispatched, and recorded."""
+
+    def admit(self, operation: Operation) -> AbstractAsyncContextManager[None]:
+        """Let an operation in for as long as the block lasts, or raise `Denied`. What the block raises is recorded."""
+
+
+class PlainDoor:
+    """A door of two functions: one decides, one records. Nobody can be asked at it."""
+
+    def __init__(self, decide: Decide = allow_all, record: Record = log_operation):
+        self._decide = decide
+        self._record = record
+
+    @asynccontextmanager
+    async def admit(self, operation: Operation) -> AsyncIterator[None]:
+        """See `Door`."""
+        decision = self._decide(operation)
+        if decision.verdict != "allow":
+            error = refusal(operation, decision)
+            self._record(operation, decision, Outcome(error.code))
+            raise error
+        outcome = DONE
+        try:
+            yield
+        except BaseException as error:
+            outcome = Outcome(outcome_of(error))
+            raise
+        finally:
+            self._record(operation, decision, outcome)

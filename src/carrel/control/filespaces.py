@@ -121,8 +121,10 @@ class Filespaces:
 
     async def sync(self, name: str, direction: SyncDirection = SyncDirection.BOTH, actor: str = "") -> SyncSummary:
         """Bring the workspace of a running sandbox and its filespace together."""
-        with self._operations.session_door("sync_filespace", {"direction": direction.value}, actor, name):
-            box = await self._sessions.find(name)
+        box = await self._sessions.find(name)
+        arguments = {"direction": direction.value}
+        context = box.record.context_id
+        async with self._operations.session_door("sync_filespace", arguments, actor, box.record.id, context):
             if box.record.context_id is None:
                 raise Conflict(
                     "an ephemeral sandbox keeps nothing, so it has no filespace",
@@ -203,14 +205,14 @@ class Filespaces:
     ) -> FilespacePage:
         """The files in the order of their paths."""
         encode(context, ephemeral=False)
-        with self._operations.session_door("filespace_list", {"path": prefix}, actor, "", context, kind="file"):
+        async with self._operations.session_door("filespace_list", {"path": prefix}, actor, "", context, kind="file"):
             found, following = await self._store.page(context, prefix=prefix, limit=limit, cursor=cursor)
             return FilespacePage(items=[_file(entry) for entry in found], next=following)
 
     async def read(self, context: str, path: str, actor: str = "") -> AsyncIterator[int | bytes]:
         """First the number of bytes, then the bytes of a file."""
         contents = self._contents(context)
-        with self._operations.session_door("filespace_read", {"path": path}, actor, "", context, kind="file"):
+        async with self._operations.session_door("filespace_read", {"path": path}, actor, "", context, kind="file"):
             entry = await self._store.get(context, _checked(path))
             if entry is None or entry.deleted or entry.hash is None:
                 raise _missing(path)
@@ -230,7 +232,7 @@ class Filespaces:
     ) -> FilespaceFile:
         """A file from bytes or from a stream of any length, whole or not at all. It is the last write of its path."""
         contents = self._contents(context)
-        with self._operations.session_door("filespace_write", {"path": path}, actor, "", context, kind="file"):
+        async with self._operations.session_door("filespace_write", {"path": path}, actor, "", context, kind="file"):
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
             try:
@@ -244,7 +246,7 @@ class Filespaces:
     async def delete(self, context: str, path: str, actor: str = "") -> None:
         """Delete a file; workspaces follow with their next pull."""
         encode(context, ephemeral=False)
-        with self._operations.session_door("filespace_delete", {"path": path}, actor, "", context, kind="file"):
+        async with self._operations.session_door("filespace_delete", {"path": path}, actor, "", context, kind="file"):
             stored = await self._store.put(context, [FilespaceChange(_checked(path))])
             if not stored.entries:
                 raise _missing(path)
@@ -259,11 +261,11 @@ class Filespaces:
     async def forget(self, context: str, actor: str = "") -> None:
         """Delete a filespace with everything in it; the workspace stays. May be repeated."""
         contents = self._contents(context)
-        with self._operations.session_door("filespace_forget", {}, actor, "", context, kind="file"):
-            async with self._workspaces.keeping.still(context):
-                await self._store.forget(context)
-                await self.forget_base(context)
-                await _to_its_end(contents.forget)
+        door = self._operations.session_door("filespace_forget", {}, actor, "", context, kind="file")
+        async with door, self._workspaces.keeping.still(context):
+            await self._store.forget(context)
+            await self.forget_base(context)
+            await _to_its_end(contents.forget)
 
     # inner
 

@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from carrel.config import Settings
+from carrel.control.door import SELF
 from carrel.control.filespaces import Filespaces
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandbox
-from carrel.control.operations import SELF, Operations
+from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
 from carrel.control.workspaces import Workspaces

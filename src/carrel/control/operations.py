@@ -9,26 +9,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
 from carrel.control.connection import Download, Json
-from carrel.control.door import (
-    DONE,
-    Decide,
-    Decision,
-    Kind,
-    Operation,
-    Outcome,
-    Record,
-    allow_all,
-    log_operation,
-    refusal,
-)
+from carrel.control.door import SELF, Door, Kind, Operation
 from carrel.control.frames import Chunk, FrameReader
 from carrel.control.live import LiveSandbox
 from carrel.control.sessions import Sessions
@@ -65,8 +54,6 @@ from carrel.models import (
     ToolResult,
 )
 
-SELF = "carrel"
-"""The actor of carrel's own upkeep."""
 SHORT = 30.0
 GRACE = 15.0
 """How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
@@ -117,60 +104,52 @@ def _path(path: str, name: str = "path") -> str:
     return path
 
 
+def _asked(request: CommandRequest) -> dict[str, object]:
+    """Everything of a command that decides what it does."""
+    return request.model_dump(include={"command", "cwd", "env", "stdin", "interactive"}, exclude_defaults=True)
+
+
 class Operations:
     """Every operation on running sandboxes."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        decide: Decide = allow_all,
-        record: Record = log_operation,
-        *,
-        metrics: Metrics | None = None,
-    ):
-        self._metrics = metrics or Metrics()
+    def __init__(self, sessions: Sessions, door: Door, metrics: Metrics):
         self._sessions = sessions
-        self._decide = decide
-        self._record = record
+        self._outer = door
+        self._metrics = metrics
 
     @asynccontextmanager
     async def _door(
         self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
     ) -> AsyncIterator[LiveSandbox]:
-        began = time.monotonic()
         box = await self._sessions.find(name)
         operation = Operation(kind, operation_name, arguments, actor, box.record.id, box.record.context_id)
-        decision = self._decided(operation, began)
-        box.in_flight += 1
-        if actor != SELF:  # upkeep is no activity of the agent
-            box.touch()
-        outcome = DONE
-        try:
-            yield box
-        except BaseException as error:
-            outcome = Outcome(outcome_of(error))
-            if isinstance(error, SandboxLost):
+        async with self._admitted(operation):
+            box.in_flight += 1
+            if actor != SELF:  # upkeep is no activity of the agent
+                box.touch()
+            try:
+                yield box
+            except SandboxLost:
                 await self._sessions.lost(box)
+                raise
+            finally:
+                box.in_flight -= 1
+                if actor != SELF:
+                    box.touch()
+
+    @asynccontextmanager
+    async def _admitted(self, operation: Operation) -> AsyncIterator[None]:
+        began = time.monotonic()
+        outcome = OK
+        try:
+            async with self._outer.admit(operation):
+                yield
+        except BaseException as error:
+            outcome = outcome_of(error)
             raise
         finally:
-            box.in_flight -= 1
-            if actor != SELF:
-                box.touch()
-            self._tell(operation, decision, outcome, began)
-
-    def _decided(self, operation: Operation, began: float) -> Decision:
-        decision = self._decide(operation)
-        if decision.verdict != "allow":
-            error = refusal(operation, decision)
-            self._tell(operation, decision, Outcome(error.code), began)
-            raise error
-        return decision
-
-    def _tell(self, operation: Operation, decision: Decision, outcome: Outcome, began: float) -> None:
-        self._record(operation, decision, outcome)
-        if operation.actor != SELF:
-            seconds = time.monotonic() - began
-            self._metrics.operated(operation.kind, operation.name, outcome.error or OK, seconds)
+            if operation.actor != SELF:
+                self._metrics.operated(operation.kind, operation.name, outcome, time.monotonic() - began)
 
     # sessions
 
@@ -179,22 +158,23 @@ class Operations:
     ) -> tuple[SandboxInfo, bool]:
         """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
         arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
-        with self.session_door("deploy_or_resume", arguments, actor, "", request.context_id):
+        async with self.session_door("deploy_or_resume", arguments, actor, "", request.context_id):
             return await self._sessions.deploy_or_resume(request, idempotency_key)
 
     async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
         """End a session for good."""
-        with self.session_door("terminate", request.model_dump(), actor, name, None):
+        record = await self._sessions.record(name)
+        async with self.session_door("terminate", request.model_dump(), actor, record.id, record.context_id):
             return await self._sessions.terminate(
                 name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
             )
 
     async def stop(self, name: str, actor: str = "") -> SandboxInfo:
         """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
-        with self.session_door("stop", {}, actor, name, None):
+        record = await self._sessions.record(name)
+        async with self.session_door("stop", {}, actor, record.id, record.context_id):
             return await self._sessions.stop(name, "stopped on request")
 
-    @contextmanager
     def session_door(
         self,
         name: str,
@@ -204,19 +184,9 @@ class Operations:
         context_id: str | None = None,
         *,
         kind: Kind = "session",
-    ) -> Iterator[None]:
-        """The door for what is done to a whole session or beside its sandbox: decided before, recorded after."""
-        began = time.monotonic()
-        operation = Operation(kind, name, arguments, actor, sandbox_id, context_id)
-        decision = self._decided(operation, began)
-        outcome = DONE
-        try:
-            yield
-        except BaseException as error:
-            outcome = Outcome(outcome_of(error))
-            raise
-        finally:
-            self._tell(operation, decision, outcome, began)
+    ) -> AbstractAsyncContextManager[None]:
+        """The door for what is done to a whole session or beside its sandbox."""
+        return self._admitted(Operation(kind, name, arguments, actor, sandbox_id, context_id))
 
     # commands
 
@@ -228,7 +198,7 @@ class Operations:
                 field="interactive",
                 hint="start it, then send input",
             )
-        async with self._door(name, "shell", "run_command", {"command": request.command}, actor) as box:
+        async with self._door(name, "shell", "run_command", _asked(request), actor) as box:
             body, timeout = _command(request, box)
             answer = await box.connection.request(
                 "POST",
@@ -241,7 +211,7 @@ class Operations:
 
     async def start_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandInfo:
         """Start a command in the background."""
-        async with self._door(name, "shell", "start_command", {"command": request.command}, actor) as box:
+        async with self._door(name, "shell", "start_command", _asked(request), actor) as box:
             body, _ = _command(request, box)
             answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=_SMALL)
             return _check(CommandInfo, _object(answer))

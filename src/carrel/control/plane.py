@@ -8,25 +8,34 @@ import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
+from carrel.audit import AuditLog, SigningKey, chain_of
 from carrel.config import Settings
-from carrel.control.door import Decide, Record, allow_all, log_operation
+from carrel.control.approvals import Approvals
+from carrel.control.door import Door
 from carrel.control.filespaces import Filespaces
+from carrel.control.governor import Governor
 from carrel.control.janitor import Janitor
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandboxes
 from carrel.control.operations import Operations
 from carrel.control.ownership import Ownership
+from carrel.control.policies import Policies
 from carrel.control.recovery import Recovered, recover
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
+from carrel.control.webhooks import Webhook
 from carrel.control.workspaces import MB, Workspaces
 from carrel.errors import CarrelError, ProviderUnavailable
 from carrel.metrics import Metrics
 from carrel.models import HostReport
+from carrel.policy.layers import Layer
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
-from carrel.store import Database, FilespaceStore, SessionStore
+from carrel.store import Database, FilespaceStore, SessionRecord, SessionStore
+from carrel.store.approvals import ApprovalStore
+from carrel.store.audit import AuditStore
 from carrel.store.leases import LeaseStore
+from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import Layout
@@ -47,9 +56,10 @@ class ControlPlane:
         driver: VolumeDriver,
         database: Database,
         providers: Mapping[str, Provider],
+        key: SigningKey,
         *,
-        decide: Decide,
-        record: Record,
+        policy: Layer | None,
+        door: Door | None,
     ):
         self.settings = settings
         self.layout = layout
@@ -75,8 +85,27 @@ class ControlPlane:
         live = LiveSandboxes()
         self.sessions = Sessions(settings, self.store, self.workspaces, ownership, live, providers)
         self.leasing = Leasing(live, self.store, ownership)
-        self.operations = Operations(self.sessions, decide, record, metrics=self.metrics)
+        self.policies = Policies(PolicyStore(database), policy)
+        self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
+        self.approvals.add_rule = self.policies.add_rule
+        self._webhook: Webhook | None = None
+        if settings.approvals.webhook is not None:
+            secret = settings.approvals.webhook_secret
+            key_bytes = b"" if secret is None else secret.get_secret_value().encode()
+            self._webhook = Webhook(settings.approvals.webhook.get_secret_value(), key_bytes)
+            self.approvals.on_created = self._webhook.tell
+        self.audit = AuditLog(AuditStore(database), key, self.node, strict=settings.audit.strict)
+        governor = Governor(
+            self.policies,
+            self.approvals,
+            self.audit,
+            redact=lambda _context, arguments: dict(arguments),
+            place=lambda sandbox_id: box.workspace if (box := live.get(sandbox_id)) is not None else None,
+        )
+        self.operations = Operations(self.sessions, door or governor, self.metrics)
+        self.sessions.on_moved(self._adopt_chain)
         self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
+        self.snapshots.on_fork = self.policies.copy
         self.filespaces = Filespaces(
             self.sessions,
             self.operations,
@@ -107,10 +136,9 @@ class ControlPlane:
         settings: Settings,
         *,
         providers: Mapping[str, Provider] | None = None,
-        decide: Decide = allow_all,
-        record: Record = log_operation,
+        door: Door | None = None,
     ) -> ControlPlane:
-        """Open the data directory, take over what runs, start the upkeep."""
+        """Open the data directory, take over what runs, start the upkeep. `door` replaces the one with a policy."""
         layout = Layout(settings.data_dir)
         await asyncio.to_thread(layout.prepare)
         async with AsyncExitStack() as stack:
@@ -120,16 +148,28 @@ class ControlPlane:
             stack.push_async_callback(asyncio.to_thread, driver.close)
             if providers is None:
                 providers = open_providers(layout.run, driver.directory, allow_process=settings.sandbox.allow_process)
-            plane = cls(settings, layout, driver, database, providers, decide=decide, record=record)
+            files = settings.policy
+            policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
+            key = await asyncio.to_thread(SigningKey.load, layout.data_dir)
+            plane = cls(settings, layout, driver, database, providers, key, policy=policy, door=door)
             stack.pop_all()
         try:
+            for left in await plane.audit.open():
+                log.warning("the server ended before this did: %s", left)
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
         except BaseException:
             await plane.close()
             raise
+        if plane._webhook is not None:
+            plane._webhook.start()
         plane._upkeep = asyncio.get_running_loop().create_task(plane.janitor.run())
         return plane
+
+    async def _adopt_chain(self, record: SessionRecord) -> None:
+        """What the server before left open in the audit log of a context is closed, and told."""
+        for left in await self.audit.adopt(chain_of(record.context_id, record.id)):
+            log.warning("another server ended before this did: %s", left)
 
     async def host_report(self) -> HostReport:
         """What this host can do."""
@@ -151,10 +191,13 @@ class ControlPlane:
         if self._upkeep is not None:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)
+        if self._webhook is not None:
+            await self._webhook.close()
         try:
             await self.janitor.flush()
             await self.sessions.shutdown()
         finally:
+            await self.audit.close()
             for provider in self.providers.values():
                 try:
                     await provider.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from weakref import WeakValueDictionary
@@ -64,6 +64,10 @@ class Sessions:
     def pull_with(self, pull: Sync) -> None:
         """How changes of a filespace come into a workspace before its sandbox starts."""
         self._starting.pull = pull
+
+    def on_moved(self, call: Callable[[SessionRecord], Awaitable[None]]) -> None:
+        """What to call when a session came from another server."""
+        self._starting.on_moved = call
 
     # finding
 

@@ -6,7 +6,7 @@ Only workspaces of a context have snapshots: an ephemeral sandbox keeps nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 
 from carrel.control.operations import Operations
@@ -28,11 +28,13 @@ class Snapshots:
         self._operations = operations
         self._store = store
         self._workspaces = workspaces
+        self.on_fork: Callable[[str, str], Awaitable[None]] = _nothing
+        """Called before a fork is made, with the context it comes from and its own."""
 
     async def take(self, name: str, actor: str = "") -> SnapshotInfo:
         """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
-        with self._operations.session_door("snapshot", {}, actor, name):
-            record, _ = await self._durable(name)
+        record, context = await self._durable(name)
+        async with self._operations.session_door("snapshot", {}, actor, record.id, context):
             self._sessions.require_here(record)
             return _info(await self._take(record, "request"))
 
@@ -48,15 +50,15 @@ class Snapshots:
 
     async def page(self, name: str, *, limit: int = 100, cursor: str | None = None, actor: str = "") -> SnapshotPage:
         """The snapshots of a context, newest first."""
-        with self._operations.session_door("list_snapshots", {}, actor, name):
-            _, context = await self._durable(name)
+        record, context = await self._durable(name)
+        async with self._operations.session_door("list_snapshots", {}, actor, record.id, context):
             records, following = await self._store.page(context, limit=limit, cursor=cursor)
             return SnapshotPage(items=[_info(record) for record in records], next=following)
 
     async def restore(self, name: str, snapshot_id: str, actor: str = "") -> SandboxInfo:
         """Give the workspace the snapshot's files. A running sandbox is stopped for it and started again."""
-        with self._operations.session_door("restore", {"snapshot_id": snapshot_id}, actor, name):
-            record, context = await self._durable(name)
+        record, context = await self._durable(name)
+        async with self._operations.session_door("restore", {"snapshot_id": snapshot_id}, actor, record.id, context):
             snapshot = await self._ready(snapshot_id, context)
             async with self._sessions.stopped(record) as (held, ran):
                 await self._workspaces.restore(held, snapshot)
@@ -66,15 +68,16 @@ class Snapshots:
 
     async def fork(self, name: str, context_id: str, snapshot_id: str | None = None, actor: str = "") -> SandboxInfo:
         """A new context with the same files and settings, under an identity of its own, started at once."""
+        record, context = await self._durable(name)
         arguments = {"context_id": context_id, "snapshot_id": snapshot_id}
-        with self._operations.session_door("fork", arguments, actor, name):
-            record, context = await self._durable(name)
+        async with self._operations.session_door("fork", arguments, actor, record.id, context):
             if snapshot_id is None:
                 self._sessions.require_here(record)
                 snapshot = await self._take(record, "fork")
             else:
                 snapshot = await self._ready(snapshot_id, context)
             await self._sessions.require_unused(context_id)
+            await self.on_fork(context, context_id)
             await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
             request = SandboxRequest(
                 context_id=context_id, provider=record.provider, trust=record.trust, network=record.network,
@@ -88,8 +91,8 @@ class Snapshots:
 
     async def diff(self, name: str, before: str, after: str, actor: str = "") -> FileChanges:
         """What leads from one snapshot to the other."""
-        with self._operations.session_door("diff", {"before": before, "after": after}, actor, name):
-            _, context = await self._durable(name)
+        record, context = await self._durable(name)
+        async with self._operations.session_door("diff", {"before": before, "after": after}, actor, record.id, context):
             first, second = await self._ready(before, context), await self._ready(after, context)
             changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
             items = [
@@ -102,15 +105,16 @@ class Snapshots:
 
     async def export(self, name: str, snapshot_id: str, actor: str = "") -> AsyncIterator[bytes]:
         """The snapshot as a tar stream."""
-        with self._operations.session_door("export", {"snapshot_id": snapshot_id}, actor, name):
-            _, context = await self._durable(name)
+        record, context = await self._durable(name)
+        async with self._operations.session_door("export", {"snapshot_id": snapshot_id}, actor, record.id, context):
             snapshot = await self._ready(snapshot_id, context)
             return await _in_thread(self._workspaces.stored.tar(snapshot))
 
     async def delete(self, name: str, snapshot_id: str, actor: str = "") -> None:
         """Delete a snapshot for good."""
-        with self._operations.session_door("delete_snapshot", {"snapshot_id": snapshot_id}, actor, name):
-            _, context = await self._durable(name)
+        record, context = await self._durable(name)
+        arguments = {"snapshot_id": snapshot_id}
+        async with self._operations.session_door("delete_snapshot", arguments, actor, record.id, context):
             await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:
@@ -154,6 +158,10 @@ def _info(record: SnapshotRecord) -> SnapshotInfo:
         reason=record.reason,  # type: ignore[arg-type]  # checked by the model
         archived=record.archived,
     )
+
+
+async def _nothing(_origin: str, _context: str) -> None:
+    return
 
 
 async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:

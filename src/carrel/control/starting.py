@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from carrel.config import Settings
@@ -29,6 +29,10 @@ log = logging.getLogger("carrel.starting")
 
 async def no_sync(_record: SessionRecord, _path: str) -> None:
     """For a server without filespaces."""
+    return
+
+
+async def _nothing(_record: SessionRecord) -> None:
     return
 
 
@@ -54,6 +58,8 @@ class Starting:
         self.closing = False
         """Set when the server ends: what is being started then is taken back."""
         self.pull: Sync = no_sync
+        self.on_moved: Callable[[SessionRecord], Awaitable[None]] = _nothing
+        """Called when a session came from another server."""
 
     async def start(
         self, request: SandboxRequest, previous: SessionRecord | None, existing: SessionRecord | None, key: str | None
@@ -112,7 +118,9 @@ class Starting:
         owner = existing.lease_owner if existing else None
         silent = owner not in {None, self._ownership.node}  # the lease was taken from a server that let it end
         try:
-            return await self._workspaces.move(record, previous, silent=silent)
+            moved = await self._workspaces.move(record, previous, silent=silent)
+            await self.on_moved(record)
+            return moved
         except BaseException:
             if silent and owner is not None:
                 await self._ownership.hand_back(record, owner)

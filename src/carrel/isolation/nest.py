@@ -120,8 +120,10 @@ class Nest:
         """Bytes of deleted workspace files that a sandbox's processes still hold."""
         return watchdog.held(child.pid, os.fstat(self._workspaces).st_dev)
 
-    def furnish(self, child: Child, spec: sandbox.Spec, listener: int) -> None:
-        """Give a hatched child what was asked for: limits, workspace, and the socket it will listen on."""
+    def furnish(self, child: Child, spec: sandbox.Spec, listener: int, masks: int = -1) -> None:
+        """Give a hatched child what was asked for: limits, workspace, masks, and the socket it will listen on."""
+        if spec.masked and not self._isolate:
+            raise PlatformError("what is not isolated cannot be masked")
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
             child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024)
             spec = replace(spec, watched=True)
@@ -130,7 +132,8 @@ class Nest:
             self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
             fds.append(self._workspace_mount(spec.workspace, child.pid))
         try:
-            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
+            sent = [*fds, masks] if spec.masked else fds
+            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], sent)
         finally:
             for descriptor in fds[1:]:
                 os.close(descriptor)
@@ -199,12 +202,12 @@ class Nest:
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            if self._isolate:
-                sandbox.hatch(orders, root=self._root)
+            writable = sandbox.hatch(orders, root=self._root) if self._isolate else -1
             spec, fds = sandbox.receive(orders)
             if self._isolate:
-                sandbox.settle(spec, fds[1], self._program, root=self._root)
-                os.close(fds[1])
+                sandbox.settle(spec, fds[1], self._program, root=self._root, masks_fd=fds[-1])
+                for descriptor in fds[1:]:
+                    os.close(descriptor)
                 workspace, home = rootfs.WORKSPACE, rootfs.HOME
             else:
                 os.setsid()
@@ -217,7 +220,9 @@ class Nest:
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
-            born = sandbox.Born(spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score)
+            born = sandbox.Born(
+                spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score, writable
+            )
             self._supervisor.main(born, self._prepared)
         except BaseException as error:
             try:

@@ -17,6 +17,7 @@ from carrel.isolation import linux
 SANDBOX_UID = 1000
 WORKSPACE = "/workspace"
 HOME = "/home/agent"
+SECRETS = "/run/secrets"
 BASE_SIZE = "64m"
 LARGEST_COPY = 8 * 1024 * 1024
 
@@ -141,6 +142,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
     steps: list[Step] = [
         *(Directory(f"/{name}") for name in ("dev", "dev/pts", "dev/shm", "etc", "home", "home/agent", "mnt", "opt")),
         *(Directory(f"/{name}") for name in ("proc", "root", "run", "srv", "sys", "tmp", "usr", "var", "workspace")),
+        Directory(SECRETS),
         Directory("/var/lib"),
         Directory("/var/cache"),
         Directory("/var/log"),
@@ -174,7 +176,11 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
     return tuple(steps)
 
 
-COMMON_PLAN: Plan = (Proc("/proc"), Terminals("/dev/pts"))
+COMMON_PLAN: Plan = (
+    Proc("/proc"),
+    Terminals("/dev/pts"),
+    Tmpfs(SECRETS, "8m", 2048, 0o700, executable=False),
+)
 """What each sandbox has for itself, whatever was asked for."""
 
 
@@ -197,6 +203,15 @@ def carry_out(plan: Sequence[Step], root: str, *, workspace_fd: int = -1, owner:
     """Make the plan true under `root`. Raises `OSError` at the first step that fails."""
     for step in plan:
         _STEPS[type(step)](step, root + step.target, workspace_fd, owner)
+
+
+def turn_read_only(root: str) -> int:
+    """Let nobody write through the mount of the secrets; a descriptor through which it still can be done."""
+    target = root + SECRETS
+    writable = linux.open_tree(target)
+    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    linux.mount("none", target, None, flags)
+    return writable
 
 
 def seal(root: str) -> None:

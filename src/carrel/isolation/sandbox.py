@@ -12,7 +12,7 @@ import resource
 import socket
 from dataclasses import dataclass, field
 
-from carrel.isolation import landlock, linux, rootfs, seccomp
+from carrel.isolation import covers, landlock, linux, masks, rootfs, seccomp
 
 BASE = "/base"
 OPEN_FILES = 8192
@@ -31,6 +31,7 @@ class Spec:
     processes: int | None = None
     env: dict[str, str] = field(default_factory=dict)
     watched: bool = False
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class Born:
     isolated: bool
     memory_mb: int | None
     oom_score_fd: int
+    secrets_fd: int
 
 
-def hatch(orders: socket.socket, *, root: bool) -> None:
+def hatch(orders: socket.socket, *, root: bool) -> int:
     """The first half, before anybody has asked for a sandbox: called in the child, in its new namespaces.
 
-    The parent sends the order `mapped` when the child's user ids are.
+    The parent sends the order `mapped` when the child's user ids are. Returns the descriptor that secrets are written
+    through.
     """
     linux.bring_up_loopback()
     socket.sethostname("carrel")
@@ -62,14 +65,17 @@ def hatch(orders: socket.socket, *, root: bool) -> None:
         os.setresuid(0, 0, 0)
     # Its own copy of the base root: what came from the zygote's namespace is locked and cannot be pivoted into.
     linux.mount(BASE, BASE, None, linux.MS_BIND | linux.MS_REC)
-    rootfs.carry_out(rootfs.COMMON_PLAN, BASE)
+    rootfs.carry_out(rootfs.COMMON_PLAN, BASE, owner=rootfs.SANDBOX_UID)
+    return rootfs.turn_read_only(BASE)
 
 
-def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool) -> None:
+def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, masks_fd: int = -1) -> None:
     """The second half: take what was asked for, then give up every privilege for good."""
     rootfs.carry_out(rootfs.private_plan(spec.memory_mb), BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     linux.pivot_into(BASE)
     _limit(spec)
+    if spec.masked:
+        covers.put_on(masks.unpack(masks_fd))
     linux.drop_bounding_set()
     if root:
         os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
@@ -77,13 +83,14 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool) -> None
     linux.drop_capabilities()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
-        landlock.restrict(read=["/"], write=rootfs.WRITABLE)
+        # The secrets too: a rule holds for a directory through every mount of it, and the agent's is read-only.
+        landlock.restrict(read=["/"], write=(*rootfs.WRITABLE, rootfs.SECRETS))
     seccomp.install(program)
 
 
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:
-    """Wait for the request: what is asked for, with the listening socket and the workspace as descriptors."""
-    message, fds, _flags, _address = socket.recv_fds(orders, MAX_MESSAGE, 2)
+    """Wait for the request: what is asked for; the listening socket, the workspace and the masks as descriptors."""
+    message, fds, _flags, _address = socket.recv_fds(orders, MAX_MESSAGE, 3)
     for descriptor in fds:  # whoever inherits the listening socket can answer in the place of the supervisor
         os.set_inheritable(descriptor, False)
     if not message:

@@ -170,9 +170,10 @@ class Zygote:
             if self._stopping and op in {"start", "describe"}:
                 raise PlatformError("the zygote is stopping")
             if op == "start":
-                if len(fds) != 1:
-                    raise PlatformError("a start request carries one listening socket")
-                self._start(connection, seq, sandbox.Spec(**body), fds[0])
+                spec = sandbox.Spec(**body)
+                if len(fds) != (2 if spec.masked else 1):
+                    raise PlatformError("a start request carries one listening socket, and its masks if it has any")
+                self._start(connection, seq, spec, fds)
             elif op == "remove":
                 self._remove(connection, seq, body["id"])
             elif op == "end":  # a sandbox without isolation whose own zygote is gone
@@ -205,7 +206,7 @@ class Zygote:
 
     # sandboxes
 
-    def _start(self, connection: socket.socket, seq: int, spec: sandbox.Spec, listener: int) -> None:
+    def _start(self, connection: socket.socket, seq: int, spec: sandbox.Spec, fds: list[int]) -> None:
         if spec.id in self._named:
             raise PlatformError(f"sandbox {spec.id} runs already")
         if "/" in spec.workspace or spec.workspace in {"", ".", ".."}:
@@ -215,7 +216,7 @@ class Zygote:
         child.deadline = time.monotonic() + SETUP_DEADLINE_S
         self._named[spec.id] = child
         try:
-            self._nest.furnish(child, spec, listener)
+            self._nest.furnish(child, spec, *fds)
         except (OSError, PlatformError) as error:
             child.asked_by = None  # answered here; the burial is quiet
             del self._named[spec.id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.models import Trust
-from carrel.providers.base import Capability, Handle, Launch, Provider
+from carrel.providers.base import Capability, Handle, Launch, Masks, Provider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 
@@ -16,7 +16,7 @@ LEVELS = {
     3: "a microVM",
 }
 
-__all__ = ["Capability", "Handle", "Launch", "Provider", "choose", "open_providers"]
+__all__ = ["Capability", "Handle", "Launch", "Masks", "Provider", "choose", "open_providers"]
 
 
 def open_providers(run_dir: str, workspaces: str, *, allow_process: bool) -> dict[str, Provider]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from carrel.errors import Unsupported
+from carrel.isolation.masks import Masks as Masks
 from carrel.models import Network, ProviderStatus
 
 Handle = dict[str, str | int | float | bool | None]
@@ -31,6 +32,7 @@ class Capability(StrEnum):
     NETWORK_ALLOWLIST = "network_allowlist"
     NETWORK_BRIDGE = "network_bridge"
     NETWORK_HOST = "network_host"
+    MASKS = "masks"
     TERMINAL = "terminal"
     SURVIVES_RESTART = "survives_restart"
 
@@ -45,7 +47,7 @@ NETWORK_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything a provider needs to start one sandbox. Limits that are None are not enforced."""
+    """Everything a provider needs to start one sandbox. Limits and masks that are None are not enforced."""
 
     id: str
     workspace: str
@@ -55,6 +57,7 @@ class Launch:
     disk_mb: int | None = None
     processes: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    masks: Masks | None = None
 
 
 class Provider(ABC):
@@ -80,7 +83,8 @@ class Provider(ABC):
     async def start(self, launch: Launch) -> Handle:
         """Start a sandbox whose supervisor accepts connections at `handle["socket"]` when this returns.
 
-        Leaves nothing behind when it raises. Raises `PlatformError` and `ProviderUnavailable`.
+        Leaves nothing behind when it raises. Raises `PlatformError` and `ProviderUnavailable`, and for masks that it
+        cannot put on `Unsupported`.
         """
 
     @abstractmethod

@@ -33,6 +33,7 @@ class NamespaceProvider(ZygoteProvider):
             Capability.LIMIT_PROCESSES,
             Capability.LIMIT_DISK,
             Capability.NETWORK_NONE,
+            Capability.MASKS,
             Capability.TERMINAL,
             Capability.SURVIVES_RESTART,
         }

@@ -8,8 +8,8 @@ import signal
 import socket
 
 from carrel.errors import PlatformError
-from carrel.isolation import cgroups
-from carrel.providers.base import Handle, Launch, Provider
+from carrel.isolation import cgroups, masks
+from carrel.providers.base import Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
 
 LONGEST_SOCKET_PATH = 107
@@ -40,6 +40,7 @@ class ZygoteProvider(Provider):
                 f"the path of the sandbox's socket is longer than {LONGEST_SOCKET_PATH} bytes: {path}",
                 hint="use a data directory with a shorter path",
             )
+        worn = self._pack(launch)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             listener.bind(path)
@@ -47,7 +48,7 @@ class ZygoteProvider(Provider):
             listener.listen(128)
             answer = await self._zygote.request(
                 "start",
-                (listener.fileno(),),
+                (listener.fileno(), *worn),
                 id=launch.id,
                 workspace=os.path.basename(launch.workspace),
                 memory_mb=launch.memory_mb,
@@ -55,6 +56,7 @@ class ZygoteProvider(Provider):
                 disk_mb=launch.disk_mb,
                 processes=launch.processes,
                 env=dict(launch.env),
+                **({"masked": True} if worn else {}),
             )
         except BaseException as error:
             _unlink(path)
@@ -65,6 +67,8 @@ class ZygoteProvider(Provider):
             raise
         finally:
             listener.close()
+            for descriptor in worn:
+                os.close(descriptor)
         return {
             "provider": self.name,
             "id": launch.id,
@@ -72,6 +76,13 @@ class ZygoteProvider(Provider):
             "pid": int(answer["pid"]),
             "start_time": int(answer["start_time"]),
         }
+
+    def _pack(self, launch: Launch) -> tuple[int, ...]:
+        """The masks as a descriptor, if there are any."""
+        if launch.masks is None:
+            return ()
+        self.require(Capability.MASKS)
+        return (masks.pack(launch.masks),)
 
     async def alive(self, handle: Handle) -> bool:
         """See `Provider.alive`."""

@@ -210,9 +210,10 @@ class ZygoteClient:
         if self._process is None and not description:
             return
         # One that a server before this one started is no child of ours, so its end is seen through a descriptor.
-        watched = _watch(int(description.get("pid", 0))) if self._process is None else -1
+        ends = not description.get("sandboxes")
+        watched = _watch(int(description.get("pid", 0))) if ends and self._process is None else -1
         self._hang_up()
-        if not description.get("sandboxes"):
+        if ends:
             if self._process is None:
                 await asyncio.get_running_loop().run_in_executor(None, _wait, watched, 10)
             else:

@@ -3,6 +3,7 @@
 from carrel.store.database import Database
 from carrel.store.filespace import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 from carrel.store.leases import Lease, LeaseStore
+from carrel.store.secrets import SecretInfo, SecretRecord, SecretStore
 from carrel.store.sessions import SessionRecord, SessionStore
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 
@@ -14,6 +15,9 @@ __all__ = [
     "FilespaceStore",
     "Lease",
     "LeaseStore",
+    "SecretInfo",
+    "SecretRecord",
+    "SecretStore",
     "SessionRecord",
     "SessionStore",
     "SnapshotRecord",

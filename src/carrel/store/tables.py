@@ -155,10 +155,10 @@ audit_records = Table(
     # What is hashed and shown; the columns before are only for finding it.
     Column("body", Text, nullable=False),
 )
-Index("audit_records_chain", audit_records.c.chain, audit_records.c.seq, unique=True)
+Index("audit_records_seq", audit_records.c.chain, audit_records.c.seq, unique=True)
 Index("audit_records_ref", audit_records.c.chain, audit_records.c.ref)
 Index("audit_records_at", audit_records.c.at, audit_records.c.id)
-for _name in ("actor", "kind", "name", "decision", "result"):
+for _name in ("chain", "actor", "kind", "name", "decision", "result"):
     Index(f"audit_records_{_name}", audit_records.c[_name], audit_records.c.at, audit_records.c.id)
 
 audit_heads = Table(
@@ -167,7 +167,7 @@ audit_heads = Table(
     Column("chain", Words(255), primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("hash", String(64), nullable=False),
-    Column("count", BigInteger, nullable=False),
+    Column("records", BigInteger, nullable=False),
     Column("at", Double, nullable=False, comment="seconds since 1970, UTC"),
     Column("key", String(64), nullable=False),
     Column("signature", String(128), nullable=False),
@@ -201,3 +201,55 @@ tokens = Table(
     Column("used_at", Double, nullable=True, comment="seconds since 1970, UTC, coarse"),
 )
 Index("tokens_hash", tokens.c.hash, unique=True)
+
+secrets = Table(
+    "secrets",
+    metadata,
+    Column("kind", String(16), primary_key=True),
+    Column("scope", Words(128), primary_key=True),
+    Column("name", Words(128), primary_key=True),
+    Column("sealed", LargeBinary, nullable=False),
+    Column("key_id", String(32), nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+    Column("updated_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+)
+Index("secrets_key", secrets.c.key_id)
+
+approvals = Table(
+    "approvals",
+    metadata,
+    Column("id", Words(64), primary_key=True),
+    Column("context_id", Words(128), nullable=True),
+    Column("sandbox_id", Words(64), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("operation", Words(64), nullable=False),
+    Column("summary", Prose, nullable=False),
+    Column("arguments", JSON, nullable=False),
+    Column("digest", String(64), nullable=False, comment="of the operation as it was asked for, unredacted"),
+    Column("reason", Prose, nullable=False),
+    Column("requested_by", Words(255), nullable=False),
+    Column("created_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("expires_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("state", String(16), nullable=False),
+    Column("scope", String(16), nullable=True),
+    Column("rule", Prose, nullable=True),
+    Column("decided_by", Words(255), nullable=True),
+    Column("decided_at", Double, nullable=True, comment="seconds since 1970, UTC"),
+    Column("message", Prose, nullable=True),
+    Column("used_at", Double, nullable=True, comment="seconds since 1970, UTC"),
+)
+Index("approvals_page", approvals.c.created_at, approvals.c.id)
+Index("approvals_digest", approvals.c.context_id, approvals.c.digest, approvals.c.state)
+Index("approvals_state", approvals.c.state, approvals.c.expires_at)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("context_id", Words(128), primary_key=True),
+    Column("settings", JSON(none_as_null=True), nullable=True),
+    Column("sources", JSON(none_as_null=True), nullable=True),
+    Column("version", BigInteger, nullable=False),
+    Column("updated_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("updated_by", Words(255), nullable=False),
+)

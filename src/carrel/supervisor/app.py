@@ -26,6 +26,7 @@ from carrel.supervisor.http import Connection, Json, Request, Response, Router, 
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.output import END
 from carrel.supervisor.reaper import kill_below
+from carrel.supervisor.secrets import Secrets
 
 FRAME = 256 * 1024
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -49,6 +50,8 @@ class Born(Protocol):
     def memory_mb(self) -> int | None: ...  # noqa: D102
     @property
     def oom_score_fd(self) -> int: ...  # noqa: D102
+    @property
+    def secrets_fd(self) -> int: ...  # noqa: D102
 
 
 class Supervisor:
@@ -83,6 +86,7 @@ class Supervisor:
         self.commands.settle(loop, born.oom_score_fd, budget)
         self.files = Files(born.workspace)
         self.files.routes(self.router)
+        Secrets(born.secrets_fd).routes(self.router)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
         self._env = {
@@ -371,6 +375,7 @@ class _Rehearsal:
         self.env: dict[str, str] = {}
         self.listener = socket.socket(socket.AF_UNIX)
         self.oom_score_fd = os.open("/dev/null", os.O_WRONLY)
+        self.secrets_fd = -1
 
 
 def warm() -> None:
@@ -403,6 +408,7 @@ _REHEARSAL: _Exchange = (
     ("GET /files/stat?path=no%20such", {}),
     ("DELETE /files?path=a&recursive=1", {}),
     ("GET /commands/c1/output?follow=1", {}),
+    ("PUT /secrets", {"secrets": {}}),
     ("GET /commands", {}),
     ("GET /health", {}),
     ("NONSENSE", {}),

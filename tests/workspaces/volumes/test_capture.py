@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 
+import pytest
 from trees_for_tests import mutate
 
 from carrel.workspaces.volumes import kernel
-from carrel.workspaces.volumes.capture import capture, pack_known, unpack_known
+from carrel.workspaces.volumes.capture import FRESH_NS, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.objects import Batch, ObjectStore
 
 
-def test_equal_trees_have_equal_names_and_what_is_known_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fresh", [True, False])
+def test_equal_trees_have_equal_names_and_what_is_known_comes_back(tmp_path: Path, fresh: bool) -> None:
     store = ObjectStore(str(tmp_path / "s"))
     store.prepare()
     tree = tmp_path / "tree"
     tree.mkdir()
     mutate(str(tree), random.Random(4), 60)
+    changed = time.time_ns()
+    while not fresh and time.time_ns() - changed < 2 * FRESH_NS:
+        time.sleep(0.005)
     root = os.open(tree, kernel.DIRECTORY)
     try:
         with store.shared(), Batch(store) as batch:

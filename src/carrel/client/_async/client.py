@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from urllib.parse import quote
 
+from carrel.client._async.audit import AsyncAudit
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.filespace import AsyncFilespace
 from carrel.client._async.sandbox import AsyncSandbox
@@ -23,6 +24,7 @@ class AsyncClient:
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0):
         self._connection = AsyncConnection(locate(url, token), timeout)
+        self.audit = AsyncAudit(self._connection)
 
     @property
     def url(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from urllib.parse import quote
 
+from carrel.client._sync.audit import Audit
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.filespace import Filespace
 from carrel.client._sync.sandbox import Sandbox
@@ -24,6 +25,7 @@ class Client:
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0):
         self._connection = Connection(locate(url, token), timeout)
+        self.audit = Audit(self._connection)
 
     @property
     def url(self) -> str:

@@ -190,7 +190,9 @@ def _look(
             and (doubt is None or all(doubt.has(key, length) for _, length, key in row[5]))
         ):
             rows[name] = row
-            if info.st_nlink > 1 and row[8] is None:
+            if row[8] is not None:  # a link has no content of its own
+                continue
+            if info.st_nlink > 1:
                 linked.setdefault(info.st_ino, []).append((path, name))
             else:
                 size += row[2]
@@ -288,7 +290,8 @@ def _read_file(fd: int, batch: Batch) -> Row | None:
         now = time.time_ns()
         _show_later_writes(fd, before, now)
         xattrs = kernel.user_xattrs(fd) or None
-        extents, size = _read_extents(fd, before, batch)
+        settled = os.fstat(fd)  # while a file is being written, its blocks are not all counted
+        extents, size = _read_extents(fd, settled, batch)
         after = os.fstat(fd)
         still = (before.st_size, before.st_mtime_ns, before.st_ctime_ns) == (
             after.st_size,

@@ -1,0 +1,138 @@
+"""Writes chains as a file that can be verified without the database: lines of JSON, each of one of these kinds.
+
+    {"carrel-audit":1,"exported_at":…,"node":…,"key":…}                       the first line
+    {"chain":"context:…","start":0,"seq":2000,"hash":"…"}                     a chain begins; where it ends
+    {"head":{"chain":…,"seq":…,"hash":…,"records":…,"at":…,"key":…,"signature":…}}
+    {"hash":"…","record":{"chain":…,"seq":1,…}}                               its records and heads, in their order
+    {"end":{"chains":1,"records":2000,"heads":2,"digest":"…","key":…,"signature":…}}
+
+A chain that was pruned starts with the head it was pruned up to. The last line signs everything before it.
+Knows no database and no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Protocol
+
+import zstandard
+from blake3 import blake3
+
+from carrel.audit.heads import Head, Headlike
+from carrel.audit.keys import SigningKey
+
+VERSION = 1
+PAGE = 2000
+END_DOMAIN = b"carrel audit export v1\n"
+
+
+Stored = tuple[int, bytes, str]
+"""seq, hash and bytes of a record as the store gives it back"""
+
+
+class ExportStore(Protocol):
+    """What an export reads; `store.audit.AuditStore` has it."""
+
+    async def chains(self, *, after: str = "", limit: int = 1000) -> Sequence[str]:
+        """Names of chains."""
+
+    async def tip(self, chain: str) -> tuple[int, bytes, int]:
+        """Where a chain ends."""
+
+    async def records(self, chain: str, *, after: int = 0, until: int, limit: int) -> Sequence[Stored]:
+        """Records in their order."""
+
+    async def heads(self, chain: str, *, after: int = 0, limit: int = 1000) -> Sequence[Headlike]:
+        """Heads in their order."""
+
+
+def line(value: object) -> bytes:
+    """A line, in the one way it is written."""
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def head_line(head: Headlike) -> bytes:
+    """A head as a line."""
+    return line({"head": Head(*head)._asdict()})
+
+
+def end_message(chains: int, records: int, heads: int, digest: str) -> bytes:
+    """What the last line signs."""
+    return END_DOMAIN + line([chains, records, heads, digest])
+
+
+class _Writer:
+    def __init__(self, key: SigningKey, compress: bool):
+        self._key = key
+        self._digest = blake3()
+        self._squeeze = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj() if compress else None
+        self.chains = self.records = self.heads = 0
+
+    def write(self, lines: Iterable[bytes]) -> bytes:
+        data = b"".join(lines)
+        self._digest.update(data)
+        return self._squeezed(data)
+
+    def end(self) -> bytes:
+        digest = self._digest.hexdigest()
+        signature = self._key.sign(end_message(self.chains, self.records, self.heads, digest))
+        said = {"chains": self.chains, "records": self.records, "heads": self.heads, "digest": digest}
+        data = self._squeezed(line({"end": {**said, "key": self._key.public, "signature": signature}}))
+        return data if self._squeeze is None else data + self._squeeze.flush()
+
+    def _squeezed(self, data: bytes) -> bytes:
+        return data if self._squeeze is None else self._squeeze.compress(data)
+
+
+async def export(
+    store: ExportStore,
+    key: SigningKey,
+    node: str,
+    clock: Callable[[], float],
+    seal: Callable[[Sequence[str]], Awaitable[None]],
+    *,
+    chains: Sequence[str] | None = None,
+    compress: bool = False,
+) -> AsyncIterator[bytes]:
+    """The file in pieces. `seal` signs what is to be exported; what is written meanwhile is not in it."""
+    writer = _Writer(key, compress)
+    yield writer.write([line({"carrel-audit": VERSION, "exported_at": clock(), "node": node, "key": key.public})])
+    after = ""
+    names = sorted(set(chains)) if chains is not None else await store.chains()
+    while names:
+        await seal(names)
+        for name in names:
+            async for piece in _chain(store, writer, name):
+                yield piece
+        after = names[-1]
+        names = [] if chains is not None else await store.chains(after=after)
+    yield writer.end()
+
+
+async def _chain(store: ExportStore, writer: _Writer, name: str) -> AsyncIterator[bytes]:
+    end, hashed, _ = await store.tip(name)
+    if end == 0:
+        return
+    writer.chains += 1
+    records = await store.records(name, until=end, limit=PAGE)
+    start = records[0][0] - 1 if records else end
+    lines = [line({"chain": name, "start": start, "seq": end, "hash": hashed.hex()})]
+    heads = deque(await store.heads(name, after=max(start - 1, 0)))
+    if start:  # pruned up to there
+        lines.append(head_line(heads.popleft()))
+        writer.heads += 1
+    while records:
+        for seq, link, body in records:
+            lines.append(b'{"hash":"%s","record":%s}\n' % (link.hex().encode(), body.encode()))
+            while heads and heads[0][1] == seq:
+                lines.append(head_line(heads.popleft()))
+                writer.heads += 1
+                if not heads:
+                    heads.extend(await store.heads(name, after=seq))
+        writer.records += len(records)
+        yield writer.write(lines)
+        lines = []
+        records = await store.records(name, after=records[-1][0], until=end, limit=PAGE)
+    yield writer.write(lines)

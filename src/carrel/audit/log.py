@@ -1,0 +1,426 @@
+"""The audit log of one server: every operation is written before it is dispatched, and again when it has ended.
+
+Operations that begin at the same moment share one transaction, and ends ride along with the next. Decides nothing of
+operations and knows no database: the store it is given does. Only this server's own work is ever waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from carrel.audit.export import ExportStore, Stored, export
+from carrel.audit.heads import Head, Headlike
+from carrel.audit.keys import SigningKey
+from carrel.audit.plan import Batch, Chain, Hold, Item, Plan, Tip
+from carrel.audit.records import Ending, Entry, arguments_hash, context_of, server_chain
+from carrel.audit.search import Filter, SearchStore, search
+from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
+from carrel.models import AuditPage
+
+log = logging.getLogger("carrel.audit")
+
+HEAD_RECORDS = 1000
+HEAD_S = 300.0
+FLUSH_S = 0.05
+"""How long the end of an operation may wait for company."""
+MAX_BATCH = 2000
+MAX_QUEUED = 50_000
+MAX_CHAIN = 200
+_MAX_CHAINS = 10_000
+_RETRY_S = 1.0
+_ATTEMPTS = 10
+UNKNOWN = Ending("unknown", reason="the server ended")
+
+
+class LogStore(ExportStore, SearchStore, Protocol):
+    """What the log needs of a store; `store.audit.AuditStore` is one, and says what the methods do."""
+
+    async def append(self, unknown: Collection[str], build: Callable[[Mapping[str, Tip]], Batch]) -> None:
+        """Write what `build` makes of the ends of chains."""
+
+    async def unclean(self, node: str) -> Sequence[tuple[str, str, int, bool]]:
+        """The holds of a server that are not clean."""
+
+    async def hold(self, chain: str) -> tuple[str, str, int, bool] | None:
+        """The hold of a chain."""
+
+    async def unfinished(self, chain: str, start: int) -> Sequence[Stored]:
+        """Begins without an end."""
+
+    async def aged(self, at: float, *, after: str = "", limit: int = 1000) -> Sequence[str]:
+        """Chains that can be pruned."""
+
+    async def head_before(self, chain: str, at: float) -> Headlike | None:
+        """The newest head of then."""
+
+    async def prune(self, chain: str, seq: int, *, whole: bool) -> int:
+        """Remove records up to a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An operation that began and whose end nobody saw, because the server ended in between."""
+
+    chain: str
+    seq: int
+    at: float
+    actor: str
+    kind: str
+    name: str
+
+    @property
+    def context_id(self) -> str | None:
+        """The context it was done in."""
+        return context_of(self.chain)
+
+
+class Ticket:
+    """An operation that may be dispatched now: its begin is written. Say `end` once it is over, however it went."""
+
+    __slots__ = ("_ended", "_log", "began", "entry", "seq")
+
+    def __init__(self, log: AuditLog, entry: Entry):
+        self._log = log
+        self._ended = False
+        self.entry = entry
+        self.began = time.monotonic()
+        self.seq = 0
+
+    def end(self, ending: Ending | None = None) -> None:
+        """The operation is over. Never waits; only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        ending = ending or Ending(duration_ms=(time.monotonic() - self.began) * 1000)
+        self._log._ended(self, ending)
+
+
+class AuditLog:
+    """`open` it before anything else is done, `close` it after everything else has ended.
+
+    Strict, `begin` returns when the record is in the database, so that an operation without a record cannot be. Else it
+    returns at once, and a server that is killed may have dispatched operations of the last `flush_s` seconds that no
+    record tells of.
+    """
+
+    def __init__(
+        self,
+        store: LogStore,
+        key: SigningKey,
+        node: str,
+        *,
+        strict: bool = True,
+        head_records: int = HEAD_RECORDS,
+        head_s: float = HEAD_S,
+        flush_s: float = FLUSH_S,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.key = key
+        self.node = node
+        self._store = store
+        self._strict = strict
+        self._head_records = head_records
+        self._head_s = head_s
+        self._flush_s = flush_s
+        self._clock = clock
+        self._queue: deque[Item] = deque()
+        self._chains: OrderedDict[str, Chain] = OrderedDict()
+        self._open: dict[str, set[int]] = {}
+        self._dirty: dict[str, float] = {}
+        self._seal: set[str] = set()
+        self._taken: set[str] = set()
+        self._wake = asyncio.Event()
+        self._urgent = False
+        self._closing = False
+        self._broken: CarrelError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> list[Unfinished]:
+        """Begin to write. What this server left open when it ended last is closed as unknown, and told."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        try:
+            return [one for hold in await self._store.unclean(self.node) for one in await self._close_open(Hold(*hold))]
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Write what is left and sign every chain. An operation that has not ended stays open until `open`."""
+        if self._task is None or self._closing:
+            return
+        with suppress(PlatformError):
+            await self.flush()
+        self._seal.update(self._dirty)
+        self._closing = True
+        self._hurry()
+        await self._task
+        for timer in (self._timer, self._head_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._queue:
+            log.error("%d audit records could not be written: %s", len(self._queue), self._broken)
+
+    def hash_arguments(self, arguments: Mapping[str, object]) -> str:
+        """The hash of full arguments, keyed with this server's key."""
+        return arguments_hash(arguments, self.key.arguments)
+
+    async def begin(self, entry: Entry) -> Ticket:
+        """An operation is about to be dispatched. `PlatformError` when that cannot be written: then it must not be."""
+        ticket = Ticket(self, entry)
+        item = Item("begin", entry, None, self._clock(), ticket)
+        if not self._strict:
+            self._put(item)
+            return ticket
+        item.written = written = asyncio.get_running_loop().create_future()
+        self._put(item, urgent=True)
+        try:
+            await written
+        except asyncio.CancelledError:
+            if written.done() and not written.cancelled() and written.exception() is None:
+                ticket.end(Ending("cancelled"))
+            raise
+        return ticket
+
+    def record(self, entry: Entry, ending: Ending) -> None:
+        """Something that is over already: a refusal, or an act of the server. Written soon; `flush` waits for it.
+
+        `PlatformError` when so many records wait that the log can take no more.
+        """
+        self._put(Item("whole", entry, ending, self._clock()))
+
+    async def flush(self) -> None:
+        """Wait until everything said so far is written; `PlatformError` when it cannot be."""
+        written = asyncio.get_running_loop().create_future()
+        self._put(Item("whole", Entry("", "", "", ""), None, 0.0, written=written), urgent=True)
+        await written
+
+    async def adopt(self, chain: str) -> list[Unfinished]:
+        """This server has got the session of a chain: what another left open there is closed as unknown, and told."""
+        await self.flush()
+        self._chains.pop(chain, None)
+        hold = await self._store.hold(chain)
+        return [] if hold is None else await self._close_open(Hold(*hold))
+
+    async def seal(self, chains: Iterable[str] | None = None) -> None:
+        """Sign heads now: of all the chains (or of those among these) that this server wrote to since their last."""
+        self._seal.update(self._dirty if chains is None else self._dirty.keys() & set(chains))
+        await self.flush()
+
+    async def search(self, wanted: Filter, *, limit: int = 100, cursor: str | None = None) -> AuditPage:
+        """Operations, newest first."""
+        return await search(self._store, wanted, limit=limit, cursor=cursor)
+
+    async def export(self, chains: Sequence[str] | None = None, *, compress: bool = False) -> AsyncIterator[bytes]:
+        """The records of these chains, or of all, with heads up to their ends, as a file that `verify` can check."""
+        async for piece in export(
+            self._store, self.key, self.node, self._clock, self.seal, chains=chains, compress=compress
+        ):
+            yield piece
+
+    async def prune(self, before: float) -> int:
+        """Remove the records that a head signed before that moment covers, and say how many.
+
+        The head stays, so that what comes after it can still be verified; the pruning itself is recorded in the chain
+        of the server. The chains of sandboxes without a context go altogether.
+        """
+        await self.seal()
+        removed, after = 0, ""
+        while names := await self._store.aged(before, after=after):
+            for name in names:
+                signed = await self._store.head_before(name, before)
+                if signed is None or self._open.get(name):
+                    continue
+                head = Head(*signed)
+                found = await self._store.hold(name) if name.startswith("sandbox:") else None
+                hold = None if found is None else Hold(*found)
+                whole = hold is not None and hold.clean and hold.node == self.node
+                count = await self._store.prune(name, head.seq, whole=whole)
+                if whole:
+                    self._chains.pop(name, None)
+                removed += count
+                said = {"chain": name, "seq": head.seq, "hash": head.hash, "records": count}
+                self.record(
+                    Entry(server_chain(self.node), self.node, "session", "prune_audit", arguments=said), Ending()
+                )
+            after = names[-1]
+            await self.flush()
+        return removed
+
+    # what waits
+
+    def _put(self, item: Item, *, urgent: bool = False) -> None:
+        if self._task is None or self._closing:
+            raise PlatformError("the audit log is closed", hint="the server is shutting down; ask again later")
+        chain = item.entry.chain
+        if len(chain) > MAX_CHAIN or not chain.isascii() or not chain.isprintable():
+            raise InvalidRequest("this cannot be the name of a chain", field="chain", hint="use `chain_of`")
+        if item.type != "end" and item.entry.chain:
+            if len(self._queue) >= MAX_QUEUED:
+                raise self._cannot("too many records wait")
+            if self._broken is not None and item.written is None:
+                raise self._cannot(self._broken.detail)
+        self._queue.append(item)
+        if urgent or len(self._queue) >= MAX_BATCH:
+            self._hurry()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._flush_s, self._hurry)
+
+    def _ended(self, ticket: Ticket, ending: Ending) -> None:
+        try:
+            self._put(Item("end", ticket.entry, ending, self._clock(), ticket))
+        except PlatformError:
+            log.warning("the end of an operation in %s came after the audit log was closed", ticket.entry.chain)
+
+    def _hurry(self) -> None:
+        self._urgent = True
+        self._wake.set()
+
+    @staticmethod
+    def _cannot(why: str) -> PlatformError:
+        return PlatformError(
+            f"the audit log cannot be written, so nothing may be done: {why}",
+            hint="mend the database; operations go on by themselves then",
+        )
+
+    # writing
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._urgent:
+                self._urgent = False
+                batch, seal = self._take()
+                try:
+                    await self._commit(batch, seal)
+                except Exception as error:
+                    self._failed(batch, seal, error)
+                    break
+                self._broken = None
+                self._settle(batch)
+            if self._closing:
+                return
+
+    def _take(self) -> tuple[list[Item], set[str]]:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch: list[Item] = []
+        while self._queue and len(batch) < MAX_BATCH:
+            item = self._queue.popleft()
+            if item.written is None or not item.written.cancelled():
+                batch.append(item)
+        self._urgent = self._urgent or bool(self._queue)
+        seal, self._seal = self._seal, set()
+        return batch, seal
+
+    async def _commit(self, batch: list[Item], seal: set[str]) -> None:
+        items = [item for item in batch if item.entry.chain]
+        touched = {item.entry.chain for item in items} | seal
+        if not touched:
+            return
+        for _ in range(_ATTEMPTS):
+            known = {name: replace(chain) for name in touched if (chain := self._chains.get(name)) is not None}
+            plan = Plan(
+                self.key, self.node, known, self._open, items, seal, self._taken, self._head_records, self._clock()
+            )
+            try:
+                await self._store.append(touched - known.keys(), plan.build)
+            except Conflict:
+                for name in touched:
+                    self._chains.pop(name, None)
+                continue
+            self._apply(plan, items)
+            return
+        raise PlatformError("other servers write to the same chains without end")
+
+    def _apply(self, plan: Plan, items: list[Item]) -> None:
+        for name, chain in plan.chains.items():
+            self._chains[name] = chain
+            self._chains.move_to_end(name)
+            self._taken.discard(name)
+            if still := plan.still(name):
+                self._open[name] = still
+            else:
+                self._open.pop(name, None)
+            if chain.seq == chain.head_seq:
+                self._dirty.pop(name, None)
+            else:
+                self._dirty.setdefault(name, self._clock())
+        while len(self._chains) > _MAX_CHAINS:
+            self._chains.popitem(last=False)
+        for item in items:
+            if item.type == "begin" and item.ticket is not None:
+                item.ticket.seq = plan.seqs[id(item.ticket)]
+        self._remind()
+
+    def _remind(self) -> None:
+        """Have heads signed in time."""
+        if self._head_timer is None and self._dirty:
+            first = next(iter(self._dirty.values()))
+            wait = min(max(first + self._head_s - self._clock(), 0.0), self._head_s)
+            self._head_timer = asyncio.get_running_loop().call_later(wait, self._heads_due)
+
+    def _heads_due(self) -> None:
+        self._head_timer = None
+        now = self._clock()
+        # A clock that was set back must not put a head off.
+        due = {name for name, since in self._dirty.items() if not since - 1 <= now < since + self._head_s}
+        if due:
+            self._seal |= due
+            self._hurry()
+        else:
+            self._remind()
+
+    def _settle(self, batch: list[Item]) -> None:
+        for item in batch:
+            if item.written is None:
+                continue
+            if not item.written.done():
+                item.written.set_result(None)
+            elif item.ticket is not None:  # whoever asked went while it was written
+                item.ticket.end(Ending("cancelled"))
+
+    def _failed(self, batch: list[Item], seal: set[str], error: Exception) -> None:
+        if isinstance(error, CarrelError):
+            self._broken = error
+        else:
+            self._broken = PlatformError(f"{type(error).__name__}: {error}")
+            log.exception("the audit log failed", exc_info=error)
+        kept: list[Item] = []
+        for item in batch:
+            if item.written is None:
+                kept.append(item)
+            elif not item.written.done():
+                item.written.set_exception(self._cannot(self._broken.detail))
+        self._queue.extendleft(reversed(kept))
+        self._seal |= seal
+        if self._timer is None and not self._closing:
+            self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self._hurry)
+
+    # what others left
+
+    async def _close_open(self, hold: Hold) -> list[Unfinished]:
+        found = []
+        mine = self._open.get(hold.chain, set())
+        for _, _, body in await self._store.unfinished(hold.chain, hold.open_from):
+            values = json.loads(body)
+            if values["seq"] in mine:
+                continue
+            entry = Entry(hold.chain, values["actor"], values["kind"], values["name"], decision=values["decision"])
+            self._put(Item("end", entry, UNKNOWN, self._clock(), ref=values["seq"]))
+            found.append(Unfinished(hold.chain, values["seq"], values["at"], entry.actor, entry.kind, entry.name))
+        self._seal.add(hold.chain)
+        self._taken.add(hold.chain)
+        await self.flush()
+        return found

@@ -1,0 +1,139 @@
+"""Works out what one transaction of the audit log writes: records in their places, heads that are due, and which chains
+need a look after a crash. Pure but for the signature: runs inside the transaction, maybe in another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from carrel.audit.heads import Head
+from carrel.audit.keys import SigningKey
+from carrel.audit.records import Ending, Entry, Row, Type, genesis, row
+
+if TYPE_CHECKING:
+    from carrel.audit.log import Ticket
+
+
+Tip = tuple[int, bytes, int]
+"""Where a chain ends: seq and hash of its last record, seq of its newest head."""
+
+
+class Hold(NamedTuple):
+    """Which server continues a chain. A clean one ends with a head, and every operation in it has ended; in another,
+    those that did not have at least the number `open_from`.
+    """
+
+    chain: str
+    node: str
+    open_from: int
+    clean: bool
+
+
+Batch = tuple[Sequence[Row], Sequence[Head], Sequence[Hold]]
+
+
+@dataclass(slots=True)
+class Item:
+    """A record that waits to be written; without a chain only someone who waits for those before it."""
+
+    type: Type
+    entry: Entry
+    ending: Ending | None
+    at: float
+    ticket: Ticket | None = None
+    ref: int | None = None
+    written: asyncio.Future[None] | None = None
+
+
+@dataclass(slots=True)
+class Chain:
+    """What a server knows of a chain it writes to. `held` when the database knows that it is not clean."""
+
+    seq: int
+    hash: bytes
+    head_seq: int
+    held: bool = False
+
+
+class Plan:
+    """One transaction. `build` is its work; the log takes `chains` and `seqs` over once it is committed.
+
+    `chains` are copies of what is known of some chains; `opened` says for every chain which operations are open in it.
+    """
+
+    def __init__(
+        self,
+        key: SigningKey,
+        node: str,
+        chains: dict[str, Chain],
+        opened: Mapping[str, Collection[int]],
+        items: Sequence[Item],
+        seal: Collection[str],
+        taken: Collection[str],
+        head_records: int,
+        now: float,
+    ):
+        self.chains = chains
+        self.seqs: dict[int, int] = {}
+        self._key = key
+        self._node = node
+        self._items = items
+        self._seal = seal
+        self._taken = taken
+        self._head_records = head_records
+        self._now = now
+        names = {item.entry.chain for item in items} | set(seal)
+        self._open = {name: set(opened.get(name, ())) for name in names}
+
+    def still(self, name: str) -> set[int]:
+        """The operations of a chain that are open after this transaction."""
+        return self._open[name]
+
+    def build(self, tips: Mapping[str, Tip]) -> Batch:
+        """What is to be written, given where the chains end that were not known before."""
+        for name, (seq, hashed, head_seq) in tips.items():
+            self.chains[name] = Chain(seq, hashed if seq else genesis(name), head_seq)
+        rows = [self._row(item) for item in self._items]
+        heads: list[Head] = []
+        holds: list[Hold] = []
+        written = {item.entry.chain for item in self._items}
+        for name, chain in self.chains.items():
+            fresh = chain.seq - chain.head_seq
+            signs = fresh > 0 and (name in self._seal or fresh >= self._head_records)
+            if signs:
+                heads.append(Head.signed(self._key, name, chain.seq, chain.hash.hex(), fresh, self._now))
+                chain.head_seq = chain.seq
+            # Written with the first record after a head and with the next head, not in between: after a crash the
+            # records from `open_from` on are looked at.
+            if (chain.held and signs) or (not chain.held and name in written) or name in self._taken:
+                still = self._open[name]
+                clean = not still and chain.head_seq == chain.seq
+                chain.held = not clean
+                holds.append(Hold(name, self._node, min(still, default=chain.seq + 1), clean))
+        return rows, heads, holds
+
+    def _row(self, item: Item) -> Row:
+        name = item.entry.chain
+        chain, ref = self.chains[name], item.ref
+        if item.type == "end" and item.ticket is not None:
+            ref = item.ticket.seq or self.seqs[id(item.ticket)]
+        made = row(
+            item.type,
+            item.entry,
+            item.ending,
+            seq=chain.seq + 1,
+            at=item.at,
+            node=self._node,
+            before=chain.hash,
+            ref=ref,
+        )
+        chain.seq, chain.hash = made.seq, made.hash
+        if item.type == "begin":
+            self.seqs[id(item.ticket)] = made.seq
+            self._open[name].add(made.seq)
+        elif ref is not None:
+            self._open[name].discard(ref)
+        return made

@@ -1,0 +1,101 @@
+"""Finding operations in the audit log: what may be asked, and putting begins and ends together. Knows no database.
+
+What is shown is read from the bytes that are hashed, never from the columns they were found by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from carrel.audit.records import context_of
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.models import AuditPage, AuditRecord
+
+MAX_LIMIT = 1000
+MAX_TEXT = 200
+_EQUAL = ("chain", "actor", "kind", "name", "decision", "result")
+_OF_END = ("result", "reason", "duration_ms", "bytes_in", "bytes_out")
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which operations are wanted; None does not matter. `text` is looked for in the arguments, whatever its case."""
+
+    chain: str | None = None
+    actor: str | None = None
+    kind: str | None = None
+    name: str | None = None
+    decision: str | None = None
+    result: str | None = None
+    since: float | None = None
+    until: float | None = None
+    text: str | None = None
+
+
+Found = tuple[str, int, int | None, str]
+"""chain, seq, ref and bytes of a record the store found"""
+
+
+class SearchStore(Protocol):
+    """What a search needs of a store; `store.audit_search.AuditSearch` is one."""
+
+    async def search(
+        self,
+        equal: Mapping[str, str],
+        *,
+        since: float | None = None,
+        until: float | None = None,
+        text: str | None = None,
+        limit: int,
+        cursor: str | None = None,
+    ) -> tuple[Sequence[Found], str | None]:
+        """Begins, or ends where a result is wanted."""
+
+    async def counterparts(
+        self, begins: Collection[tuple[str, int]], ends: Collection[tuple[str, int]]
+    ) -> Sequence[Found]:
+        """The other halves."""
+
+
+async def search(store: SearchStore, wanted: Filter, *, limit: int, cursor: str | None) -> AuditPage:
+    """A page of operations, newest first. `InvalidRequest` for what cannot be asked."""
+    if not 1 <= limit <= MAX_LIMIT:
+        raise InvalidRequest(f"a page has 1 to {MAX_LIMIT} operations", field="limit")
+    if wanted.text is not None and not 0 < len(wanted.text) <= MAX_TEXT:
+        raise InvalidRequest(f"a text to look for has 1 to {MAX_TEXT} characters", field="text")
+    equal = {name: value for name in _EQUAL if (value := getattr(wanted, name)) is not None}
+    found, after = await store.search(
+        equal, since=wanted.since, until=wanted.until, text=wanted.text, limit=limit, cursor=cursor
+    )
+    # With a result ends were looked for, else begins: the other half is fetched, once for the page.
+    begins = {(chain, seq): body for chain, seq, ref, body in found if ref is None}
+    ends = {(chain, ref): body for chain, _, ref, body in found if ref is not None}
+    for chain, seq, ref, body in await store.counterparts(list(begins), list(ends)):
+        if ref is None:
+            begins[chain, seq] = body
+        else:
+            ends.setdefault((chain, ref), body)
+    items = []
+    for chain, seq, ref, body in found:
+        place = (chain, seq if ref is None else ref)
+        try:
+            # A begin that was pruned leaves what its end says.
+            items.append(_record(chain, begins.get(place, body), ends.get(place)))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            raise PlatformError(
+                f"record {seq} of the audit chain {chain} is damaged",
+                hint="`carrel audit export` and `carrel audit verify` show where a chain is broken",
+            ) from None
+    return AuditPage(items=items, next=after)
+
+
+def _record(chain: str, begin: str, end: str | None) -> AuditRecord:
+    values = json.loads(begin)
+    if end is not None:
+        values |= {key: value for key, value in json.loads(end).items() if key in _OF_END}
+    values["at"] = datetime.fromtimestamp(values["at"], UTC)
+    return AuditRecord.model_validate({**values, "context_id": context_of(chain)})

@@ -1,0 +1,327 @@
+"""Checks an export: that no record was changed, added, removed or moved, and who signed it. Needs no database.
+
+The export is not trusted in anything: not in its size, not in its words. It names the first record that is broken.
+What it cannot know is whose key signed; that is compared with the key a server shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO, NoReturn
+
+import zstandard
+from blake3 import blake3
+
+from carrel.audit.export import VERSION, end_message, head_line, line
+from carrel.audit.heads import Head
+from carrel.audit.keys import signed
+from carrel.audit.records import genesis, link
+
+MAX_LINE = 1024 * 1024
+_BLOCK = 1024 * 1024
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_HASH, _RECORD = b'{"hash":"', b'","record":'
+_BODY = len(_HASH) + 64 + len(_RECORD)
+_END = b'{"end":'
+_TYPE = re.compile(rb'"at":[-+.\de]+,"type":"(begin|end|whole)","node":"(?:[^"\\]|\\.)*"(?:,"ref":(\d+))?,"actor":')
+_HEX = re.compile(r"[0-9a-f]{64}")
+_KINDS = {
+    "chain": (str,),
+    "seq": (int,),
+    "hash": (str,),
+    "records": (int,),
+    "at": (int, float),
+    "key": (str,),
+    "signature": (str,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The first thing that is wrong. `seq` is the record, where it is one."""
+
+    line: int
+    chain: str | None
+    seq: int | None
+    why: str
+
+    def __str__(self) -> str:
+        where = f"line {self.line}"
+        if self.chain is not None:
+            where = f"{self.chain}, " + (where if self.seq is None else f"record {self.seq} ({where})")
+        return f"{where}: {self.why}"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a verification found. `unsigned` counts records after the last head of their chain, which only the export
+    itself is signed for; `open` counts operations without an end; `pruned` counts chains that do not start at 1.
+    """
+
+    broken: Broken | None = None
+    chains: int = 0
+    records: int = 0
+    heads: int = 0
+    unsigned: int = 0
+    open: int = 0
+    pruned: int = 0
+    keys: list[str] = field(default_factory=list)
+    tips: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it was written."""
+        return self.broken is None
+
+
+class _Stop(Exception):
+    def __init__(self, why: str, seq: int | None = None):
+        super().__init__(why)
+        self.why = why
+        self.seq = seq
+
+
+def verify(source: BinaryIO, *, keys: Collection[str] = (), tips: dict[str, tuple[int, str]] | None = None) -> Verdict:
+    """Check an export, plain or compressed. With `keys`, nothing that another key signed counts. `tips` of an older
+    verdict must be found again in their chains: so the whole end of a chain cannot be taken away unseen.
+    """
+    check = _Check(frozenset(keys), dict(tips or {}))
+    try:
+        check.run(source)
+    except _Stop as stop:
+        chain = check.chain
+        check.verdict.broken = Broken(check.number, chain, stop.seq if chain is not None else None, stop.why)
+    return check.verdict
+
+
+class _Check:
+    """Reads an export line by line; `number` and `chain` say where it is."""
+
+    def __init__(self, keys: frozenset[str], tips: dict[str, tuple[int, str]]):
+        self.verdict = Verdict()
+        self.number = 0
+        self.chain: str | None = None
+        self._trusted = keys
+        self._tips = tips
+        self._before: tuple[int, str] | None = None
+        self._digest = blake3()
+        self._prefix = b""
+        self._seq = 0
+        self._hash = b""
+        self._tip = (0, "")
+        self._heads: set[int] = set()
+        self._open: set[int] = set()
+        self._anchored = True
+        self._ended = False
+
+    def run(self, source: BinaryIO) -> None:
+        for data in _blocks(source):
+            lines = data.split(b"\n")
+            lines.pop()
+            last = 0 if data.startswith(_END) else data.find(b"\n" + _END) + 1 or len(data)
+            self._digest.update(data[:last])
+            for text in lines:
+                self.number += 1
+                if self._ended:
+                    raise _Stop("there is more after the last line")
+                if text.startswith(_HASH):
+                    self._record(text)
+                else:
+                    self._other(text)
+        if not self._ended:
+            self.number += 1
+            raise _Stop("the export is cut off: its last line is missing")
+
+    def _record(self, text: bytes) -> None:
+        seq = self._seq + 1
+        if self.chain is None:
+            raise _Stop("a record stands outside of any chain")
+        if not self._anchored:
+            raise _Stop("the signed head that the chain starts with is missing", seq)
+        body = text[_BODY:-1]
+        prefix = b"%s%d," % (self._prefix, seq)
+        if not body.startswith(prefix) or text[_BODY - len(_RECORD) : _BODY] != _RECORD or text[-1:] != b"}":
+            self._misplaced(body, seq)
+        found = link(self._hash, body)
+        if found.hex().encode() != text[len(_HASH) : _BODY - len(_RECORD)]:
+            raise _Stop("the hash is not that of the record and the one before: one of them was changed", seq)
+        kind = _TYPE.match(body, len(prefix))
+        if kind is None:
+            raise _Stop("this is not a record", seq)
+        if kind[1] == b"begin":
+            self._open.add(seq)
+        elif kind[2] is not None:
+            self._open.discard(int(kind[2]))
+        self._seq, self._hash = seq, found
+        self.verdict.records += 1
+        if self._before is not None and self._before[0] == seq:
+            self._same_as_before()
+
+    def _misplaced(self, body: bytes, seq: int) -> NoReturn:
+        values = _object(body)
+        chain, number = values.get("chain"), values.get("seq")
+        if isinstance(chain, str) and chain != self.chain:
+            raise _Stop(f"here stands a record of the chain {chain[:200]}", seq)
+        if type(number) is int and number > seq:
+            raise _Stop(f"the record is missing: the next one is {number}", seq)
+        if type(number) is int and number < seq:
+            raise _Stop(f"record {number} stands here again", seq)
+        raise _Stop("this is not a record", seq)
+
+    def _other(self, text: bytes) -> None:
+        values = _object(text)
+        if self.number == 1:
+            self._first(values)
+        elif "head" in values:
+            self._head(values["head"], text)
+        elif "chain" in values:
+            self._begin_chain(values)
+        elif "end" in values:
+            self._end(values["end"], text)
+        else:
+            raise _Stop("this is no line of an export")
+
+    def _first(self, values: dict[str, object]) -> None:
+        version = values.get("carrel-audit")
+        if type(version) is not int:
+            raise _Stop("this is not an export of an audit log")
+        if version != VERSION:
+            raise _Stop(f"the export has the format {version}, and this carrel knows {VERSION}")
+        self._key(values.get("key"))
+
+    def _begin_chain(self, values: dict[str, object]) -> None:
+        self._end_chain()
+        chain, start, seq, hashed = (values.get(name) for name in ("chain", "start", "seq", "hash"))
+        if not isinstance(chain, str) or type(start) is not int or type(seq) is not int or not isinstance(hashed, str):
+            raise _Stop("this is no beginning of a chain")
+        if chain in self.verdict.tips:
+            raise _Stop(f"the chain {chain[:200]} stands here again")
+        if not 0 <= start <= seq or seq == 0:
+            raise _Stop("this is no beginning of a chain")
+        self.chain = chain
+        self._prefix = b'{"chain":%s,"seq":' % json.dumps(chain).encode()
+        self._seq, self._tip = start, (seq, hashed)
+        self._hash = genesis(chain)
+        self._heads, self._open, self._anchored = {0}, set(), start == 0
+        self._before = self._tips.pop(chain, None)
+        self.verdict.tips[chain] = self._tip
+        self.verdict.chains += 1
+        self.verdict.pruned += start > 0
+
+    def _end_chain(self) -> None:
+        if self.chain is None:
+            return
+        seq, hashed = self._tip
+        if not self._anchored or self._seq != seq:
+            raise _Stop(f"the chain ends here, though it has {seq} records", self._seq + 1)
+        if self._hash.hex() != hashed:
+            raise _Stop("the chain does not end in the hash it is said to", seq)
+        if self._before is not None and self._before[0] > seq:
+            raise _Stop(f"the older export has records up to {self._before[0]}: they were taken away", seq + 1)
+        self.verdict.unsigned += seq - max(self._heads)
+        self.verdict.open += len(self._open)
+        self.chain = None
+
+    def _head(self, values: object, text: bytes) -> None:
+        head = _head(values)
+        if head is None or head_line(head) != text + b"\n":
+            raise _Stop("this is no head", self._seq)
+        if head.chain != self.chain or head.seq != self._seq:
+            raise _Stop(f"here stands a head of {head.chain[:200]}, record {head.seq}", self._seq)
+        if not head.genuine():
+            raise _Stop("the signature of the head is false", self._seq)
+        self._key(head.key)
+        if not self._anchored:
+            self._hash, self._anchored = bytes.fromhex(head.hash), True
+            if self._before is not None and self._before[0] == head.seq:
+                self._same_as_before()
+        elif head.hash != self._hash.hex():
+            raise _Stop("the head signs another hash", self._seq)
+        elif head.seq in self._heads:
+            raise _Stop("the head stands here again", self._seq)
+        elif head.seq - head.records not in self._heads:
+            raise _Stop(f"the head before it, of record {head.seq - head.records}, is missing", self._seq)
+        self._heads.add(head.seq)
+        self.verdict.heads += 1
+
+    def _same_as_before(self) -> None:
+        if self._before is not None and self._before[1] != self._hash.hex():
+            raise _Stop("the record is not the one that the older export has here", self._seq)
+
+    def _end(self, values: object, text: bytes) -> None:
+        self._end_chain()
+        digest = self._digest.hexdigest()
+        counted = (self.verdict.chains, self.verdict.records, self.verdict.heads)
+        said = {**dict(zip(("chains", "records", "heads"), counted, strict=True)), "digest": digest}
+        key, signature = (values.get("key"), values.get("signature")) if isinstance(values, dict) else (None, None)
+        if line({"end": {**said, "key": key, "signature": signature}}) != text + b"\n":
+            raise _Stop("the last line does not fit what stands before it: lines were changed, added or removed")
+        if not isinstance(signature, str) or not signed(self._key(key), signature, end_message(*counted, digest)):
+            raise _Stop("the signature of the export is false")
+        if self._tips:
+            raise _Stop(f"the chain {min(self._tips)[:200]} of the older export is not there")
+        self._ended = True
+
+    def _key(self, key: object) -> str:
+        if not isinstance(key, str):
+            raise _Stop("there is no key", self._seq)
+        if self._trusted and key not in self._trusted:
+            raise _Stop(f"it is signed with the key {key[:64]}, which is not trusted", self._seq)
+        if key not in self.verdict.keys:
+            self.verdict.keys.append(key)
+        return key
+
+
+def _object(text: bytes) -> dict[str, object]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _Stop("the line is not JSON") from None
+    if not isinstance(values, dict):
+        raise _Stop("the line is no JSON object")
+    return values
+
+
+def _head(values: object) -> Head | None:
+    if not isinstance(values, dict) or values.keys() != _KINDS.keys():
+        return None
+    if any(type(values[name]) not in kinds for name, kinds in _KINDS.items()) or not _HEX.fullmatch(values["hash"]):
+        return None
+    return Head(**values)
+
+
+class _Joined:
+    """What was read to look at it, and the rest."""
+
+    def __init__(self, head: bytes, rest: BinaryIO):
+        self._head = head
+        self._rest = rest
+
+    def read(self, size: int = -1) -> bytes:
+        head, self._head = self._head, b""
+        return head or self._rest.read(size)
+
+
+def _blocks(source: BinaryIO) -> Iterator[bytes]:
+    """Whole lines, many at a time; what is compressed is decompressed as it is needed."""
+    start = source.read(4)
+    joined = _Joined(start, source)
+    reader = zstandard.ZstdDecompressor().stream_reader(joined) if start == _ZSTD else joined  # type: ignore[arg-type]
+    rest = b""
+    try:
+        while block := reader.read(_BLOCK):
+            cut = block.rfind(b"\n") + 1
+            if cut:
+                yield rest + block[:cut]
+                rest = block[cut:]
+            else:
+                rest += block
+            if len(rest) > MAX_LINE:
+                raise _Stop(f"a line has more than {MAX_LINE} bytes")
+    except zstandard.ZstdError:
+        raise _Stop("the compressed data is damaged") from None
+    if rest:
+        raise _Stop("the export is cut off in the middle of a line")

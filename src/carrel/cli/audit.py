@@ -1,0 +1,280 @@
+"""The audit log on the command line: follow, search, export, verify. `verify` needs no server, only the file."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from carrel.audit import Verdict
+    from carrel.models import AuditRecord
+
+app = typer.Typer(help="Who did what, and proof of it.", no_args_is_help=True, add_completion=False)
+
+Context = Annotated[
+    str | None, typer.Option("--context", "-c", help="Only of this context.", autocompletion=options.contexts)
+]
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_POLL_S = 1.0
+_OVERLAP = timedelta(seconds=10)
+_WIDTH = 80
+
+
+@app.command("tail")
+def tail(
+    context: Context = None,
+    count: Annotated[int, typer.Option("--lines", "-n", min=0, max=1000, help="How many to begin with.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more is done, until Ctrl-C.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Show what was done last, the newest at the end.
+
+    \b
+    carrel audit tail
+    carrel audit tail -f --context conversation-42
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        seen = list(islice(client.audit.search(context_id=context), count))
+        _show(seen[::-1], json)
+        shown = {(record.chain, record.seq): record.result for record in seen}
+        began = newest = max((record.at for record in seen), default=datetime.now(UTC))
+        while follow:
+            time.sleep(_POLL_S)
+            # A little is asked for again: the clocks of servers differ, and what ran then may have ended.
+            recent = list(client.audit.search(context_id=context, since=newest - _OVERLAP))
+            fresh = [record for record in recent if record.at > began or (record.chain, record.seq) in shown]
+            _show([each for each in fresh[::-1] if shown.get((each.chain, each.seq), "") != each.result], json)
+            shown = {(record.chain, record.seq): record.result for record in fresh}
+            newest = max([newest, *(record.at for record in recent)])
+
+
+@app.command("search")
+def search(
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="A text in the arguments.")] = None,
+    context: Context = None,
+    actor: Annotated[str | None, typer.Option(help="Who.")] = None,
+    kind: Annotated[str | None, typer.Option(help="shell, file, network, mcp or session.")] = None,
+    name: Annotated[str | None, typer.Option(help="The operation, such as run_command.")] = None,
+    decision: Annotated[str | None, typer.Option(help="allow, deny or ask.")] = None,
+    result: Annotated[str | None, typer.Option(help="ok, or the code of an error.")] = None,
+    since: Annotated[str | None, typer.Option(metavar="TIME", help="2h, 3d, or 2030-01-31T12:00.")] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="Like --since.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many.")] = 100,
+    json: options.Json = False,
+) -> None:
+    """Find operations, newest first.
+
+    \b
+    carrel audit search --decision deny --since 2d
+    carrel audit search "git push" --context conversation-42
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.audit.search(
+            context_id=context,
+            actor=actor,
+            kind=kind,
+            name=name,
+            decision=decision,
+            result=result,
+            since=_moment(since, "--since"),
+            until=_moment(until, "--until"),
+            text=text,
+        )
+        _show(list(islice(found, limit)), json)
+
+
+@app.command("export")
+def export(
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Where to; - for stdout. *.zst is compressed.")
+    ] = "audit.jsonl",
+    context: Context = None,
+) -> None:
+    """Copy the log out, signed, so that it can be verified anywhere.
+
+    \b
+    carrel audit export -o audit.jsonl.zst
+    carrel audit export --context conversation-42 -o - | carrel audit verify -
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.progress import copying
+    from carrel.client import Client
+
+    with Client() as client:
+        pieces = client.audit.export(context_id=context, compress=output.endswith(".zst"))
+        if output == "-":
+            for piece in pieces:
+                sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            return
+        target = Path(output)
+        partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
+        try:
+            with partial.open("xb") as file, copying(output) as advance:
+                for piece in pieces:
+                    file.write(piece)
+                    if advance is not None:
+                        advance(len(piece))
+            partial.replace(target)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="FILE") from None
+        finally:
+            partial.unlink(missing_ok=True)
+    note(f"wrote {output}")
+
+
+@app.command("verify")
+def verify(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An export, compressed or not; - for stdin.")],
+    key: Annotated[
+        list[str] | None, typer.Option("--key", help="Trust only this public key (repeatable); see `carrel audit key`.")
+    ] = None,
+    earlier: Annotated[
+        str | None, typer.Option("--earlier", metavar="FILE", help="An older export that this one must continue.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Check an export: nothing changed, added, removed or moved, and signed. Needs no server.
+
+    Names the first broken record and exits with 1 when there is one.
+
+    \b
+    carrel audit verify audit.jsonl
+    carrel audit verify audit.jsonl --earlier last-week.jsonl.zst
+    """
+    from carrel.audit import public_key
+    from carrel.cli.failures import tell
+    from carrel.cli.shown import print_json
+
+    keys = [public_key(each) for each in key or []]
+    before = None if earlier is None else _verified(earlier, keys)
+    if before is not None and before.broken is not None:
+        tell(f"{earlier}: {before.broken}")
+        raise typer.Exit(1)
+    verdict = _verified(file, keys, before)
+    if json:
+        broken = verdict.broken
+        counts = {name: getattr(verdict, name) for name in ("chains", "records", "heads", "unsigned", "open", "pruned")}
+        said = None if broken is None else {"line": broken.line, "chain": broken.chain, "seq": broken.seq}
+        print_json({"ok": verdict.ok, **counts, "keys": verdict.keys, "broken": said and {**said, "why": broken.why}})  # type: ignore[union-attr]
+    elif verdict.broken is not None:
+        tell(f"{file} is broken: {verdict.broken}", "what stands before that is as it was written")
+    else:
+        _tell(verdict, trusted=bool(keys))
+    raise typer.Exit(0 if verdict.ok else 1)
+
+
+@app.command("key")
+def key(json: options.Json = False) -> None:
+    """Show the public key that signs the server's log, to keep it where the log is verified.
+
+    \b
+    carrel audit key
+    """
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.audit.key()
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        print(found.key)
+
+
+def _verified(file: str, keys: list[str], before: Verdict | None = None) -> Verdict:
+    from carrel.audit import verify
+
+    tips = None if before is None else before.tips
+    if file == "-":
+        return verify(sys.stdin.buffer, keys=keys, tips=tips)
+    try:
+        with Path(file).open("rb") as source:
+            return verify(source, keys=keys, tips=tips)
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
+
+
+def _tell(verdict: Verdict, *, trusted: bool) -> None:
+    from carrel.cli.failures import note
+    from carrel.cli.shown import plain
+
+    print(f"ok: {verdict.records} records in {verdict.chains} chains, {verdict.heads} signed heads")
+    if verdict.unsigned:
+        note(f"{verdict.unsigned} records came after the last head of their chain: only the export is signed for them")
+    if verdict.open:
+        note(f"{verdict.open} operations have no end: they ran when this was exported, or a server ended in between")
+    if verdict.pruned:
+        note(f"{verdict.pruned} chains were pruned: they start at a signed head")
+    if not trusted:
+        for each in verdict.keys:
+            note(f"signed by {plain(each)}: compare it with `carrel audit key`, or give it as --key")
+
+
+def _show(records: list[AuditRecord], json: bool) -> None:
+    from carrel.cli.shown import coloured, print_line, print_table
+
+    if json:
+        for record in records:
+            print_line(record.model_dump(mode="json"))
+        return
+    if not records:
+        return
+    colours = {"allow": "green", "deny": "red", "ask": "yellow"}
+    rows: list[list[str | Text]] = [
+        [
+            f"{record.at.astimezone():%Y-%m-%d %H:%M:%S}",
+            record.context_id or record.chain,
+            record.actor,
+            f"{record.kind} {record.name}",
+            coloured(record.decision, colours[record.decision]),
+            record.result or "…",
+            "" if record.duration_ms is None else f"{record.duration_ms:.0f}ms",
+            _arguments(record),
+        ]
+        for record in records
+    ]
+    print_table(["TIME", "CONTEXT", "ACTOR", "OPERATION", "DECISION", "RESULT", "TOOK", "ARGUMENTS"], rows)
+
+
+def _arguments(record: AuditRecord) -> str:
+    """The one argument that says most, or all of them, short."""
+    import json
+
+    values = record.arguments
+    for name in ("command", "path", "host", "tool"):
+        if isinstance(value := values.get(name), str):
+            break
+    else:
+        value = json.dumps(values, ensure_ascii=False) if values else ""
+    return value if len(value) <= _WIDTH else f"{value[: _WIDTH - 1]}…"
+
+
+def _moment(text: str | None, option: str) -> datetime | None:
+    """A time of the day, or how long ago."""
+    if text is None:
+        return None
+    if ago := re.fullmatch(r"(\d{1,6})([smhd])", text.strip()):
+        return datetime.now(UTC) - timedelta(seconds=int(ago[1]) * _UNITS[ago[2]])
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise typer.BadParameter(f"'{text}' is no time such as 2h, 3d or 2030-01-31T12:00", param_hint=option) from None
+    return moment.astimezone(UTC)

@@ -1,0 +1,170 @@
+"""Policy on the command line: check documents, explain what would be decided. Needs no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from carrel.policy.decide import Verdict
+    from carrel.policy.layers import Policy
+    from carrel.policy.settings import Settings
+    from carrel.policy.sources import Sources
+
+app = typer.Typer(help="Check policy documents, explain decisions.", no_args_is_help=True)
+
+_COLOURS = {"allow": "green", "ask": "yellow", "deny": "red"}
+_EXAMPLE = "example"
+"""Stands for the context, where no real one is given."""
+
+
+@app.command("check")
+def check(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="settings.json or sources.json.")],
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings too.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Check settings.json and sources.json: errors with their place, warnings about rules that mislead.
+
+    Exits with 1 when a document cannot be used.
+
+    \b
+    carrel policy check settings.json sources.json
+    """
+    from carrel.cli.failures import tell
+    from carrel.cli.shown import print_json
+    from carrel.errors import CarrelError
+
+    reports: list[dict[str, object]] = []
+    failed = False
+    for file in files:
+        try:
+            kind, warnings = _checked(file)
+        except CarrelError as error:
+            failed = True
+            reports.append({"file": str(file), "valid": False, "error": error.problem()})
+            if not json:
+                tell(error.detail, error.hint)
+            continue
+        failed = failed or (strict and bool(warnings))
+        reports.append({"file": str(file), "valid": True, "kind": kind, "warnings": warnings})
+        if not json:
+            _tell_warnings(str(file), kind, warnings)
+    if json:
+        print_json(reports)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command("explain")
+def explain(
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help="Shell text, in quotes.")],
+    settings: Annotated[
+        list[Path] | None, typer.Option("--settings", metavar="FILE", help="Repeatable: the highest layer first.")
+    ] = None,
+    sources: Annotated[list[Path] | None, typer.Option("--sources", metavar="FILE", help="Repeatable.")] = None,
+    context: Annotated[str, typer.Option(metavar="CONTEXT", help="What ${CONTEXT_ID} stands for.")] = _EXAMPLE,
+    shell: Annotated[str, typer.Option(metavar="SHELL", help="Which shell runs it: bash or sh.")] = "bash",
+    json: options.Json = False,
+) -> None:
+    """Show every command a shell text would run, what the policy says of each, by which rule and why. Runs nothing.
+
+    Exits with 0 when it is allowed, 1 when it asks or is denied.
+
+    \b
+    carrel policy explain "pip install pandas | tee log" --settings settings.json --sources sources.json
+    """
+    from carrel.policy.decide import decide_shell
+
+    if shell not in {"bash", "sh"}:
+        raise typer.BadParameter("the shell is bash or sh", param_hint="--shell")
+    policy = _policy(settings or [], sources or [], context)
+    verdict = decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
+    if json:
+        from carrel.cli.shown import print_json
+
+        print_json(_told(verdict))
+    else:
+        _show(verdict)
+    raise typer.Exit(0 if verdict.verdict == "allow" else 1)
+
+
+def _checked(file: Path) -> tuple[str, list[dict[str, str]]]:
+    from carrel.policy.layers import Layer, Policy
+
+    document = _document(file)
+    if document[0] == "sources":
+        return "sources", []
+    policy = Policy.of([Layer(file.name, document[1])], context_id=_EXAMPLE)
+    return "settings", [{"rule": each.rule, "text": each.text} for each in policy.warnings]
+
+
+def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
+    from carrel.errors import InvalidRequest
+    from carrel.policy import documents, settings, sources
+
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot read {file}: {error.strerror}", field=str(file), hint="check the path and its mode"
+        ) from None
+    value = documents.parse(text, file.name)
+    keys = set(value) if isinstance(value, dict) else set()
+    if keys & set(sources.Sources.model_fields) or (not keys and "sources" in file.name):
+        return "sources", None, documents.build(value, sources.Sources, file.name)
+    return "settings", documents.build(value, settings.Settings, file.name), None
+
+
+def _policy(settings: list[Path], sources: list[Path], context: str) -> Policy:
+    from carrel.errors import InvalidRequest
+    from carrel.policy.layers import Layer, Policy
+
+    layers = []
+    for file, wanted in [*((each, "settings") for each in settings), *((each, "sources") for each in sources)]:
+        kind, rules, resources = _document(file)
+        if kind != wanted:
+            raise InvalidRequest(f"{file} is a {kind} document", field=wanted, hint=f"give it with --{kind}")
+        layers.append(Layer(file.name, rules, resources, file.name))
+    return Policy.of(layers, context_id=context)
+
+
+def _read_here(path: str) -> str | None:
+    """A requirements file of the directory the command line stands in."""
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError, ValueError):
+        return None
+
+
+def _tell_warnings(file: str, kind: str, warnings: list[dict[str, str]]) -> None:
+    from carrel.cli.shown import plain
+
+    typer.echo(f"{plain(file)}: {kind}, valid" + (f", {len(warnings)} to look at" if warnings else ""))
+    for each in warnings:
+        typer.echo(f"  {plain(each['rule'])}: {plain(each['text'])}")
+
+
+def _told(verdict: Verdict) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return asdict(verdict)
+
+
+def _show(verdict: Verdict) -> None:
+    from carrel.cli.shown import coloured, print_table
+
+    rows: list[list[str | Text]] = []
+    for part in verdict.parts:
+        text = f"{part.text} (by {' > '.join(part.via)})" if part.via else part.text
+        rule = f"{part.rule} in {part.source}" if part.rule and part.source else part.rule or ""
+        rows.append([part.kind, text, coloured(part.verdict, _COLOURS[part.verdict]), rule, part.reason])
+    if rows:
+        print_table(["KIND", "WHAT", "VERDICT", "RULE", "WHY"], rows, wrap=True)
+        print()
+    print_table(["VERDICT", "WHY"], [[coloured(verdict.verdict, _COLOURS[verdict.verdict]), verdict.reason]], wrap=True)

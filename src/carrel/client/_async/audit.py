@@ -1,0 +1,75 @@
+"""The audit log of a server: search it, copy it out, see who signs it. Knows its routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import datetime
+
+import httpx
+
+from carrel.client._async.connection import AsyncConnection
+from carrel.models import AuditKey, AuditPage, AuditRecord
+
+PAGE = 200
+READ_SIZE = 256 * 1024
+
+
+class AsyncAudit:
+    """`client.audit`."""
+
+    def __init__(self, connection: AsyncConnection):
+        self._connection = connection
+
+    async def search(
+        self,
+        *,
+        context_id: str | None = None,
+        actor: str | None = None,
+        kind: str | None = None,
+        name: str | None = None,
+        decision: str | None = None,
+        result: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        text: str | None = None,
+    ) -> AsyncIterator[AuditRecord]:
+        """Operations, newest first, page by page. `text` is looked for in the arguments."""
+        cursor: str | None = None
+        while True:
+            query = {
+                "context_id": context_id,
+                "actor": actor,
+                "kind": kind,
+                "name": name,
+                "decision": decision,
+                "result": result,
+                "since": None if since is None else since.isoformat(),
+                "until": None if until is None else until.isoformat(),
+                "text": text,
+                "cursor": cursor,
+                "limit": PAGE,
+            }
+            page = await self._connection.get(AuditPage, "/v1/audit/records", query)
+            for record in page.items:
+                yield record
+            cursor = page.next
+            if cursor is None:
+                return
+
+    async def export(self, *, context_id: str | None = None, compress: bool = False) -> AsyncIterator[bytes]:
+        """The log, or the part of one context, as a file that `carrel audit verify` checks, in pieces."""
+        query = {"context_id": context_id, "compress": "true" if compress else None}
+        response = await self._connection.stream(
+            "GET", "/v1/audit/export", query=query, timeout=self._connection.patience(None)
+        )
+        try:
+            async for piece in response.aiter_raw(READ_SIZE):
+                yield piece
+        except httpx.HTTPError as error:
+            raise self._connection.unreachable(error) from None
+        finally:
+            await response.aclose()
+
+    async def key(self) -> AuditKey:
+        """Who signs the log."""
+        return await self._connection.get(AuditKey, "/v1/audit/key")

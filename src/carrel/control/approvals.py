@@ -1,0 +1,296 @@
+"""Approvals: what policy leaves to a person is kept, shown, decided, and then done once.
+
+One inbox for every kind of operation. What it decides on is exactly what was asked for: an approval names the operation
+by a digest, and is used up by the first one who runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
+
+from blake3 import blake3
+
+from carrel.control.caller import Caller, caller
+from carrel.control.door import Decision, Operation
+from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, InvalidRequest, NotFound
+from carrel.identity import Identity, may_decide
+from carrel.models import (
+    ApprovalBatch,
+    ApprovalBatchResult,
+    ApprovalDecision,
+    ApprovalInfo,
+    ApprovalPage,
+    ApprovalScope,
+    ApprovalState,
+)
+from carrel.store.approvals import ApprovalRecord, ApprovalStore
+
+log = logging.getLogger("carrel.approvals")
+
+LONGEST_SUMMARY = 500
+LOOK_EVERY_S = 1.0
+"""How often somebody who waits looks into the database: another server may have the decision."""
+
+AddRule = Callable[[str, str, str], Awaitable[None]]
+"""Add an allowing rule to a context's settings: context, rule, who."""
+
+
+def digest(operation: Operation) -> str:
+    """The name of an operation exactly as it was asked for, in its context."""
+    value = [operation.kind, operation.name, operation.context_id or operation.sandbox_id, operation.arguments]
+    text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
+    return str(blake3(text.encode()).hexdigest())
+
+
+def summary(operation: Operation) -> str:
+    """What is asked for, in one line."""
+    arguments = operation.arguments
+    if "command" in arguments:
+        command = arguments["command"]
+        text = command if isinstance(command, str) else " ".join(str(part) for part in command)  # type: ignore[attr-defined]
+    else:
+        text = " ".join([operation.name, *(str(arguments[key]) for key in sorted(arguments))])
+    return " ".join(text.split())[:LONGEST_SUMMARY]
+
+
+class Approvals:
+    """The inbox of one server; servers on one database share it."""
+
+    def __init__(self, store: ApprovalStore, *, ttl_s: float = 3600.0, clock: Callable[[], float] = time.time):
+        self._store = store
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._changed = asyncio.Event()
+        self.add_rule: AddRule | None = None
+        self.on_created: Callable[[ApprovalInfo], None] = _nothing
+        self.redact: Callable[[Operation], tuple[str, dict[str, object]]] = _plain
+
+    # the agent's side
+
+    async def settle(self, operation: Operation, decision: Decision) -> str:
+        """The id of the approval under which the operation may run now; else `ApprovalNeeded` or `Denied`."""
+        who = caller.get()
+        name = digest(operation)
+        if who.approval is not None:
+            return await self._use(await self._known(who.approval), name, operation)
+        if operation.context_id is not None:
+            granted = await self._store.granted(operation.context_id, name)
+            if granted is not None:
+                return granted.id
+        now = self._clock()
+        record = await self._store.pending(operation.context_id, name, now)
+        if record is None:
+            record = await self._ask(operation, decision, name, who, now)
+        if who.wait_s > 0:
+            record = await self._wait(record, who.wait_s)
+            if record.state is not ApprovalState.PENDING:
+                return await self._use(record, name, operation)
+        raise self._needed(record, operation)
+
+    async def _ask(
+        self, operation: Operation, decision: Decision, name: str, who: Caller, now: float
+    ) -> ApprovalRecord:
+        line, arguments = self.redact(operation)
+        record = ApprovalRecord(
+            id=f"apr-{secrets.token_hex(8)}",
+            context_id=operation.context_id,
+            sandbox_id=operation.sandbox_id,
+            kind=operation.kind,
+            operation=operation.name,
+            summary=line,
+            arguments=arguments,
+            digest=name,
+            reason=decision.reason or "no rule covers it",
+            requested_by=operation.actor or who.identity.subject,
+            created_at=now,
+            expires_at=now + self._ttl_s,
+        )
+        await self._store.insert(record)
+        self._wake()
+        self.on_created(record.info())
+        return record
+
+    async def _use(self, record: ApprovalRecord, name: str, operation: Operation) -> str:
+        if record.digest != name:
+            raise Conflict(
+                f"approval '{record.id}' is for another operation",
+                field="approval",
+                hint="repeat exactly what was approved, or ask anew without the handle",
+            )
+        record = self._aged(record)
+        if record.state is ApprovalState.PENDING:
+            raise self._needed(record, operation)
+        if record.state is not ApprovalState.APPROVED:
+            raise self._refused(record, operation)
+        if record.scope is ApprovalScope.CONTEXT:
+            return record.id
+        if not await self._store.use(record.id, self._clock()):
+            raise Conflict(
+                f"approval '{record.id}' was used already: it runs its operation once",
+                field="approval",
+                hint="ask anew without the handle",
+            )
+        return record.id
+
+    async def _wait(self, record: ApprovalRecord, seconds: float) -> ApprovalRecord:
+        until = time.monotonic() + seconds
+        while record.state is ApprovalState.PENDING and (left := until - time.monotonic()) > 0:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(min(left, LOOK_EVERY_S)):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            record = self._aged(await self._known(record.id))
+        return record
+
+    def _aged(self, record: ApprovalRecord) -> ApprovalRecord:
+        if record.state is ApprovalState.PENDING and record.expires_at <= self._clock():
+            return replace(record, state=ApprovalState.EXPIRED)
+        return record
+
+    @staticmethod
+    def _needed(record: ApprovalRecord, operation: Operation) -> ApprovalNeeded:
+        return ApprovalNeeded(
+            f"a person has to decide: {record.reason}",
+            hint=f"wait for approval '{record.id}', then ask again with it; meanwhile do something else",
+            operation=operation.kind,
+            rule=None,
+            source=None,
+            reason=record.reason,
+            retry=True,
+            approval=record.id,
+            expires_at=record.info().expires_at.isoformat(),
+        )
+
+    @staticmethod
+    def _refused(record: ApprovalRecord, operation: Operation) -> Denied:
+        if record.state is ApprovalState.EXPIRED:
+            words, hint = "nobody decided in time", "ask again if it is still needed"
+        else:
+            words, hint = record.message or "a person denied it", "choose another way"
+        return Denied(
+            words,
+            hint=hint,
+            operation=operation.kind,
+            rule=None,
+            source=f"decided by {record.decided_by}" if record.decided_by else "approvals",
+            reason=words,
+            retry=record.state is ApprovalState.EXPIRED,
+            approval=record.id,
+        )
+
+    # the person's side
+
+    async def get(self, approval_id: str) -> ApprovalInfo:
+        """One approval; `NotFound`."""
+        return self._aged(await self._known(approval_id)).info()
+
+    async def page(
+        self,
+        *,
+        limit: int = 100,
+        cursor: str | None = None,
+        states: Iterable[ApprovalState] | None = None,
+        context_id: str | None = None,
+    ) -> ApprovalPage:
+        """Approvals, newest first."""
+        await self.expire()
+        records, following = await self._store.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
+        return ApprovalPage(items=[record.info() for record in records], next=following)
+
+    async def decide(self, approval_id: str, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
+        """Approve or deny; `Denied` for who may not, `Conflict` when it is decided or has expired."""
+        record = await self._known(approval_id)
+        refused = may_decide(by, record.requested_by, record.context_id)
+        if refused is not None:
+            raise refused
+        if decision.approve and decision.scope is not ApprovalScope.ONCE and record.context_id is None:
+            raise InvalidRequest(
+                "an ephemeral sandbox has no context to approve this for", field="scope", hint="approve it once"
+            )
+        rule = decision.rule if decision.approve and decision.scope is ApprovalScope.RULE else None
+        if decision.approve and decision.scope is ApprovalScope.RULE and not rule:
+            raise InvalidRequest("this scope needs a rule", field="rule", hint="for example shell(git push:*)")
+        now = self._clock()
+        if rule is not None and self._aged(record).state is ApprovalState.PENDING:
+            if self.add_rule is None:
+                raise InvalidRequest("this server keeps no rules", field="scope", hint="approve it once")
+            await self.add_rule(record.context_id or "", rule, by.subject)
+        done = await self._store.decide(
+            approval_id,
+            ApprovalState.APPROVED if decision.approve else ApprovalState.DENIED,
+            by=by.subject,
+            at=now,
+            scope=decision.scope if decision.approve else None,
+            rule=rule,
+            message=decision.message,
+        )
+        found = self._aged(await self._known(approval_id))
+        if not done:
+            raise Conflict(
+                f"approval '{approval_id}' is {found.state} already", field="id", hint="list those that are pending"
+            )
+        self._wake()
+        return found.info()
+
+    async def decide_all(self, batch: ApprovalBatch, by: Identity) -> ApprovalBatchResult:
+        """The same decision for several; one that cannot be decided does not keep the others."""
+        result = ApprovalBatchResult(decided=[])
+        for approval_id in dict.fromkeys(batch.ids):
+            try:
+                result.decided.append(await self.decide(approval_id, batch.decision, by))
+            except CarrelError as error:
+                result.refused[approval_id] = error.detail
+        return result
+
+    async def watch(self) -> AsyncIterator[ApprovalInfo]:
+        """What waits now, then every approval that comes or changes, for as long as somebody listens."""
+        known: dict[str, ApprovalState] = {}
+        while True:
+            changed = self._changed
+            await self.expire()
+            waiting, _ = await self._store.page(limit=1000, states=[ApprovalState.PENDING])
+            for record in reversed(waiting):
+                if record.id not in known:
+                    known[record.id] = record.state
+                    yield record.info()
+            for approval_id in [key for key in known if key not in {record.id for record in waiting}]:
+                del known[approval_id]
+                yield (await self._known(approval_id)).info()
+            try:
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    async def expire(self) -> None:
+        """Mark what waited too long."""
+        if await self._store.expire(self._clock()):
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _known(self, approval_id: str) -> ApprovalRecord:
+        record = await self._store.get(approval_id) if 0 < len(approval_id) <= 64 else None
+        if record is None:
+            raise NotFound(
+                f"there is no approval '{approval_id[:64]}'", field="approval", hint="list them with `carrel approvals`"
+            )
+        return record
+
+
+def _nothing(_info: ApprovalInfo) -> None:
+    return
+
+
+def _plain(operation: Operation) -> tuple[str, dict[str, object]]:
+    return summary(operation), dict(operation.arguments)

@@ -1,0 +1,25 @@
+"""Who asks for what is being done right now, and how they want to be answered when a person has to decide.
+
+Set where a request comes in, read at the one door; it follows the request through every task it starts.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from carrel.identity import ROOT, Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One request. `approval` is the handle of one that was given; `wait_s` is how long to wait for one."""
+
+    identity: Identity = ROOT
+    approval: str | None = None
+    wait_s: float = 0.0
+    request_id: str | None = None
+
+
+caller: ContextVar[Caller] = ContextVar("carrel_caller", default=Caller())  # noqa: B039 - it is frozen
+"""Without a request it is the server itself."""

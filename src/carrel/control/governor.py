@@ -1,0 +1,93 @@
+"""The door with a policy: an operation is decided, waits for a person where it must, and is written to the audit log
+before it is dispatched and when it has ended.
+
+There is no operation without its record: what cannot be written is not dispatched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from carrel.audit import AuditLog
+from carrel.audit.records import Ending, Entry, chain_of
+from carrel.control.approvals import Approvals
+from carrel.control.caller import caller
+from carrel.control.door import SELF, Decision, Operation, refusal
+from carrel.control.policies import Policies
+from carrel.errors import Denied
+from carrel.metrics import OK, outcome_of
+
+log = logging.getLogger("carrel.governor")
+
+Redact = Callable[[str | None, Mapping[str, object]], dict[str, object]]
+"""What may be shown of the arguments of an operation in a context."""
+Place = Callable[[str], str | None]
+"""Where the workspace of a sandbox lies on this server."""
+
+
+class Governor:
+    """Decides, asks, records."""
+
+    def __init__(self, policies: Policies, approvals: Approvals, audit: AuditLog, *, redact: Redact, place: Place):
+        self._policies = policies
+        self._approvals = approvals
+        self._audit = audit
+        self._redact = redact
+        self._place = place
+
+    @asynccontextmanager
+    async def admit(self, operation: Operation) -> AsyncIterator[None]:
+        """See `Door`."""
+        if operation.actor == SELF:
+            yield
+            return
+        began = time.monotonic()
+        decision = await self._policies.decide(operation, self._place(operation.sandbox_id))
+        approval: str | None = None
+        if decision.verdict == "deny":
+            error = refusal(operation, decision)
+            self._refused(operation, decision, error, None, began)
+            raise error
+        if decision.verdict == "ask":
+            try:
+                approval = await self._approvals.settle(operation, decision)
+            except Denied as error:
+                self._refused(operation, decision, error, None, began)
+                raise
+        ticket = await self._audit.begin(self._entry(operation, decision, approval))
+        outcome = OK
+        try:
+            yield
+        except BaseException as error:
+            outcome = outcome_of(error)
+            if isinstance(error, asyncio.CancelledError):
+                log.debug("%s was broken off by its caller", operation.name)
+            raise
+        finally:
+            ticket.end(Ending(outcome, (time.monotonic() - began) * 1000))
+
+    def _refused(
+        self, operation: Operation, decision: Decision, error: Denied, approval: str | None, began: float
+    ) -> None:
+        ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=error.detail[:500])
+        self._audit.record(self._entry(operation, decision, approval), ending)
+
+    def _entry(self, operation: Operation, decision: Decision, approval: str | None) -> Entry:
+        who = caller.get()
+        return Entry(
+            chain=chain_of(operation.context_id, operation.sandbox_id),
+            actor=who.identity.subject,
+            kind=operation.kind,
+            name=operation.name,
+            decision=decision.verdict,
+            rule=decision.rule,
+            source=decision.source,
+            arguments=self._redact(operation.context_id, operation.arguments),
+            arguments_hash=self._audit.hash_arguments(operation.arguments),
+            approval=approval,
+            request=who.request_id,
+        )

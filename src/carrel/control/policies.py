@@ -1,0 +1,274 @@
+"""The policies of contexts: kept, compiled once, and asked about operations.
+
+Two layers: what the operator gives the whole server, and what a context has. Decides by `policy` alone; whoever asks
+acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from carrel.control.door import Decision, Operation
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.models import ExplainedPart, Explanation, PolicyDocuments, PolicyInfo, PolicyWarning
+from carrel.policy import settings as settings_document
+from carrel.policy import sources as sources_document
+from carrel.policy.decide import Verdict, decide_environment, decide_file, decide_mcp, decide_network, decide_shell
+from carrel.policy.layers import Layer, Policy
+from carrel.policy.syntax import Dialect
+from carrel.store.policies import PolicyRecord, PolicyStore
+from carrel.workspaces.volumes.kernel import Directories, open_for_reading
+
+WORKSPACE = "/workspace"
+"""Where a workspace is mounted in a sandbox."""
+DIALECT: Dialect = "sh"
+"""A command that is a text runs under `/bin/sh -c`."""
+FRESH_S = 5.0
+"""How long a change made by another server may stay unseen."""
+MOST_CACHED = 4096
+MOST_REQUIREMENTS = 1 << 20
+_COMMANDS = frozenset({"run_command", "start_command", "execute"})
+_FILE_OPERATIONS = {
+    "read": "read", "stat": "read", "list": "read", "filespace_read": "read", "filespace_list": "read",
+    "write": "write", "edit": "write", "mkdir": "write", "filespace_write": "write",
+    "delete": "delete", "filespace_delete": "delete", "filespace_forget": "delete",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    version: int
+    policy: Policy
+    seen_at: float
+
+
+class Policies:
+    """Every policy of this server."""
+
+    def __init__(self, store: PolicyStore, server: Layer | None = None):
+        self._store = store
+        self._server = () if server is None else (server,)
+        self._cache: OrderedDict[str, _Compiled] = OrderedDict()
+        self._default = self._compile(None, None)
+
+    @staticmethod
+    def server_layer(settings_file: str | None, sources_file: str | None) -> Layer | None:
+        """What the operator's files say; `InvalidRequest` when one cannot be read. Blocking."""
+        if settings_file is None and sources_file is None:
+            return None
+        settings = sources = None
+        if settings_file is not None:
+            settings = settings_document.load(_text(settings_file), settings_file)
+        if sources_file is not None:
+            sources = sources_document.load(_text(sources_file), sources_file)
+        return Layer(settings_file or "server", settings, sources, sources_file or "server")
+
+    # asking
+
+    async def of(self, context_id: str | None) -> Policy:
+        """The policy that holds for a context; None stands for an ephemeral sandbox."""
+        if context_id is None:
+            return self._default
+        known = self._cache.get(context_id)
+        now = time.monotonic()
+        if known is not None and now - known.seen_at < FRESH_S:
+            return known.policy
+        record = await self._store.get(context_id)
+        version = 0 if record is None else record.version
+        if known is not None and known.version == version:
+            policy = known.policy
+        else:
+            policy = self._default if record is None else self._compile(context_id, record)
+        self._cache[context_id] = _Compiled(version, policy, now)
+        self._cache.move_to_end(context_id)
+        while len(self._cache) > MOST_CACHED:
+            self._cache.popitem(last=False)
+        return policy
+
+    async def decide(self, operation: Operation, workspace: str | None = None) -> Decision:
+        """What the policy of its context says of an operation. `workspace` is where its files lie on this server."""
+        policy = await self.of(operation.context_id)
+        if not policy.governed and not policy.sources:
+            return Decision()
+        verdict = _verdict(policy, operation, workspace)
+        return Decision(verdict.verdict, verdict.rule, verdict.source, verdict.reason, verdict.hint)
+
+    async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
+        """What the policy says of a command, part by part."""
+        verdict = decide_shell(await self.of(context_id), command, cwd=_absolute(cwd), dialect=DIALECT)
+        return Explanation(
+            verdict=verdict.verdict,
+            reason=verdict.reason,
+            rule=verdict.rule,
+            parts=[
+                ExplainedPart(
+                    kind=part.kind,
+                    text=part.text,
+                    verdict=part.verdict,
+                    reason=part.reason,
+                    rule=part.rule,
+                    source=part.source,
+                    via=list(part.via),
+                )
+                for part in verdict.parts
+            ],
+        )
+
+    # keeping
+
+    async def get(self, context_id: str) -> PolicyInfo:
+        """The policy of a context as it was given, with what should be known about its rules."""
+        record = await self._store.get(context_id)
+        return self._info(context_id, record)
+
+    async def put(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
+        """Change the policy of a context; refused whole when a rule cannot be read or would defeat it."""
+        before = await self._store.get(context_id)
+        fields = given.model_fields_set
+        settings = given.settings if "settings" in fields else before.settings if before else None
+        sources = given.sources if "sources" in fields else before.sources if before else None
+        record = PolicyRecord(context_id, settings, sources, 0, time.time(), by)
+        self._compile(context_id, record)
+        expected = given.version if given.version is not None else before.version if before else 0
+        await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
+        self._cache.pop(context_id, None)
+        return await self.get(context_id)
+
+    async def delete(self, context_id: str) -> None:
+        """Forget the policy of a context: the server's own holds from now on."""
+        await self._store.delete(context_id)
+        self._cache.pop(context_id, None)
+
+    async def copy(self, origin: str, context_id: str) -> None:
+        """Give a fork the policy of its origin."""
+        record = await self._store.get(origin)
+        if record is not None:
+            by = record.updated_by
+            await self._store.put(context_id, record.settings, record.sources, by=by, at=time.time())
+            self._cache.pop(context_id, None)
+
+    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
+        """Allow something in a context from now on."""
+        before = await self._store.get(context_id)
+        settings = json.loads(json.dumps(before.settings if before and before.settings else {}))
+        permissions = settings.setdefault("permissions", {})
+        allow = permissions.setdefault("allow", [])
+        if rule not in allow:
+            allow.append(rule)
+        given = PolicyDocuments(settings=settings, version=before.version if before else 0)
+        await self.put(context_id, given, by)
+
+    def _info(self, context_id: str, record: PolicyRecord | None) -> PolicyInfo:
+        policy = self._compile(context_id, record)
+        return PolicyInfo(
+            context_id=context_id,
+            settings=None if record is None or record.settings is None else dict(record.settings),
+            sources=None if record is None or record.sources is None else dict(record.sources),
+            version=0 if record is None else record.version,
+            updated_at=None if record is None else datetime.fromtimestamp(record.updated_at, UTC),
+            updated_by=None if record is None else record.updated_by,
+            warnings=[PolicyWarning(source=each.source, rule=each.rule, text=each.text) for each in policy.warnings],
+        )
+
+    def _compile(self, context_id: str | None, record: PolicyRecord | None) -> Policy:
+        layers = list(self._server)
+        if record is not None:
+            settings = sources = None
+            if record.settings is not None:
+                settings = settings_document.load(json.dumps(record.settings), settings_document.NAME)
+            if record.sources is not None:
+                sources = sources_document.load(json.dumps(record.sources), sources_document.NAME)
+            layers.append(Layer(settings_document.NAME, settings, sources))
+        if not layers:
+            return Policy.open()
+        return Policy.of(layers, context_id=context_id or "ephemeral", workspace=WORKSPACE)
+
+
+def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Verdict:
+    arguments = operation.arguments
+    if operation.kind == "shell" and operation.name in _COMMANDS:
+        command = arguments.get("command")
+        given = command if isinstance(command, str) else [str(part) for part in command or ()]  # type: ignore[attr-defined]
+        cwd = arguments.get("cwd")
+
+        def read(path: str) -> str | None:
+            return None if workspace is None else read_below(workspace, path)
+
+        place = _absolute(cwd if isinstance(cwd, str) else None)
+        verdict = decide_shell(policy, given, cwd=place, dialect=DIALECT, read_file=read)
+        env = arguments.get("env")
+        also = decide_environment(policy, env if isinstance(env, Mapping) else ())
+        return also if verdict.verdict == "allow" and also.verdict != "allow" else verdict
+    if operation.kind == "file" and operation.name == "move":
+        parts = [
+            decide_file(policy, "delete", _absolute(str(arguments.get("source", "")))),
+            decide_file(policy, "write", _absolute(str(arguments.get("destination", "")))),
+        ]
+        return max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
+    if operation.kind == "file":
+        what = _FILE_OPERATIONS.get(operation.name, "write")
+        return decide_file(policy, what, _absolute(str(arguments.get("path", ""))))  # type: ignore[arg-type]
+    if operation.kind == "network":
+        port = arguments.get("port")
+        return decide_network(policy, str(arguments.get("host", "")), port if isinstance(port, int) else None)
+    if operation.kind == "mcp":
+        return decide_mcp(policy, str(arguments.get("server", "")), str(arguments.get("tool", "")))
+    return Verdict("allow")
+
+
+def _absolute(path: str | None) -> str:
+    return WORKSPACE if not path else os.path.join(WORKSPACE, path)
+
+
+def read_below(workspace: str, path: str) -> str | None:
+    """The text of a small file of a workspace, given its path in the sandbox; None when it cannot be had. No link in
+    the agent's tree is followed.
+    """
+    relative = os.path.relpath(os.path.normpath(_absolute(path)), WORKSPACE)
+    if relative.startswith(".."):
+        return None
+    folder, name = os.path.split(relative)
+    with suppress(OSError):
+        root = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            directories = Directories(root)
+            try:
+                file = open_for_reading(name, directories.get(folder))
+            finally:
+                directories.close()
+        finally:
+            os.close(root)
+        try:
+            data = os.read(file, MOST_REQUIREMENTS + 1)
+        finally:
+            os.close(file)
+        return None if len(data) > MOST_REQUIREMENTS else data.decode(errors="replace")
+    return None
+
+
+def _text(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise PlatformError(
+            f"the policy {path} cannot be read: {error.strerror}", field="policy", hint="check the path and its mode"
+        ) from None
+
+
+def check_context(context_id: str) -> str:
+    """Refuse what cannot be a context."""
+    from carrel.workspaces.layout import encode
+
+    try:
+        encode(context_id, ephemeral=False)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.detail, field="context_id", hint=error.hint) from None
+    return context_id

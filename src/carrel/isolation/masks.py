@@ -1,0 +1,236 @@
+"""What a sandbox must not reach although it lies in its root: a plain value, its check, and how it travels.
+
+Knows nothing of policy, nor how masks are put on: `programs` finds the files of a program, `covers` mounts over them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from carrel.errors import InvalidRequest, TooLarge, Unsupported
+from carrel.isolation import rootfs
+
+MOST = 2000
+LARGEST_REFUSAL = 4096
+LARGEST = 4 * 1024 * 1024
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+
+_EMPTY = ("/dev/shm", rootfs.SECRETS, "/tmp", rootfs.HOME)  # noqa: S108 - the sandbox's own
+_FLEETING = ("self", "thread-self", "net", "mounts")
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What is denied outright, for as long as a sandbox lives.
+
+    `programs` are names, looked for on the default PATH, or absolute paths. `hidden` are absolute paths or patterns
+    (`*` and `?` inside a name, `**` for any number of names, a backslash before what stands for itself); what they mean
+    when the sandbox starts cannot be read. `writable`, when given, are the only places of the workspace that can be
+    written: a path that exists, or a directory as `path/**`, which is made when it is missing. `refusal` is what a
+    denied program prints.
+    """
+
+    programs: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    writable: tuple[str, ...] | None = None
+    refusal: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self, program: str) -> str:
+        """What the masked program prints, as one line."""
+        told = self.refusal.get(program)
+        return _plain_refusal(program) if told is None else told.rstrip("\n") + "\n"
+
+
+Part = str | Callable[[str], object] | None
+"""One name of a pattern: the name itself, a test of a name, or None for any number of names."""
+
+
+def check(masks: Masks) -> None:
+    """Refuse masks that are malformed (`InvalidRequest`), too many (`TooLarge`) or impossible (`Unsupported`)."""
+    count = len(masks.programs) + len(masks.hidden) + len(masks.writable or ())
+    if count > MOST:
+        raise TooLarge(f"{count} masks are more than {MOST}", field="masks", hint="use patterns, or fewer rules")
+    for program in masks.programs:
+        if "/" in program:
+            _absolute(program, "masks.programs")
+        else:
+            _name(program, "masks.programs")
+    for pattern in masks.hidden:
+        _absolute(pattern, "masks.hidden")
+        if (reason := unmaskable(pattern)) is not None:
+            raise Unsupported(f"{pattern} cannot be hidden: {reason}", field="masks.hidden")
+    for place in masks.writable or ():
+        _absolute(place, "masks.writable")
+        if not _within(place, rootfs.WORKSPACE):
+            raise InvalidRequest(f"{place} is not in the workspace", field="masks.writable")
+        if "*" in (path := place.removesuffix("/**")) or "?" in path:
+            raise Unsupported(
+                f"{place} is a pattern, and only a file or directory can be mounted writable",
+                field="masks.writable",
+                hint="name the directory the pattern lies in, as `directory/**`",
+            )
+    for program, text in masks.refusal.items():
+        if program not in masks.programs:
+            raise InvalidRequest(f"a refusal for {program!r}, which is not masked", field="masks.refusal")
+        if _size(text, "masks.refusal") > LARGEST_REFUSAL:
+            raise TooLarge(f"the refusal of {program!r} has more than {LARGEST_REFUSAL} bytes", field="masks.refusal")
+
+
+def unmaskable(pattern: str) -> str | None:
+    """Why a path or pattern cannot be hidden, or None when it can.
+
+    Impossible are the root itself; what is there per process in `/proc`; devices by pattern; and memory file systems,
+    which are empty when a sandbox starts.
+    """
+    parts = split(pattern)
+    fixed = "/" + "/".join(_fixed(parts))
+    exact = len(_fixed(parts)) == len(parts)
+    if not parts or parts == (None,):
+        return "it is the whole root"
+    if _within(fixed, "/proc"):
+        names = _fixed(parts)[1:]
+        if not exact or not names or names[0].isdigit() or names[0] in _FLEETING:
+            return "/proc shows a sandbox nothing but its own processes, and they come and go; name single files of it"
+    for place in _EMPTY:
+        if _within(fixed, place):
+            return f"{place} is empty when a sandbox starts, and only what exists then can be hidden"
+    if _within(fixed, "/dev") and (not exact or fixed == "/dev"):
+        return "a sandbox needs its few devices; name single ones"
+    return None
+
+
+def split(pattern: str) -> tuple[Part, ...]:
+    """A path or pattern by its names."""
+    parts: list[Part] = []
+    for chars in _names(pattern):
+        if chars == [("*", False), ("*", False)]:
+            if parts[-1:] != [None]:
+                parts.append(None)
+        elif any(char in "*?" and not quoted for char, quoted in chars):
+            parts.append(_test(chars))
+        else:
+            parts.append("".join(char for char, _ in chars))
+    return tuple(parts)
+
+
+def pack(masks: Masks) -> int:
+    """Masks as a file in memory: there can be more of them than a message to the zygote holds."""
+    check(masks)
+    body = {
+        "programs": masks.programs,
+        "hidden": masks.hidden,
+        "writable": masks.writable,
+        "refusal": dict(masks.refusal),
+    }
+    content = json.dumps(body).encode()
+    if len(content) > LARGEST:
+        raise TooLarge(f"the masks take more than {LARGEST} bytes", field="masks", hint="use shorter refusals")
+    descriptor = os.memfd_create("masks")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def unpack(descriptor: int) -> Masks:
+    """The masks in a file that was made by `pack`; they are checked again."""
+    content = os.pread(descriptor, LARGEST + 1, 0)
+    if len(content) > LARGEST:
+        raise TooLarge(f"the masks take more than {LARGEST} bytes", field="masks")
+    try:
+        body = json.loads(content)
+        writable = body["writable"]
+        masks = Masks(
+            _texts(body["programs"]),
+            _texts(body["hidden"]),
+            None if writable is None else _texts(writable),
+            {_text(program): _text(told) for program, told in body["refusal"].items()},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidRequest("the masks are malformed", field="masks") from error
+    check(masks)
+    return masks
+
+
+def _plain_refusal(program: str) -> str:
+    name = os.path.basename(program)
+    refusal = {
+        "code": "denied_by_policy",
+        "operation": "shell",
+        "rule": None,
+        "source": None,
+        "reason": f"{name} is denied in this sandbox",
+        "retry": False,
+        "approval": None,
+        "hint": None,
+    }
+    return json.dumps(refusal) + "\n"
+
+
+def _names(pattern: str) -> Iterator[list[tuple[str, bool]]]:
+    """The characters of each name, with whether they stand for themselves."""
+    for name in pattern.split("/"):
+        if name:
+            yield [(quoted or plain, bool(quoted)) for quoted, plain in re.findall(r"\\(.)|(.)", name, re.DOTALL)]
+
+
+def _test(chars: list[tuple[str, bool]]) -> Callable[[str], object]:
+    wild = [index for index, (char, quoted) in enumerate(chars) if char in "*?" and not quoted]
+    if len(wild) == 1 and chars[wild[0]][0] == "*":  # nearly all there are, without the price of an expression
+        head, tail = ("".join(char for char, _ in part) for part in (chars[: wild[0]], chars[wild[0] + 1 :]))
+        least = len(head) + len(tail)
+        return lambda name: len(name) >= least and name.startswith(head) and name.endswith(tail)
+    escaped = (f"[{char}]" if char == "[" or (quoted and char in "*?") else char for char, quoted in chars)
+    return re.compile(fnmatch.translate("".join(escaped))).match
+
+
+def _fixed(parts: tuple[Part, ...]) -> list[str]:
+    return [part for part in takewhile(lambda part: isinstance(part, str), parts) if isinstance(part, str)]
+
+
+def _within(path: str, place: str) -> bool:
+    return path == place or path.startswith(f"{place}/")
+
+
+def _absolute(path: str, where: str) -> None:
+    if not path.startswith("/"):
+        raise InvalidRequest(f"{path!r} is not an absolute path", field=where)
+    if _size(path, where) > _LONGEST_PATH:
+        raise InvalidRequest(f"a path of more than {_LONGEST_PATH} bytes", field=where)
+    if path != "/":
+        for name in path[1:].split("/"):
+            _name(name.replace("\\", ""), where)
+
+
+def _name(name: str, where: str) -> None:
+    if name in {"", ".", ".."} or "\0" in name or _size(name, where) > _LONGEST_NAME:
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:40]}…"
+        raise InvalidRequest(f"{shown!r} cannot be the name of a file", field=where, hint="write paths without . and ..")
+
+
+def _size(text: str, where: str) -> int:
+    try:
+        return len(os.fsencode(text))
+    except UnicodeEncodeError:  # half a character, which no file system holds
+        raise InvalidRequest(f"{text[:40]!r} is not text", field=where) from None
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return tuple(_text(each) for each in value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value

@@ -1,0 +1,144 @@
+"""Which files are a program: every name of it on the default PATH, through merged directories and links.
+
+A link is followed, and what it leads to belongs to the program only when its own name says so (`python3` to
+`python3.11`, `nc` to `nc.openbsd`, but not `wget` to `busybox` or `sh` to `dash`): another program must not be masked
+along. What is left that way is told by `remaining`. Only reads.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+MULTI_CALL = ("busybox", "toybox", "coreutils", "sbase-box", "ubase-box")
+_MOST_LINKS = 40
+_File = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """A way to a masked program that a mask does not close: the program, what to run, and why it works."""
+
+    program: str
+    way: str
+    reason: str
+
+
+class Catalogue:
+    """The programs of one root; a root other than `/` is given by its directory."""
+
+    def __init__(self, root: str = "") -> None:
+        self._root = root
+        self._listed: dict[str, list[str]] = {}
+        seen: dict[_File, str] = {}
+        for directory in PATH:
+            try:
+                found = os.stat(root + directory)
+            except OSError:
+                continue
+            seen.setdefault((found.st_dev, found.st_ino), directory)
+        self.directories = tuple(seen.values())
+
+    def find(self, program: str) -> list[str]:
+        """The paths at which a program is to be masked. A program that is not there has none."""
+        name = os.path.basename(program)
+        found: dict[str, None] = {}
+        for start in self._starts(program):
+            last: os.stat_result | None = None
+            for path, status in self._chain(start):
+                last = status
+                if path == start or is_called(os.path.basename(path), name):
+                    found[path] = None
+            if last is not None and stat.S_ISREG(last.st_mode) and last.st_nlink > 1:
+                found.update(dict.fromkeys(self._twins(name, last)))
+        return list(found)
+
+    def _starts(self, program: str) -> list[str]:
+        return [program] if "/" in program else [f"{directory}/{program}" for directory in self.directories]
+
+    def _chain(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
+        """A path and all that it leads to, link by link; nothing when there is no such file."""
+        for _ in range(_MOST_LINKS):
+            try:
+                status = os.lstat(self._root + path)
+                points_to = os.readlink(self._root + path) if stat.S_ISLNK(status.st_mode) else None
+            except OSError:
+                return
+            if stat.S_ISDIR(status.st_mode):
+                return
+            yield path, status
+            if points_to is None:
+                return
+            path = os.path.join(os.path.dirname(path), points_to)
+
+    def _twins(self, name: str, status: os.stat_result) -> Iterator[str]:
+        """Hard links to a file under other names of the same program."""
+        for directory in self.directories:
+            for entry in self._names(directory):
+                if is_called(entry, name):
+                    path = f"{directory}/{entry}"
+                    try:
+                        found = os.lstat(self._root + path)
+                    except OSError:
+                        continue
+                    if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
+                        yield path
+
+    def _names(self, directory: str) -> list[str]:
+        if directory not in self._listed:
+            try:
+                self._listed[directory] = os.listdir(self._root + directory)
+            except OSError:
+                self._listed[directory] = []
+        return self._listed[directory]
+
+    def remaining(self, programs: Iterable[str]) -> list[Remaining]:
+        """What still runs a program when these are masked, as far as the file system can tell."""
+        wanted = list(dict.fromkeys(programs))
+        covered = {path for program in wanted for path in self.find(program)}
+        names, free = self._ways(covered)
+        left: list[Remaining] = []
+        for program in wanted:
+            ends = {}
+            for start in self._starts(program):
+                chain = list(self._chain(start))
+                if chain and stat.S_ISREG(chain[-1][1].st_mode):
+                    ends[chain[-1][1].st_dev, chain[-1][1].st_ino] = chain[-1]
+            for file, (path, status) in ends.items():
+                left += [Remaining(program, way, "another name of the same file") for way in free[file]]
+                unknown = status.st_nlink - len(names[file] | {path})
+                if unknown > 0:
+                    left.append(Remaining(program, path, f"has {unknown} more hard links outside of PATH"))
+            if os.path.basename(program) not in MULTI_CALL:
+                for name in MULTI_CALL:
+                    if any(path not in covered for start in self._starts(name) for path, _ in self._chain(start)):
+                        reason = f"{name} holds many programs, and may hold this one"
+                        left.append(Remaining(program, f"{name} {os.path.basename(program)}", reason))
+        return left
+
+    def _ways(self, covered: set[str]) -> tuple[dict[_File, set[str]], dict[_File, list[str]]]:
+        """The names of each file on PATH, and the paths by which it is reached past no mask."""
+        names: dict[_File, set[str]] = defaultdict(set)
+        free: dict[_File, list[str]] = defaultdict(list)
+        for directory in self.directories:
+            for entry in sorted(self._names(directory)):
+                chain = list(self._chain(f"{directory}/{entry}"))
+                if chain:
+                    path, status = chain[-1]
+                    file = (status.st_dev, status.st_ino)
+                    names[file].add(path)
+                    if covered.isdisjoint(hop for hop, _ in chain):
+                        free[file].append(chain[0][0])
+        return names, free
+
+
+def is_called(own: str, name: str) -> bool:
+    """Whether a file of this own name is the program: the name alone, or with a version, a flavour or a platform."""
+    starts = [0] if own.startswith(name) else []
+    at = own.find(f"-{name}")
+    starts += [at + 1] if at > 0 else []
+    return any((rest := own[at + len(name) :]) == "" or rest[0] in "-." or rest[0].isdecimal() for at in starts)

@@ -1,0 +1,209 @@
+"""Decides: what a policy says of a command, a file, a host or a tool, and why.
+
+Deny beats allow, neither means ask, and of the parts of an operation the strictest answer counts. Pure: what it needs
+to know of files is given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from carrel.policy import interpreters, packages, remotes
+from carrel.policy.arguments import Argument
+from carrel.policy.layers import Policy
+from carrel.policy.packages import ReadFile
+from carrel.policy.remarks import Answer, Remark, strictest, strictness
+from carrel.policy.rules import Kind, Rule, behind_options, match_words
+from carrel.policy.shell import Command, FileUse, HostUse, find, normal
+from carrel.policy.sources import decide_domain
+from carrel.policy.syntax import Dialect
+from carrel.policy.variables import changes_what_runs
+
+Operation = Literal["read", "write", "delete"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One thing an operation would do, and what was said of it."""
+
+    kind: Kind
+    text: str
+    verdict: Answer
+    reason: str
+    rule: str | None = None
+    source: str | None = None
+    hint: str | None = None
+    via: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer for a whole operation: that of its strictest part, and all parts."""
+
+    verdict: Answer
+    reason: str = ""
+    rule: str | None = None
+    source: str | None = None
+    hint: str | None = None
+    parts: tuple[Decided, ...] = ()
+
+
+ALLOWED = Verdict("allow")
+
+
+def decide_shell(
+    policy: Policy,
+    command: str | Sequence[str],
+    *,
+    cwd: str | None = None,
+    dialect: Dialect = "bash",
+    read_file: ReadFile | None = None,
+) -> Verdict:
+    """What the policy says of a shell text, or of a program with its arguments.
+
+    `cwd` is where it runs, the workspace by default. `read_file` gives the text of requirements files.
+    """
+    if not policy.governed and not policy.sources:
+        return ALLOWED
+    found = find(command, dialect=dialect, cwd=cwd or policy.workspace)
+    parts = [_command(policy, each, read_file) for each in found.commands]
+    parts += [_file_use(policy, each) for each in found.files]
+    parts += [_host_use(policy, each) for each in found.hosts]
+    shown = command if isinstance(command, str) else " ".join(command)
+    if policy.governed:
+        parts += [Decided("shell", shown[:200], "ask", reason) for reason in found.asks]
+    return _whole(parts)
+
+
+def decide_file(policy: Policy, operation: Operation, path: str) -> Verdict:
+    """What the policy says of reading, writing or deleting an absolute path of the sandbox."""
+    if not policy.governed:
+        return ALLOWED
+    return _whole([_file(policy, operation, normal(path))])
+
+
+def decide_network(policy: Policy, host: str, port: int | None = None) -> Verdict:
+    """What the policy says of a connection to a host."""
+    if not policy.governed and not policy.sources:
+        return ALLOWED
+    return _whole([_host(policy, host, port)])
+
+
+def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
+    """What the policy says of calling a tool of an MCP server."""
+    if not policy.governed:
+        return ALLOWED
+    remark = _by_rules(
+        _first(policy.deny.mcp(server, tool)), _first(policy.allow.mcp(server, tool)), f"the tool {server}:{tool}"
+    )
+    return _whole([_decided("mcp", f"{server}:{tool}", remark)])
+
+
+def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
+    """What the policy says of the variables a command is given: some decide what it runs."""
+    if not policy.governed:
+        return ALLOWED
+    reason = "the variable {} changes what commands run"
+    parts = [Decided("shell", name, "ask", reason.format(name)) for name in names if changes_what_runs(name)]
+    return _whole(parts)
+
+
+# --- parts
+
+
+def _whole(parts: Sequence[Decided]) -> Verdict:
+    worst = max(parts, key=lambda part: strictness(part.verdict), default=None)
+    if worst is None:
+        return ALLOWED
+    return Verdict(worst.verdict, worst.reason, worst.rule, worst.source, worst.hint, tuple(parts))
+
+
+def _decided(kind: Kind, text: str, remark: Remark, via: tuple[str, ...] = ()) -> Decided:
+    return Decided(kind, text, remark.verdict, remark.reason, remark.rule, remark.source, remark.hint, via)
+
+
+def _first(rules: Iterable[Rule]) -> Rule | None:
+    return min(rules, key=lambda rule: rule.order, default=None)
+
+
+def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Remark:
+    if denied is not None:
+        return Remark("deny", f"{what} is denied for this agent", denied.text, denied.source)
+    if allowed is not None:
+        return Remark("allow", f"{what} is allowed", allowed.text, allowed.source)
+    return Remark("ask", f"no rule allows or denies {what}", hint="a person can approve it")
+
+
+def _command(policy: Policy, command: Command, read_file: ReadFile | None) -> Decided:
+    argv = command.arguments
+    remarks: list[Remark] = []
+    if policy.governed:
+        remarks.append(_by_shell_rules(policy, argv))
+    for name, sources in policy.sources:
+        remarks += packages.judge(sources, argv, name, read_file)
+        remarks += remotes.judge(sources.git, argv, name)
+        remarks += interpreters.judge(sources.runtime, argv, name)
+    remark = strictest(remarks) or Remark("allow", "no settings")
+    return _decided("shell", command.text[:500], remark, command.via)
+
+
+def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...]) -> Remark:
+    name = str(argv[0]) if isinstance(argv[0], str) else "the command"
+    denied: list[Rule] = []
+    perhaps: list[Rule] = []
+    for rule in policy.deny.shell(argv, gaps=True):
+        match match_words(rule, argv, deny=True):
+            case "yes":
+                denied.append(rule)
+            case "maybe":
+                perhaps.append(rule)
+            case _ if len(rule.words) > 1 and behind_options(rule, argv):
+                perhaps.append(rule)
+    if not denied and perhaps:
+        rule = min(perhaps, key=lambda each: each.order)
+        return Remark(
+            "ask", f"it may be what {rule.text} denies", rule.text, rule.source, "write it so that it surely is not"
+        )
+    allowed = (
+        () if denied else (rule for rule in policy.allow.shell(argv) if match_words(rule, argv, deny=False) == "yes")
+    )
+    return _by_rules(_first(denied), _first(allowed), name)
+
+
+def _file_use(policy: Policy, use: FileUse) -> Decided:
+    text = f"{use.operation} {use.path or use.source}"
+    if not policy.governed:
+        return Decided("file", text, "allow", "no settings")
+    if use.path is None:
+        return Decided("file", text, "ask", f"which file is opened is known only at run time: {use.source[:80]}")
+    return _file(policy, use.operation, use.path)
+
+
+def _file(policy: Policy, operation: Operation, path: str) -> Decided:
+    denied, allowed = _first(policy.deny.file(operation, path)), _first(policy.allow.file(operation, path))
+    verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]
+    return _decided("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
+
+
+def _host_use(policy: Policy, use: HostUse) -> Decided:
+    return _host(policy, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
+
+
+def _host(policy: Policy, host: str, port: int | None) -> Decided:
+    what = host if port is None else f"{host}:{port}"
+    remarks: list[Remark] = []
+    said = [(name, found) for name, sources in policy.sources if (found := decide_domain(sources.web_access, host))]
+    for name, (verdict, key) in said:
+        if verdict == "deny":
+            remarks.append(Remark("deny", f"{host[:200]} is not among the domains of this agent", key, name))
+    if policy.governed:
+        denied = _first(policy.deny.network(host, port, deny=True))
+        allowed = _first(policy.allow.network(host, port, deny=False))
+        if denied or allowed or not said:
+            remarks.append(_by_rules(denied, allowed, f"connecting to {what[:200]}"))
+    remarks += [
+        Remark("allow", f"{host[:200]} is allowed", key, name) for name, (verdict, key) in said if verdict == "allow"
+    ]
+    return _decided("network", what[:200], strictest(remarks) or Remark("allow", "no settings"))

@@ -1,0 +1,119 @@
+"""Patterns with `*`, matched in time that follows their length: what an agent names must not slow a decision down.
+
+Knows nothing of rules or of what the texts mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_ANY: Final = 0
+_ONE: Final = 1
+_Token = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A text in which `*` may stand for any characters and, where asked for, `?` for one."""
+
+    text: str
+    literal: str | None
+    prefix: str
+    tokens: tuple[_Token, ...]
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole text is meant."""
+        if self.literal is not None:
+            return text == self.literal
+        return text.startswith(self.prefix) and _matches(self.tokens, text)
+
+
+def pattern(text: str, quoted: Sequence[bool] | None = None, *, one: bool = False) -> Pattern:
+    """A pattern. `quoted` says which characters stand for themselves; `one`: `?` is any one character."""
+    tokens: list[_Token] = []
+    for index, char in enumerate(text):
+        if char == "*" and not (quoted and quoted[index]):
+            if not tokens or tokens[-1] != _ANY:
+                tokens.append(_ANY)
+        elif one and char == "?" and not (quoted and quoted[index]):
+            tokens.append(_ONE)
+        else:
+            tokens.append(char)
+    fixed = next((index for index, token in enumerate(tokens) if not isinstance(token, str)), None)
+    if fixed is None:
+        return Pattern(text, text, text, ())
+    return Pattern(text, None, "".join(str(token) for token in tokens[:fixed]), tuple(tokens))
+
+
+def _matches(tokens: tuple[_Token, ...], text: str) -> bool:
+    # The last `*` takes one more character whenever what follows it does not fit.
+    at, token, star, resume = 0, 0, -1, 0
+    while at < len(text):
+        if token < len(tokens) and tokens[token] == _ANY:
+            star, resume, token = token, at, token + 1
+        elif token < len(tokens) and (tokens[token] == _ONE or tokens[token] == text[at]):
+            at, token = at + 1, token + 1
+        elif star >= 0:
+            resume += 1
+            at, token = resume, star + 1
+        else:
+            return False
+    return all(each == _ANY for each in tokens[token:])
+
+
+@dataclass(frozen=True, slots=True)
+class PathPattern:
+    """An absolute path in which `**` is any number of names, and `*` and `?` stay inside one."""
+
+    parts: tuple[Pattern | None, ...]
+    """None is `**`."""
+    fixed: str
+    """The folder that everything it means lies in, or is."""
+
+    def matches(self, path: str) -> bool:
+        """Whether an absolute path without `.` and `..` is meant. A trailing `**` means the folder itself too."""
+        names = path.strip("/").split("/") if path.strip("/") else []
+        places = {0}
+        for part in self.parts:
+            if part is None:
+                places = set(range(min(places), len(names) + 1))
+            else:
+                places = {at + 1 for at in places if at < len(names) and part.matches(names[at])}
+            if not places:
+                return False
+        return len(names) in places
+
+
+def path_pattern(text: str) -> PathPattern:
+    """A path pattern; a backslash makes the next character stand for itself."""
+    parts: list[Pattern | None] = []
+    fixed: list[str] = []
+    only_fixed = True
+    for name, quoted in _names(text):
+        if name == "**" and not any(quoted):
+            only_fixed = False
+            if parts[-1:] != [None]:
+                parts.append(None)
+            continue
+        part = pattern(name, quoted, one=True)
+        only_fixed = only_fixed and part.literal is not None
+        if only_fixed:
+            fixed.append(name)
+        parts.append(part)
+    return PathPattern(tuple(parts), "/" + "/".join(fixed))
+
+
+def _names(text: str) -> Iterator[tuple[str, list[bool]]]:
+    name: list[str] = []
+    quoted: list[bool] = []
+    chars = iter(text + "/")
+    for char in chars:
+        if char == "/":
+            if name:
+                yield "".join(name), quoted
+            name, quoted = [], []
+        else:
+            name.append(next(chars, "\\") if char == "\\" else char)
+            quoted.append(char == "\\")

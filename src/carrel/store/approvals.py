@@ -1,0 +1,163 @@
+"""The queries on approvals. Every change is one statement that only one caller can win; decides nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import ColumnElement, Select, and_, insert, or_, select, update
+from sqlalchemy.engine import Connection, RowMapping
+
+from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
+from carrel.store.cursors import decode_cursor, encode_cursor
+from carrel.store.database import Database
+from carrel.store.tables import approvals
+
+
+@dataclass(frozen=True, slots=True)
+class ApprovalRecord:
+    """One row. `digest` names the operation exactly as it was asked for."""
+
+    id: str
+    context_id: str | None
+    sandbox_id: str
+    kind: str
+    operation: str
+    summary: str
+    arguments: Mapping[str, object]
+    digest: str
+    reason: str
+    requested_by: str
+    created_at: float
+    expires_at: float
+    state: ApprovalState = ApprovalState.PENDING
+    scope: ApprovalScope | None = None
+    rule: str | None = None
+    decided_by: str | None = None
+    decided_at: float | None = None
+    message: str | None = None
+    used_at: float | None = None
+
+    def info(self) -> ApprovalInfo:
+        """The record as the API shows it."""
+        values = {name: value for name, value in asdict(self).items() if name != "digest"}
+        for name in ("created_at", "expires_at", "decided_at", "used_at"):
+            if values[name] is not None:
+                values[name] = datetime.fromtimestamp(values[name], UTC)
+        return ApprovalInfo.model_validate(values)
+
+
+def _record(row: RowMapping) -> ApprovalRecord:
+    scope = None if row["scope"] is None else ApprovalScope(row["scope"])
+    return ApprovalRecord(**{**row, "state": ApprovalState(row["state"]), "scope": scope})
+
+
+class ApprovalStore:
+    """Reads and writes approvals."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def insert(self, record: ApprovalRecord) -> None:
+        """Add an approval."""
+        values = {**asdict(record), "state": record.state.value, "scope": record.scope and record.scope.value}
+        statement = insert(approvals).values(**values)
+        await self._database.write(lambda connection: connection.execute(statement).close())
+
+    async def get(self, approval_id: str) -> ApprovalRecord | None:
+        """The approval with that id."""
+        found = await self._all(select(approvals).where(approvals.c.id == approval_id))
+        return found[0] if found else None
+
+    async def pending(self, context_id: str | None, digest: str, now: float) -> ApprovalRecord | None:
+        """The approval of the same operation in the same context that still waits."""
+        query = select(approvals).where(_same(context_id, digest), approvals.c.state == ApprovalState.PENDING.value)
+        found = await self._all(query.where(approvals.c.expires_at > now).limit(1))
+        return found[0] if found else None
+
+    async def granted(self, context_id: str, digest: str) -> ApprovalRecord | None:
+        """An approval of the same operation for the whole context."""
+        query = select(approvals).where(_same(context_id, digest), approvals.c.state == ApprovalState.APPROVED.value)
+        found = await self._all(query.where(approvals.c.scope == ApprovalScope.CONTEXT.value).limit(1))
+        return found[0] if found else None
+
+    async def decide(
+        self,
+        approval_id: str,
+        state: ApprovalState,
+        *,
+        by: str,
+        at: float,
+        scope: ApprovalScope | None = None,
+        rule: str | None = None,
+        message: str | None = None,
+    ) -> bool:
+        """Decide what still waits; False when it was decided before, has expired or is not there."""
+        statement = (
+            update(approvals)
+            .where(approvals.c.id == approval_id, approvals.c.state == ApprovalState.PENDING.value)
+            .where(approvals.c.expires_at > at)
+            .values(
+                state=state.value,
+                scope=scope and scope.value,
+                rule=rule,
+                decided_by=by,
+                decided_at=at,
+                message=message,
+            )
+        )
+        return await self._changed(statement) == 1
+
+    async def use(self, approval_id: str, at: float) -> bool:
+        """Take an approval to run its operation; only the first one who asks gets it."""
+        statement = (
+            update(approvals)
+            .where(approvals.c.id == approval_id, approvals.c.state == ApprovalState.APPROVED.value)
+            .where(approvals.c.used_at.is_(None))
+            .values(used_at=at)
+        )
+        return await self._changed(statement) == 1
+
+    async def expire(self, now: float) -> int:
+        """Mark what waited too long; says how many."""
+        statement = update(approvals).where(approvals.c.state == ApprovalState.PENDING.value)
+        return await self._changed(
+            statement.where(approvals.c.expires_at <= now).values(state=ApprovalState.EXPIRED.value)
+        )
+
+    async def page(
+        self,
+        *,
+        limit: int,
+        cursor: str | None = None,
+        states: Iterable[ApprovalState] | None = None,
+        context_id: str | None = None,
+    ) -> tuple[list[ApprovalRecord], str | None]:
+        """Newest first: at most `limit` approvals after `cursor`, and the cursor of the next page."""
+        query = select(approvals).order_by(approvals.c.created_at.desc(), approvals.c.id.desc()).limit(limit + 1)
+        if cursor is not None:
+            created, name = decode_cursor(cursor)
+            same = and_(approvals.c.created_at == created, approvals.c.id < name)
+            query = query.where(or_(approvals.c.created_at < created, same))
+        if states is not None:
+            query = query.where(approvals.c.state.in_([state.value for state in states]))
+        if context_id is not None:
+            query = query.where(approvals.c.context_id == context_id)
+        records = await self._all(query)
+        more = len(records) > limit
+        return records[:limit], encode_cursor(records[limit - 1]) if more else None
+
+    async def _changed(self, statement: object) -> int:
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount)  # type: ignore[call-overload]
+
+    async def _all(self, query: Select[tuple[object, ...]]) -> list[ApprovalRecord]:
+        def run(connection: Connection) -> list[ApprovalRecord]:
+            return [_record(row) for row in connection.execute(query).mappings()]
+
+        return await self._database.read(run)
+
+
+def _same(context_id: str | None, digest: str) -> ColumnElement[bool]:
+    owner = approvals.c.context_id.is_(None) if context_id is None else approvals.c.context_id == context_id
+    return and_(owner, approvals.c.digest == digest)

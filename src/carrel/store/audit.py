@@ -1,0 +1,167 @@
+"""The queries on audit records, signed heads, and who continues which chain. Searching has a module of its own.
+
+Knows nothing of hashes or keys: what is linked and signed is decided by the caller, inside the transaction that writes.
+What goes in and out are plain tuples in the order of the tables' columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Insert, Select, delete, func, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import IntegrityError
+
+from carrel.errors import Conflict
+from carrel.store.audit_search import AuditSearch
+from carrel.store.tables import audit_chains as chains
+from carrel.store.tables import audit_heads as heads
+from carrel.store.tables import audit_records as records
+
+AuditRow = tuple[str, int, float, str, int | None, str, str, str, str, str | None, bytes, str]
+"""chain, seq, at, type, ref, actor, kind, name, decision, result, hash, body"""
+AuditHead = tuple[str, int, str, int, float, str, str]
+"""chain, seq, hash, records, at, key, signature"""
+AuditHold = tuple[str, str, int, bool]
+"""chain, node, open_from, clean: a clean chain ends with a head, and no operation in it lacks its end; in another,
+those that do have at least the number `open_from`.
+"""
+AuditTip = tuple[int, bytes, int]
+"""seq and hash of the last record, seq of the newest head; 0 and no hash where there are none"""
+AuditStored = tuple[int, bytes, str]
+"""seq, hash, body"""
+
+Batch = tuple[Sequence[AuditRow], Sequence[AuditHead], Sequence[AuditHold]]
+_RECORD = tuple(column.name for column in records.columns if column.name != "id")
+_HEAD = tuple(column.name for column in heads.columns)
+_HOLD = tuple(column.name for column in chains.columns)
+_STORED = select(records.c.seq, records.c.hash, records.c.body)
+_BATCH = 100
+
+
+class AuditStore(AuditSearch):
+    """Reads and writes audit records. There is no way to change one, and to remove one only from a chain's start."""
+
+    async def append(self, unknown: Collection[str], build: Callable[[Mapping[str, AuditTip]], Batch]) -> None:
+        """Add what `build` makes of the tips of the `unknown` chains, all in one transaction.
+
+        `Conflict` when a chain has grown in the meantime: two records never have the same place in one.
+        """
+
+        def run(connection: Connection) -> None:
+            new, signed, held = build({chain: _tip(connection, chain) for chain in unknown})
+            if new:
+                connection.execute(insert(records), [dict(zip(_RECORD, row, strict=True)) for row in new])
+            if signed:
+                connection.execute(insert(heads), [dict(zip(_HEAD, head, strict=True)) for head in signed])
+            if held:
+                connection.execute(_upsert(connection), [dict(zip(_HOLD, hold, strict=True)) for hold in held])
+
+        try:
+            await self._database.write(run)
+        except IntegrityError:
+            raise Conflict(
+                "another server has continued the chain", field="seq", hint="read where it ends, and append there"
+            ) from None
+
+    async def tip(self, chain: str) -> AuditTip:
+        """Where a chain ends."""
+        # Two statements, so that they have to be one transaction.
+        return await self._database.write(lambda connection: _tip(connection, chain))
+
+    async def chains(self, *, after: str = "", limit: int = 1000) -> list[str]:
+        """The names of chains, in their order."""
+        query = select(chains.c.chain).where(chains.c.chain > after).order_by(chains.c.chain).limit(limit)
+        return await self._database.read(lambda connection: list(connection.execute(query).scalars()))
+
+    async def unclean(self, node: str) -> list[AuditHold]:
+        """The chains a server continued last and did not leave clean."""
+        return await self._holds(select(chains).where(chains.c.node == node, chains.c.clean.is_(False)))
+
+    async def hold(self, chain: str) -> AuditHold | None:
+        """Which server continues a chain."""
+        found = await self._holds(select(chains).where(chains.c.chain == chain))
+        return found[0] if found else None
+
+    async def unfinished(self, chain: str, start: int) -> list[AuditStored]:
+        """The records from `start` on that begin an operation whose end is not there."""
+        ends = records.alias("ends")
+        ended = select(ends.c.seq).where(ends.c.chain == records.c.chain, ends.c.ref == records.c.seq).exists()
+        query = _STORED.where(records.c.chain == chain, records.c.seq >= start, records.c.type == "begin", ~ended)
+        return await self._stored(query.order_by(records.c.seq))
+
+    async def records(self, chain: str, *, after: int = 0, until: int, limit: int) -> list[AuditStored]:
+        """Records of a chain above `after` and up to `until`, in their order."""
+        query = _STORED.where(records.c.chain == chain, records.c.seq > after, records.c.seq <= until)
+        return await self._stored(query.order_by(records.c.seq).limit(limit))
+
+    async def heads(self, chain: str, *, after: int = 0, limit: int = 1000) -> list[AuditHead]:
+        """Heads of a chain above `after`, in their order."""
+        query = select(heads).where(heads.c.chain == chain, heads.c.seq > after)
+        return await self._heads(query.order_by(heads.c.seq).limit(limit))
+
+    async def head_before(self, chain: str, at: float) -> AuditHead | None:
+        """The newest head of a chain that was signed no later than that."""
+        query = select(heads).where(heads.c.chain == chain, heads.c.at <= at)
+        found = await self._heads(query.order_by(heads.c.seq.desc()).limit(1))
+        return found[0] if found else None
+
+    async def aged(self, at: float, *, after: str = "", limit: int = 1000) -> list[str]:
+        """The chains that have records which a head signed by then covers, in the order of their names."""
+        covered = select(records.c.seq).where(records.c.chain == heads.c.chain, records.c.seq <= heads.c.seq).exists()
+        query = select(heads.c.chain).where(heads.c.at <= at, heads.c.chain > after, covered)
+        query = query.distinct().order_by(heads.c.chain).limit(limit)
+        return await self._database.read(lambda connection: list(connection.execute(query).scalars()))
+
+    async def prune(self, chain: str, seq: int, *, whole: bool) -> int:
+        """Remove the records of a chain up to that of a head, and the heads before it; how many records there were.
+
+        With `whole` the chain goes altogether when nothing came after the head.
+        """
+
+        def run(connection: Connection) -> int:
+            old = delete(records).where(records.c.chain == chain, records.c.seq <= seq)
+            count = connection.execute(old).rowcount
+            connection.execute(delete(heads).where(heads.c.chain == chain, heads.c.seq < seq))
+            if whole and _tip(connection, chain)[0] == seq:
+                connection.execute(delete(heads).where(heads.c.chain == chain))
+                connection.execute(delete(chains).where(chains.c.chain == chain))
+            return count
+
+        return await self._database.write(run)
+
+    async def count(self) -> int:
+        """How many records there are."""
+        query = select(func.count()).select_from(records)
+        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
+
+    async def _stored(self, query: Select[Any]) -> list[AuditStored]:
+        return [(seq, bytes(hashed), body) for seq, hashed, body in await self._rows(query)]
+
+    async def _heads(self, query: Select[Any]) -> list[AuditHead]:
+        return [tuple(row) for row in await self._rows(query)]
+
+    async def _holds(self, query: Select[Any]) -> list[AuditHold]:
+        return [tuple(row) for row in await self._rows(query)]
+
+
+def _tip(connection: Connection, chain: str) -> AuditTip:
+    last = select(records.c.seq, records.c.hash).where(records.c.chain == chain)
+    row = connection.execute(last.order_by(records.c.seq.desc()).limit(1)).one_or_none()
+    newest = select(heads.c.seq, heads.c.hash).where(heads.c.chain == chain)
+    head = connection.execute(newest.order_by(heads.c.seq.desc()).limit(1)).one_or_none()
+    head_seq = 0 if head is None else head.seq
+    if row is not None:
+        return row.seq, bytes(row.hash), head_seq
+    return head_seq, b"" if head is None else bytes.fromhex(head.hash), head_seq
+
+
+def _upsert(connection: Connection) -> Insert:
+    kind = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    statement = kind(chains)
+    new = statement.excluded
+    return statement.on_conflict_do_update(
+        index_elements=["chain"], set_={"node": new.node, "open_from": new.open_from, "clean": new.clean}
+    )

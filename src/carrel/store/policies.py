@@ -1,0 +1,85 @@
+"""The queries on the policies of contexts: documents and their version. Reads none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.engine import Connection
+
+from carrel.errors import Conflict
+from carrel.store.database import Database
+from carrel.store.tables import policies
+
+_LOCK = 0x706F6C69  # "poli": the first half of the advisory lock on the policy of a context
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRecord:
+    """One row: the two documents of a context as they were given, and how often they changed."""
+
+    context_id: str
+    settings: Mapping[str, object] | None
+    sources: Mapping[str, object] | None
+    version: int
+    updated_at: float
+    updated_by: str
+
+
+class PolicyStore:
+    """Reads and writes policies."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def get(self, context_id: str) -> PolicyRecord | None:
+        """The policy of a context."""
+        query = select(policies).where(policies.c.context_id == context_id)
+
+        def run(connection: Connection) -> PolicyRecord | None:
+            row = connection.execute(query).mappings().one_or_none()
+            return None if row is None else PolicyRecord(**row)
+
+        return await self._database.read(run)
+
+    async def put(
+        self,
+        context_id: str,
+        settings: Mapping[str, object] | None,
+        sources: Mapping[str, object] | None,
+        *,
+        by: str,
+        at: float,
+        expected: int | None = None,
+    ) -> int:
+        """Replace the policy of a context and return its version.
+
+        With `expected`, only if that is the version it has (0: none): else `Conflict`.
+        """
+
+        def run(connection: Connection) -> int:
+            if connection.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(_LOCK, func.hashtext(context_id))))
+            query = select(policies.c.version).where(policies.c.context_id == context_id)
+            version = connection.execute(query).scalar_one_or_none()
+            if expected is not None and (version or 0) != expected:
+                raise Conflict(
+                    f"the policy of '{context_id}' was changed meanwhile",
+                    field="version",
+                    hint="read it again, and change that",
+                )
+            values = {"settings": settings, "sources": sources, "updated_at": at, "updated_by": by}
+            if version is None:
+                connection.execute(insert(policies).values(context_id=context_id, version=1, **values))
+                return 1
+            changed = update(policies).where(policies.c.context_id == context_id)
+            connection.execute(changed.values(version=version + 1, **values))
+            return int(version) + 1
+
+        return await self._database.write(run)
+
+    async def delete(self, context_id: str) -> bool:
+        """Forget the policy of a context; False when it had none."""
+        statement = delete(policies).where(policies.c.context_id == context_id)
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1

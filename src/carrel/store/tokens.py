@@ -1,0 +1,95 @@
+"""The queries on API tokens. Holds hashes only, and decides nothing: who may do what is `identity`'s to say."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sqlalchemy import Select, and_, insert, or_, select, update
+from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy.exc import IntegrityError
+
+from carrel.errors import AlreadyExists
+from carrel.store.cursors import decode_cursor, encode_cursor
+from carrel.store.database import Database
+from carrel.store.tables import tokens
+
+Names = tuple[str, ...]
+TokenRow = tuple[
+    str, str, str, str, Names, str | None, Names | None, float, str, float | None, float | None, float | None
+]
+"""id, name, hash, kind, scopes, namespace, contexts, created_at, created_by, expires_at, revoked_at, used_at"""
+
+
+class TokenRecord(NamedTuple):
+    """One row: what is known of a token. The token itself is known only to whoever has it."""
+
+    id: str
+    name: str
+    hash: str
+    kind: str
+    scopes: Names
+    namespace: str | None
+    contexts: Names | None
+    created_at: float
+    created_by: str
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    used_at: float | None = None
+
+
+def _record(row: RowMapping) -> TokenRecord:
+    contexts = row["contexts"]
+    held = {**row, "scopes": tuple(row["scopes"]), "contexts": None if contexts is None else tuple(contexts)}
+    return TokenRecord(**held)
+
+
+class TokenStore:
+    """Reads and writes token records. A token is never deleted, only revoked: the audit log may name it."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def insert(self, token: TokenRow) -> None:
+        """Add a token; `AlreadyExists` when its id or hash is taken."""
+        record = TokenRecord(*token)
+        statement = insert(tokens).values(**record._asdict())
+        try:
+            await self._database.write(lambda connection: connection.execute(statement).close())
+        except IntegrityError:
+            raise AlreadyExists(f"there is a token {record.id} already", field="id") from None
+
+    async def of_hash(self, hash: str) -> TokenRecord | None:
+        """The token with that hash, revoked and expired ones too."""
+        found = await self._all(select(tokens).where(tokens.c.hash == hash))
+        return found[0] if found else None
+
+    async def get(self, token_id: str) -> TokenRecord | None:
+        """The token with that id."""
+        found = await self._all(select(tokens).where(tokens.c.id == token_id))
+        return found[0] if found else None
+
+    async def page(self, *, limit: int, cursor: str | None = None) -> tuple[list[TokenRecord], str | None]:
+        """Newest first: at most `limit` tokens after `cursor`, and the cursor of the next page."""
+        query = select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id.desc()).limit(limit + 1)
+        if cursor is not None:
+            created, name = decode_cursor(cursor)
+            same = and_(tokens.c.created_at == created, tokens.c.id < name)
+            query = query.where(or_(tokens.c.created_at < created, same))
+        found = await self._all(query)
+        return found[:limit], encode_cursor(found[limit - 1]) if len(found) > limit else None
+
+    async def revoke(self, token_id: str, at: float) -> bool:
+        """Revoke a token; False when it was already, or there is none."""
+        statement = update(tokens).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None)).values(revoked_at=at)
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+
+    async def used(self, token_id: str, at: float) -> None:
+        """Note when a token was used last."""
+        statement = update(tokens).where(tokens.c.id == token_id).values(used_at=at)
+        await self._database.write(lambda connection: connection.execute(statement).close())
+
+    async def _all(self, query: Select[tuple[object, ...]]) -> list[TokenRecord]:
+        def run(connection: Connection) -> list[TokenRecord]:
+            return [_record(row) for row in connection.execute(query).mappings()]
+
+        return await self._database.read(run)

@@ -1,0 +1,129 @@
+"""Secrets as files that the agent can read and nobody in the sandbox can change. Knows the descriptor of a memory file
+system and nothing of where the values come from.
+
+The agent sees that file system through a read-only mount. The descriptor leads to it through another mount, which is
+nowhere in the tree, and it belongs to a process the agent cannot reach. A set of secrets is a directory; the files that
+programs open are links into the one that counts, and one rename replaces it whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+
+from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
+from carrel.supervisor.http import Json, Request, Response, Router, json_response
+
+MOST, LARGEST, ALTOGETHER = 512, 64 * 1024, 1024 * 1024
+"""Secrets in a set, bytes of one, bytes of all. The file system holds two such sets, the old and the new."""
+
+CURRENT = ".current"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+
+
+class Secrets:
+    """The secrets of one sandbox. Without a descriptor there is no safe place for them, and they are refused."""
+
+    def __init__(self, directory: int) -> None:
+        self._directory = directory
+
+    def routes(self, router: Router) -> None:
+        """Add the routes."""
+        router.add("PUT", "/secrets", self._put)
+
+    async def _put(self, request: Request) -> Response:
+        if self._directory < 0:
+            raise Unsupported(
+                "this provider has no place for secrets that other processes of the host cannot reach",
+                field="secrets",
+                hint="choose a provider that isolates",
+            )
+        return json_response({"names": self.replace(_checked(await request.json()))})
+
+    def replace(self, values: dict[str, bytes]) -> list[str]:
+        """Make these the secrets, all at once; the names there are now. Whoever has an old one open can read on."""
+        fresh = f".set-{os.urandom(8).hex()}"
+        try:
+            self._write(fresh, values)
+            os.symlink(fresh, f"{fresh}.link", dir_fd=self._directory)
+            os.rename(f"{fresh}.link", CURRENT, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        except BaseException:
+            self._sweep(keep=self._target())
+            raise
+        shown = {name for name in self._names() if not name.startswith(".")}
+        for name in values.keys() - shown:
+            os.symlink(f"{CURRENT}/{name}", name, dir_fd=self._directory)
+        for name in shown - values.keys():
+            os.unlink(name, dir_fd=self._directory)
+        self._sweep(keep=fresh)
+        return sorted(values)
+
+    def _write(self, fresh: str, values: dict[str, bytes]) -> None:
+        os.mkdir(fresh, 0o700, dir_fd=self._directory)
+        folder = self._open(fresh)
+        try:
+            for name, value in values.items():
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with open(os.open(name, flags, 0o400, dir_fd=folder), "wb", buffering=0) as file:
+                    file.write(value)
+        finally:
+            os.close(folder)
+
+    def _open(self, name: str) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, dir_fd=self._directory)
+
+    def _names(self) -> list[str]:
+        here = self._open(".")  # the descriptor itself only names the place
+        try:
+            return os.listdir(here)
+        finally:
+            os.close(here)
+
+    def _target(self) -> str | None:
+        try:
+            return os.readlink(CURRENT, dir_fd=self._directory)
+        except FileNotFoundError:
+            return None
+
+    def _sweep(self, keep: str | None) -> None:
+        """Remove every set but one."""
+        for name in self._names():
+            if not name.startswith(".set-") or name == keep:
+                continue
+            if name.endswith(".link"):
+                os.unlink(name, dir_fd=self._directory)
+                continue
+            folder = self._open(name)
+            try:
+                for each in os.listdir(folder):
+                    os.unlink(each, dir_fd=folder)
+            finally:
+                os.close(folder)
+            os.rmdir(name, dir_fd=self._directory)
+
+
+def _checked(body: Json) -> dict[str, bytes]:
+    given = body.get("secrets")
+    if not isinstance(given, dict):
+        raise InvalidRequest("'secrets' must map names to base64 text", field="secrets")
+    if len(given) > MOST:
+        raise LimitExceeded(f"a sandbox may have at most {MOST} secrets", field="secrets")
+    values: dict[str, bytes] = {}
+    for name, text in given.items():
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest("a secret's name must be letters, digits and _.-, at most 128", field="secrets")
+        try:
+            values[name] = base64.b64decode(text, validate=True) if isinstance(text, str) else _bad(name)
+        except ValueError:
+            _bad(name)
+        if len(values[name]) > LARGEST:
+            raise LimitExceeded(f"the secret {name} is larger than {LARGEST} bytes", field="secrets")
+    if sum(map(len, values.values())) > ALTOGETHER:
+        raise LimitExceeded(f"the secrets have more than {ALTOGETHER} bytes together", field="secrets")
+    return values
+
+
+def _bad(name: str) -> bytes:
+    raise InvalidRequest(f"the value of the secret {name} is not base64", field="secrets")

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from carrel.control.approvals import Approvals, digest, summary
+from carrel.control.caller import Caller, caller
+from carrel.control.door import Decision, Operation
+from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound
+from carrel.identity import Identity, Kind, Scope
+from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState
+from carrel.store import Database
+from carrel.store.approvals import ApprovalStore
+
+ASK = Decision("ask", reason="no rule covers 'git push'")
+PUSH = Operation("shell", "run_command", {"command": "git  push\norigin"}, "agent:coder", "sbx-1", "c")
+PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
+YES, NO = ApprovalDecision(approve=True), ApprovalDecision(approve=False, message="use a branch")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[ApprovalStore]:
+    database = await Database.open(str(tmp_path / "db"))
+    yield ApprovalStore(database)
+    await database.close()
+
+
+@pytest.fixture
+def approvals(store: ApprovalStore, clock: Clock) -> Approvals:
+    return Approvals(store, ttl_s=60, clock=clock)
+
+
+@pytest.fixture(autouse=True)
+def _agent() -> Iterator[None]:
+    token = caller.set(Caller(AGENT))
+    yield
+    caller.reset(token)
+
+
+async def _ask(approvals: Approvals, operation: Operation = PUSH) -> str:
+    with pytest.raises(ApprovalNeeded) as caught:
+        await approvals.settle(operation, ASK)
+    assert caught.value.approval is not None
+    return caught.value.approval
+
+
+async def _with(approvals: Approvals, handle: str, operation: Operation = PUSH) -> str:
+    token = caller.set(Caller(AGENT, approval=handle))
+    try:
+        return await approvals.settle(operation, ASK)
+    finally:
+        caller.reset(token)
+
+
+async def test_the_same_request_waits_once_and_runs_once(approvals: Approvals) -> None:
+    created: list[ApprovalInfo] = []
+    approvals.on_created = created.append
+    handle = await _ask(approvals)
+    assert await _ask(approvals) == handle
+    [info] = created
+    assert (info.summary, info.requested_by, info.reason) == ("git push origin", "agent:coder", ASK.reason)
+    with pytest.raises(ApprovalNeeded):
+        await _with(approvals, handle)
+    decided = await approvals.decide(handle, YES, PERSON)
+    assert (decided.state, decided.decided_by, decided.scope) == ("approved", "person:ann", "once")
+    results = await asyncio.gather(*(_with(approvals, handle) for _ in range(10)), return_exceptions=True)
+    assert [result for result in results if isinstance(result, str)] == [handle]
+    assert all(isinstance(result, Conflict | str) for result in results)
+    assert await _ask(approvals) != handle, "the next time a person is asked again"
+
+
+async def test_a_handle_is_for_exactly_what_was_asked(approvals: Approvals) -> None:
+    handle = await _ask(approvals)
+    await approvals.decide(handle, YES, PERSON)
+    for other in (
+        Operation("shell", "run_command", {"command": "git push --force"}, "agent:coder", "sbx-1", "c"),
+        Operation("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-1", "d"),
+        Operation("file", "run_command", PUSH.arguments, "agent:coder", "sbx-1", "c"),
+    ):
+        with pytest.raises(Conflict, match="another operation"):
+            await _with(approvals, handle, other)
+    assert await _with(approvals, handle) == handle
+    with pytest.raises(NotFound):
+        await _with(approvals, "apr-none")
+
+
+async def test_a_denial_reaches_the_agent_with_the_persons_words(approvals: Approvals) -> None:
+    handle = await _ask(approvals)
+    await approvals.decide(handle, NO, PERSON)
+    with pytest.raises(Denied, match="use a branch") as caught:
+        await _with(approvals, handle)
+    assert caught.value.extra["retry"] is False
+    assert caught.value.extra["source"] == "decided by person:ann"
+    with pytest.raises(Conflict, match="denied already"):
+        await approvals.decide(handle, YES, PERSON)
+
+
+async def test_what_nobody_decides_expires(approvals: Approvals, clock: Clock) -> None:
+    handle = await _ask(approvals)
+    clock.now += 61
+    assert (await approvals.get(handle)).state is ApprovalState.EXPIRED
+    with pytest.raises(Denied, match="nobody decided in time"):
+        await _with(approvals, handle)
+    with pytest.raises(Conflict, match="expired already"):
+        await approvals.decide(handle, YES, PERSON)
+    assert await _ask(approvals) != handle
+
+
+async def test_for_the_context_it_need_not_be_asked_again(approvals: Approvals) -> None:
+    handle = await _ask(approvals)
+    await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
+    for _ in range(3):
+        assert await approvals.settle(PUSH, ASK) == handle
+    await _ask(approvals, Operation("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-2", "other"))
+
+
+async def test_as_a_rule(approvals: Approvals) -> None:
+    added: list[tuple[str, str, str]] = []
+
+    async def add(context: str, rule: str, who: str) -> None:
+        added.append((context, rule, who))
+
+    handle = await _ask(approvals)
+    wanted = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
+    with pytest.raises(InvalidRequest, match="needs a rule"):
+        await approvals.decide(handle, wanted.model_copy(update={"rule": None}), PERSON)
+    with pytest.raises(InvalidRequest, match="keeps no rules"):
+        await approvals.decide(handle, wanted, PERSON)
+    approvals.add_rule = add
+    assert (await approvals.decide(handle, wanted, PERSON)).rule == "shell(git push:*)"
+    assert added == [("c", "shell(git push:*)", "person:ann")]
+    fleeting = Operation("shell", "run_command", PUSH.arguments, "agent:coder", "eph-1", None)
+    with pytest.raises(InvalidRequest, match="no context"):
+        await approvals.decide(await _ask(approvals, fleeting), wanted, PERSON)
+
+
+async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals: Approvals) -> None:
+    handle = await _ask(approvals)
+    with pytest.raises(Denied):
+        await approvals.decide(handle, YES, AGENT)
+    mine = Operation("shell", "run_command", {"command": "x"}, PERSON.subject, "sbx-1", "c")
+    with pytest.raises(Denied, match="own request"):
+        await approvals.decide(await _ask(approvals, mine), YES, PERSON)
+    assert (await approvals.get(handle)).state is ApprovalState.PENDING
+
+
+@pytest.mark.parametrize("decision", [YES, NO])
+async def test_a_caller_may_wait(approvals: Approvals, decision: ApprovalDecision) -> None:
+    caller.set(Caller(AGENT, wait_s=30))
+    waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(2)]
+    async for info in approvals.watch():
+        assert info.state is ApprovalState.PENDING
+        await approvals.decide(info.id, decision, PERSON)
+        break
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    if decision.approve:
+        assert sorted(type(result).__name__ for result in results) == ["Conflict", "str"], "it runs once"
+    else:
+        assert all(isinstance(result, Denied) for result in results)
+
+
+async def test_waiting_ends(approvals: Approvals) -> None:
+    caller.set(Caller(AGENT, wait_s=0.05))
+    with pytest.raises(ApprovalNeeded):
+        await approvals.settle(PUSH, ASK)
+
+
+async def test_another_server_sees_and_decides_what_waits(
+    approvals: Approvals, store: ApprovalStore, clock: Clock
+) -> None:
+    other = Approvals(store, ttl_s=60, clock=clock)
+    handle = await _ask(approvals)
+    [listed] = (await other.page(states=[ApprovalState.PENDING])).items
+    assert listed.id == handle
+    await other.decide(handle, YES, PERSON)
+    assert await _with(approvals, handle) == handle
+
+
+async def test_many_are_decided_at_once(approvals: Approvals) -> None:
+    handles = [
+        await _ask(approvals, Operation("shell", "run_command", {"command": str(n)}, "agent:coder", "s", "c"))
+        for n in range(5)
+    ]
+    await approvals.decide(handles[0], NO, PERSON)
+    result = await approvals.decide_all(ApprovalBatch(ids=[*handles, handles[1], "absent"], decision=YES), PERSON)
+    assert [info.id for info in result.decided] == handles[1:]
+    assert set(result.refused) == {handles[0], "absent"}
+    page = await approvals.page(limit=2)
+    assert len(page.items) == 2 and page.next is not None
+    assert len((await approvals.page(limit=10, cursor=page.next)).items) == 3
+
+
+async def test_watching_shows_what_comes_and_what_becomes_of_it(approvals: Approvals) -> None:
+    watch = approvals.watch()
+    coming = asyncio.ensure_future(anext(watch))
+    handle = await _ask(approvals)
+    assert (await coming).id == handle
+    await approvals.decide(handle, NO, PERSON)
+    assert (await anext(watch)).state is ApprovalState.DENIED
+    await watch.aclose()  # type: ignore[attr-defined]
+
+
+def test_names_and_lines() -> None:
+    assert digest(PUSH) == digest(PUSH)
+    assert summary(Operation("file", "write", {"path": "/etc/x"}, "", "s", None)) == "write /etc/x"
+    assert summary(Operation("shell", "run_command", {"command": ["a", "b c"]}, "", "s", None)) == "a b c"
+    assert len(summary(Operation("shell", "run_command", {"command": "x" * 9999}, "", "s", None))) == 500

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from carrel.control.door import Operation
+from carrel.control.policies import Policies, read_below
+from carrel.errors import Conflict, InvalidRequest, PlatformError
+from carrel.models import PolicyDocuments
+from carrel.store import Database
+from carrel.store.policies import PolicyStore
+
+SETTINGS: dict[str, object] = {
+    "permissions": {
+        "allow": ["shell(echo:*)", "shell(pip install:*)", "file(read:${WORKSPACE}/**)", "file(write:${WORKSPACE}/data/**)"],
+        "deny": ["shell(curl:*)", "file(read:${WORKSPACE}/secret/**)"],
+    }
+}  # fmt: skip
+SOURCES: dict[str, object] = {"package_managers": {"pip": {"enabled": True, "blocked_packages": ["evil"]}}}
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[PolicyStore]:
+    database = await Database.open(str(tmp_path / "db"))
+    yield PolicyStore(database)
+    await database.close()
+
+
+@pytest.fixture
+async def policies(store: PolicyStore) -> Policies:
+    policies = Policies(store)
+    await policies.put("c", PolicyDocuments(settings=SETTINGS, sources=SOURCES), "person:ann")
+    return policies
+
+
+def _op(kind: str, name: str, context: str | None = "c", **arguments: object) -> Operation:
+    return Operation(kind, name, arguments, "agent", "sbx-1", context)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("operation", "verdict"),
+    [
+        (_op("shell", "run_command", command="echo hi"), "allow"),
+        (_op("shell", "run_command", command="echo hi | curl x"), "deny"),
+        (_op("shell", "start_command", command=["curl", "x"]), "deny"),
+        (_op("shell", "execute", command="git push"), "ask"),
+        (_op("shell", "run_command", command="echo hi", env={"LD_PRELOAD": "x"}), "ask"),
+        (_op("shell", "run_command", command="pip install evil"), "deny"),
+        (_op("shell", "run_command", command="echo hi > notes"), "ask"),
+        (_op("shell", "run_command", command="echo hi > data/notes"), "allow"),
+        (_op("shell", "run_command", command="echo hi > notes", cwd="data"), "allow"),
+        (_op("shell", "list_commands"), "allow"),
+        (_op("shell", "send_input", id="c1"), "allow"),
+        (_op("file", "read", path="data/x"), "allow"),
+        (_op("file", "read", path="secret/key"), "deny"),
+        (_op("file", "read", path="data/../secret/key"), "deny"),
+        (_op("file", "write", path="data/x"), "allow"),
+        (_op("file", "write", path="x"), "ask"),
+        (_op("file", "delete", path="data/x"), "ask"),
+        (_op("file", "move", source="data/a", destination="data/b"), "ask"),
+        (_op("file", "filespace_read", path="secret/key"), "deny"),
+        (_op("network", "connect", host="example.org", port=443), "ask"),
+        (_op("mcp", "call", server="s", tool="t"), "ask"),
+        (_op("session", "stop"), "allow"),
+        (_op("shell", "run_command", context="free", command="curl x"), "allow"),
+        (_op("shell", "run_command", context=None, command="curl x"), "allow"),
+    ],
+)
+async def test_every_kind_of_operation_is_decided(policies: Policies, operation: Operation, verdict: str) -> None:
+    assert (await policies.decide(operation)).verdict == verdict
+
+
+async def test_a_requirements_file_is_read_from_the_workspace_and_no_link_is_followed(
+    policies: Policies, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "w"
+    (workspace / "sub").mkdir(parents=True)
+    (workspace / "good.txt").write_text("requests\n")
+    (workspace / "sub" / "bad.txt").write_text("requests\nevil==1\n")
+    (tmp_path / "outside").write_text("requests\n")
+    (workspace / "link.txt").symlink_to(tmp_path / "outside")
+    (workspace / "dir").symlink_to(tmp_path)
+
+    async def said(path: str) -> str:
+        operation = _op("shell", "run_command", command=f"pip install -r {path}")
+        return (await policies.decide(operation, str(workspace))).verdict
+
+    assert await said("good.txt") == "allow"
+    assert await said("sub/bad.txt") == "deny"
+    for path in ("link.txt", "dir/outside", "../outside", "absent.txt", "/etc/hostname"):
+        assert await said(path) == "ask"
+    assert read_below(str(workspace), "/workspace/good.txt") == "requests\n"
+
+
+async def test_a_policy_that_cannot_hold_is_refused_whole(policies: Policies) -> None:
+    for wrong in (
+        {"permissions": {"allow": ["shell(*)"]}},
+        {"permissions": {"allow": ["nonsense"]}},
+        {"premissions": {}},
+    ):
+        with pytest.raises(InvalidRequest):
+            await policies.put("c", PolicyDocuments(settings=wrong), "person:ann")
+    assert (await policies.get("c")).settings == SETTINGS
+
+
+async def test_versions_keep_two_editors_apart(policies: Policies) -> None:
+    first = await policies.get("c")
+    assert (first.version, first.updated_by) == (1, "person:ann")
+    changed = await policies.put("c", PolicyDocuments(sources=None, version=1), "person:bob")
+    assert (changed.version, changed.sources, changed.settings) == (2, None, SETTINGS)
+    with pytest.raises(Conflict, match="changed meanwhile"):
+        await policies.put("c", PolicyDocuments(settings=None, version=1), "person:ann")
+    await policies.delete("c")
+    assert (await policies.get("c")).version == 0
+
+
+async def test_a_rule_is_added_and_a_fork_has_it_too(policies: Policies) -> None:
+    await policies.add_rule("c", "shell(git push:*)", "person:ann")
+    await policies.add_rule("c", "shell(git push:*)", "person:ann")
+    await policies.copy("c", "twin")
+    await policies.copy("none", "other")
+    for context in ("c", "twin"):
+        push = _op("shell", "run_command", context=context, command="git push origin")
+        assert (await policies.decide(push)).verdict == "allow"
+    await policies.add_rule("fresh", "shell(ls:*)", "person:ann")
+    assert (await policies.get("fresh")).settings == {"permissions": {"allow": ["shell(ls:*)"]}}
+
+
+async def test_the_servers_layer_cannot_be_loosened(store: PolicyStore, tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"permissions": {"deny": ["shell(curl:*)"], "allow": ["shell(ls:*)"]}}))
+    policies = Policies(store, Policies.server_layer(str(file), None))
+    info = await policies.put("c", PolicyDocuments(settings={"permissions": {"allow": ["shell(curl:*)"]}}), "p")
+    assert any("never counts" in warning.text for warning in info.warnings)
+    for context in ("c", None):
+        decision = await policies.decide(_op("shell", "run_command", context=context, command="curl x"))
+        assert (decision.verdict, decision.source) == ("deny", str(file))
+        assert (await policies.decide(_op("shell", "run_command", context=context, command="ls"))).verdict == "allow"
+    assert Policies.server_layer(None, None) is None
+    with pytest.raises(PlatformError, match="cannot be read"):
+        Policies.server_layer(str(tmp_path / "absent"), None)
+
+
+async def test_explaining(policies: Policies) -> None:
+    found = await policies.explain("c", "echo hi && curl x", None)
+    assert found.verdict == "deny" and found.rule == "shell(curl:*)"
+    assert [(part.text.split()[0], part.verdict) for part in found.parts if part.kind == "shell"] == [
+        ("echo", "allow"),
+        ("curl", "deny"),
+    ]

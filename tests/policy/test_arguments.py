@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from real_shell import RealShell
+
+from carrel.policy.arguments import Argument, Unknown, arguments, literal, shown, text_of, value
+from carrel.policy.grammar import read
+from carrel.policy.syntax import Facts, Simple, Unreadable, Word
+
+
+def words(text: str) -> tuple[Word, ...]:
+    node = read(f"a {text}", Facts()).nodes[0]
+    assert isinstance(node, Simple)
+    return node.words[1:]
+
+
+def made(text: str) -> list[Argument]:
+    return [argument for word in words(text) for argument in arguments(word)]
+
+
+def test_braces_expand_as_bash_expands_them(real_shell: RealShell) -> None:
+    rng = random.Random(5)
+    pieces = [
+        "{",
+        "}",
+        ",",
+        "..",
+        "a",
+        "b",
+        "1",
+        "3",
+        "-",
+        '"x"',
+        "'y'",
+        "\\,",
+        "\\{",
+        "{a,b}",
+        "{1..3}",
+        "{}",
+        "01",
+        "{c",
+        "{a..c..2}",
+        "''",
+    ]
+    texts = ["".join(rng.choice(pieces) for _ in range(rng.randint(1, 8))) for _ in range(800)]
+    ran = real_shell.run([f"set -f; a {text}" for text in texts])
+    compared = 0
+    for text, records in zip(texts, ran, strict=True):
+        try:
+            mine = made(text)
+        except Unreadable:
+            continue
+        if records and not any(isinstance(each, Unknown) for each in mine):
+            compared += 1
+            assert list(records[0][1:]) == mine, text
+    assert compared > 600
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [('"$x"', Unknown('"$x"', "one")), ("$x", Unknown("$x", "any")), ('p"$x"s', Unknown('p"$x"s', "one", "p", "s")), ("p$x", Unknown("p$x", "any")),
+     ("*.c", Unknown("*.c", "each", "", ".c")), ("a?b", Unknown("a?b", "each", "a", "b")), ("~/x", Unknown("~/x", "one")), ("[", "["), ("'*'", "*"),
+     ("a[b]c", Unknown("a[b]c", "each", "a", "c")), ('"$@"', Unknown('"$@"', "any")), ("''", "")],
+)  # fmt: skip
+def test_what_is_known_of_an_argument(text: str, expected: Argument) -> None:
+    assert made(text) == [expected]
+
+
+def test_very_many_words_are_refused() -> None:
+    for text in ("{1..100000}", "{a,b}" * 20, "{1..99999999999999999999}"):
+        with pytest.raises(Unreadable):
+            made(text)
+
+
+def test_an_unsplit_word() -> None:
+    (word,) = words("{a,b}")
+    assert value(word) == text_of(word) == "{a,b}"
+    (unknown,) = words("$x")
+    assert text_of(unknown) is None
+    assert literal(words("'a b'")[0].parts) == "a b"
+    assert literal(unknown.parts) is None
+
+
+def test_shown_as_a_person_would_write_it() -> None:
+    assert [shown(each) for each in ("a", "a b", "", "$x", Unknown("$x", "any"))] == ["a", "'a b'", "''", "'$x'", "$x"]
+    assert Unknown("", "one", "ab", "bc").may_be("abbc")
+    assert not Unknown("", "one", "ab", "bc").may_be("abc")

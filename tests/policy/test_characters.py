@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from carrel.policy.characters import MAX_DEPTH, Characters
+from carrel.policy.syntax import Facts, Unreadable
+
+
+def test_line_continuations_are_no_characters() -> None:
+    reader = Characters("a\\\n\\\n&\\\n&b", Facts(), "bash")
+    assert reader.take("a")
+    assert reader.follows("&&")
+    assert not reader.take("&|")
+    assert reader.take("&&")
+    assert reader.char() == "b"
+
+
+def test_places_are_those_of_the_first_text() -> None:
+    assert Characters("ab", Facts(), "bash", origin=[7, 9]).place(1) == 9
+    assert Characters("ab", Facts(), "bash").place(1) == 1
+
+
+def test_depth_is_bounded() -> None:
+    with pytest.raises(Unreadable):
+        Characters("", Facts(), "bash", depth=MAX_DEPTH + 1)
+
+
+def test_other_shells_get_no_bash() -> None:
+    Characters("", Facts(), "bash").only_bash("x")
+    with pytest.raises(Unreadable, match="x is read differently"):
+        Characters("", Facts(), "sh").only_bash("x")

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from carrel.policy.grammar import read
+from carrel.policy.lines import after, skeleton
+from carrel.policy.syntax import Facts, Redirect, Simple, Text, Unreadable
+
+
+def redirects(text: str) -> tuple[Redirect, ...]:
+    node = read(text, Facts()).nodes[0]
+    assert isinstance(node, Simple)
+    return node.redirects
+
+
+def test_operators_and_targets() -> None:
+    found = redirects("a >b 2>>c <d <>e >|f &>g >&h 3<&1 {x}>i <<<j")
+    assert [each.operator for each in found] == [">", ">>", "<", "<>", ">|", "&>", ">&", "<&", ">", "<<<"]
+    assert [each.target.source for each in found] == ["b", "c", "d", "e", "f", "g", "h", "1", "i", "j"]
+
+
+def test_here_documents_get_their_bodies() -> None:
+    plain, quoted = redirects("a <<E <<-'F'\n$(b)\nE\n\t$(c)\n\tF\n")
+    assert any(not isinstance(part, Text) for part in plain.body)
+    assert quoted.body == (Text("$(c)\n", quoted=True),)
+
+
+@pytest.mark.parametrize("text", ["a <<E\nb", "a <<E\nb\\\nE\n", "a <<$x\n", "a <<E $(b\n)\nE\n", "a <<E 'b\nc'\nE\n"])
+def test_here_documents_that_bash_may_end_elsewhere_are_not_read(text: str) -> None:
+    with pytest.raises(Unreadable):
+        read(text, Facts())
+
+
+def test_a_comment_ends_with_its_line() -> None:
+    assert len(read("a # b; c\nd", Facts()).nodes) == 2
+    assert len(read("a#b; c", Facts()).nodes) == 2
+
+
+def test_the_skeleton_marks_what_is_quoted() -> None:
+    (node,) = read("a x''=b$c'd'", Facts()).nodes
+    assert isinstance(node, Simple)
+    word = node.words[1]
+    assert skeleton(word) == "x\0=b\0\0"
+    assert skeleton(after(word, 3)) == "b\0\0"

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from carrel.errors import LimitExceeded
+from carrel.secrets import Sealed, Vault, rewrap
+from carrel.store import Database, SecretStore
+from carrel.store.secrets import MOST
+
+
+@pytest.fixture
+def store(database: Database) -> SecretStore:
+    return SecretStore(database)
+
+
+async def test_a_secret_is_put_again_and_again(store: SecretStore) -> None:
+    first = await store.put("context", "c", "TOKEN", sealed=b"\x00one", key_id="k1")
+    assert (first.kind, first.scope, first.name, first.version) == ("context", "c", "TOKEN", 1)
+    assert first.created_at == first.updated_at > 0
+    second = await store.put("context", "c", "TOKEN", sealed=b"two", key_id="k2")
+    assert (second.version, second.created_at) == (2, first.created_at)
+    assert second.updated_at >= first.updated_at
+    record = await store.get("context", "c", "TOKEN")
+    assert record is not None
+    assert (record.sealed, record.key_id, record.version) == (b"two", "k2", 2)
+    assert await store.get("context", "c", "OTHER") is None
+    assert await store.get("template", "c", "TOKEN") is None
+    assert await store.delete("context", "c", "TOKEN")
+    assert not await store.delete("context", "c", "TOKEN")
+
+
+async def test_lists_show_no_value(store: SecretStore) -> None:
+    for name in ("B", "A"):
+        await store.put("context", "c", name, sealed=b"sealed-value", key_id="k")
+    await store.put("context", "d", "C", sealed=b"x", key_id="k")
+    await store.put("template", "c", "D", sealed=b"x", key_id="k")
+    listed = await store.list("context", "c")
+    assert [info.name for info in listed] == ["A", "B"]
+    assert not hasattr(listed[0], "sealed")
+    assert "sealed-value" not in repr(listed) + repr(await store.get("context", "c", "A"))
+
+
+async def test_the_context_beats_the_templates_and_the_first_template_the_next(store: SecretStore) -> None:
+    for kind, scope, names in (
+        ("context", "c", "A"),
+        ("template", "t1", "AB"),
+        ("template", "t2", "ABC"),
+        ("template", "c", "E"),
+        ("context", "t1", "F"),
+    ):
+        for name in names:
+            await store.put(kind, scope, name, sealed=f"{kind}-{scope}".encode(), key_id="k")  # type: ignore[arg-type]
+
+    async def effective(context: str | None, *templates: str) -> dict[str, str]:
+        return {record.name: record.sealed.decode() for record in await store.of_scope(context, templates)}
+
+    assert await effective("c", "t1", "t2") == {"A": "context-c", "B": "template-t1", "C": "template-t2"}
+    assert await effective(None, "t2", "t1") == {"A": "template-t2", "B": "template-t2", "C": "template-t2"}
+    assert await effective("c") == {"A": "context-c"}
+    assert await effective("other") == await effective(None) == {}
+
+
+async def test_many_puts_at_once_are_all_counted(store: SecretStore) -> None:
+    await asyncio.gather(
+        *(store.put("context", "c", "TOKEN", sealed=b"%d" % number, key_id="k") for number in range(12))
+    )
+    record = await store.get("context", "c", "TOKEN")
+    assert record is not None and record.version == 12
+
+
+async def test_a_scope_has_its_limit(store: SecretStore) -> None:
+    for number in range(MOST):
+        await store.put("context", "c", f"N{number}", sealed=b"x", key_id="k")
+    with pytest.raises(LimitExceeded):
+        await store.put("context", "c", "ONE_MORE", sealed=b"x", key_id="k")
+    await store.put("context", "c", "N1", sealed=b"y", key_id="k")
+    await store.put("context", "d", "N1", sealed=b"y", key_id="k")
+    assert await store.forget("context", "c") == MOST
+    assert await store.list("context", "c") == []
+    assert len(await store.list("context", "d")) == 1
+
+
+async def test_the_key_is_changed_under_the_secrets(store: SecretStore) -> None:
+    old, new = Vault(bytes(32)), Vault(bytes(range(32)))
+    for number in range(5):
+        sealed = old.seal("context", "c", f"N{number}", f"value {number}")
+        await store.put("context", "c", f"N{number}", sealed=sealed.data, key_id=sealed.key_id)
+    mine = new.seal("template", "t", "NEW", "already new")
+    await store.put("template", "t", "NEW", sealed=mine.data, key_id=mine.key_id)
+    assert await rewrap(store, old, new, batch=2) == 5
+    assert await rewrap(store, old, new) == await rewrap(store, old, old) == 0
+    assert await store.sealed_with(old.key_id, limit=10) == []
+    for record in await store.of_scope("c", ["t"]):
+        value = new.unseal(record.kind, record.scope, record.name, Sealed(record.key_id, record.sealed))
+        assert value.get_secret_value() in {b"already new", f"value {record.name[1:]}".encode()}
+        assert record.version == 1
+
+
+async def test_what_was_put_meanwhile_is_not_sealed_over(store: SecretStore) -> None:
+    await store.put("context", "c", "A", sealed=b"one", key_id="old")
+    await store.put("context", "c", "A", sealed=b"two", key_id="old")
+    assert not await store.reseal("context", "c", "A", version=1, sealed=b"one again", key_id="new")
+    record = await store.get("context", "c", "A")
+    assert record is not None and (record.sealed, record.key_id) == (b"two", "old")
