@@ -26,7 +26,7 @@ Moment = Annotated[datetime | None, Query()]
 def routes(log: AuditLog) -> FastAPI:
     app = FastAPI()
 
-    @app.get("/v1/audit/records")
+    @app.get("/v1/audit")
     async def search_audit(
         context_id: str | None = None,
         actor: str | None = None,

@@ -22,7 +22,7 @@ ALLOWED = {
     "providers": BASE | {"isolation", "models"},
     "egress": BASE | {"policy", "models", "metrics"},
     "control": BASE | KINDS | {"models", "policy", "config", "isolation", "providers"},
-    "api": BASE | {"control", "models", "metrics"},
+    "api": BASE | {"control", "models", "metrics", "identity", "audit"},
     "client": BASE | {"models"},
     "testing": BASE | {"models", "client", "providers", "control"},
     "integrations": BASE | {"client", "models"},

@@ -164,7 +164,10 @@ class Settings(_Group):
     def _absolute(cls, value: str) -> str:
         if "\0" in value:
             raise ValueError("a path cannot hold a NUL")
-        return str(Path(value).expanduser().absolute())
+        try:
+            return str(Path(value).expanduser().absolute())
+        except RuntimeError:
+            raise ValueError("the home it begins with is not known") from None
 
     @field_validator("database")
     @classmethod

@@ -10,7 +10,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 ContextId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """Letters, digits, `.`, `_`, `:`, `-`; 1 to 128 characters; starts with a letter or digit."""
@@ -635,3 +635,81 @@ class Explanation(Answer):
     reason: str
     rule: str | None = None
     parts: list[ExplainedPart] = Field(default_factory=list)
+
+
+TokenKind = Literal["person", "agent", "service"]
+TokenScope = Literal["read", "operate", "approve", "administer"]
+
+
+class TokenRequest(Request):
+    """A token to be made. Without `namespace` and `contexts` it reaches everything its maker reaches."""
+
+    name: str = Field(min_length=1, max_length=128, description="who it is for; what they do is recorded under it")
+    kind: TokenKind
+    scopes: list[TokenScope] = Field(min_length=1, max_length=16)
+    namespace: str | None = Field(default=None, max_length=128, description="only contexts of this namespace")
+    contexts: list[str] | None = Field(default=None, max_length=1000, description="only these contexts")
+    expires_at: datetime | None = Field(default=None, description="worthless from then on; by default it has no end")
+
+
+class TokenInfo(Answer):
+    """What is known of a token: everything but the token itself."""
+
+    id: str
+    name: str
+    kind: TokenKind
+    scopes: list[TokenScope]
+    namespace: str | None = None
+    contexts: list[str] | None = None
+    created_at: datetime
+    created_by: str
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+    used_at: datetime | None = Field(default=None, description="to the hour")
+
+
+class NewToken(TokenInfo):
+    """A token that was just made: the only time that it is shown."""
+
+    token: str
+
+
+class TokenPage(Answer):
+    """A page of tokens, newest first; `next` is the cursor of the following page."""
+
+    items: list[TokenInfo]
+    next: str | None = None
+
+
+class SecretName(Answer):
+    """A secret as it is listed: never its value."""
+
+    name: str
+    version: int = Field(description="how often it was put")
+    created_at: datetime
+    updated_at: datetime
+
+
+class SecretList(Answer):
+    """The secrets of a context."""
+
+    items: list[SecretName]
+
+
+class SecretValue(Request):
+    """The value of a secret: text, or bytes in base64."""
+
+    value: str | None = Field(default=None, max_length=65_536, repr=False)
+    value_base64: str | None = Field(default=None, max_length=131_072, repr=False)
+
+    @model_validator(mode="after")
+    def _one(self) -> SecretValue:
+        if (self.value is None) == (self.value_base64 is None):
+            raise ValueError("give value or value_base64")
+        if self.value_base64 is not None:
+            b64decode(self.value_base64, validate=True)
+        return self
+
+    def bytes(self) -> bytes:
+        """The value itself."""
+        return self.value.encode() if self.value is not None else b64decode(self.value_base64 or "")

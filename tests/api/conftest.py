@@ -11,6 +11,7 @@ import pytest
 
 from carrel.config import Settings, load
 from carrel.server import Running, running
+from governed import POLICY, Known
 from refusals import Contract
 
 
@@ -50,6 +51,33 @@ async def http(server: Running, contract: Contract) -> AsyncIterator[httpx.Async
     hooks = {"response": [judge]}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60, event_hooks=hooks) as client:
         yield client
+
+
+@pytest.fixture
+async def known(http: httpx.AsyncClient, server: Running) -> AsyncIterator[Known]:
+    """Makes a token and gives a client that shows it."""
+    made: list[httpx.AsyncClient] = []
+
+    async def make(name: str, kind: str, *scopes: str, **more: object) -> httpx.AsyncClient:
+        answer = await http.post("/v1/tokens", json={"name": name, "kind": kind, "scopes": scopes, **more})
+        assert answer.status_code == 201, answer.text
+        headers = {"authorization": f"Bearer {answer.json()['token']}"}
+        made.append(httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60, event_hooks=http.event_hooks))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.aclose()
+
+
+@pytest.fixture
+async def governed(http: httpx.AsyncClient) -> str:
+    """A sandbox whose context has a policy: echo is allowed, curl is denied, all else asks."""
+    answer = await http.put("/v1/contexts/team:a/policy", json={"settings": POLICY})
+    assert answer.status_code == 200, answer.text
+    answer = await http.post("/v1/sandboxes", json={"context_id": "team:a", "trust": "high"})
+    assert answer.status_code == 201, answer.text
+    return "/v1/sandboxes/team:a"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from carrel.control.door import Decision
+from carrel.control.door import Decision, PlainDoor
 from carrel.server import Running
 from refusals import Contract, refused
 
@@ -22,6 +22,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "make_directory": {"path": "x"},
     "restore": {"snapshot_id": "snap-x"},
     "fork": {"context_id": "forked"},
+    "decide_approval": {"approve": True},
+    "decide_approvals": {"ids": ["apr-x"], "decision": {"approve": True}},
+    "explain_policy": {"command": "true"},
+    "create_token": {"name": "ann", "kind": "person", "scopes": ["read"]},
 }
 """A good body for each operation that cannot do without one."""
 OPEN = {"healthz", "readyz"}
@@ -30,7 +34,8 @@ OPEN = {"healthz", "readyz"}
 def request(method: str, path: str, operation: dict[str, Any], box: str = "absent") -> dict[str, Any]:
     """The arguments of a good request for an operation."""
     sent: dict[str, Any] = {"method": method, "url": path.replace("{id}", box).replace("{cid}", "c1")}
-    sent["url"] = sent["url"].replace("{snapshot_id}", "snap-x")
+    for name in ("snapshot_id", "approval_id", "token_id", "context_id"):
+        sent["url"] = sent["url"].replace(f"{{{name}}}", "none-x")
     if operation["operationId"] in BODIES:
         sent["json"] = BODIES[operation["operationId"]]
     elif "requestBody" in operation and "application/json" in operation["requestBody"]["content"]:
@@ -82,6 +87,8 @@ async def test_every_operation_refuses_what_is_not_for_it(
             refused(await http.request(**misspelt), 400, "recurisve", "invalid_request")
             if "{id}" in path:
                 refused(await http.request(**sent), 404, "id", "not_found")
+            elif "{approval_id}" in path or "{token_id}" in path:
+                refused(await http.request(**sent), 404, "approval" if "approval" in path else "id", "not_found")
             if "json" in sent:
                 refused(await http.request(**{**sent, "json": {**sent["json"], "colour": "red"}}), 400, "colour")
                 refused(await http.request(**{**sent, "json": 7}), 400, "body")
@@ -115,9 +122,10 @@ async def test_policy_can_deny_every_operation_on_a_sandbox(
     http: httpx.AsyncClient, server: Running, box: str, contract: Contract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decision = Decision("deny", "everything", "a test", "nothing is allowed here", "ask nobody")
-    monkeypatch.setattr(server.plane.operations, "_decide", lambda _: decision)
+    monkeypatch.setattr(server.plane.operations, "_outer", PlainDoor(lambda _: decision))
     for method, path, operation in contract.operations():
-        if operation["operationId"] == "deploy_or_resume" or ("{id}" in path and method != "GET"):
+        changes = "{id}" in path and method != "GET"
+        if operation["operationId"] in {"deploy_or_resume", "put_policy", "delete_policy"} or changes:
             answer = await http.request(**request(method, path, operation, box.rpartition("/")[2]))
             problem = refused(answer, 403, None, "denied_by_policy")
             assert (problem["rule"], problem["retry"]) == ("everything", False)

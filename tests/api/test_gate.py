@@ -46,3 +46,29 @@ async def test_without_auth_only_on_loopback(settings: Settings) -> None:
         async with running(settings.model_copy(update={"auth": False, "host": "0.0.0.0"})):
             pass
     assert caught.value.field == "auth"
+
+
+async def test_a_token_that_is_known(server: Running, http: httpx.AsyncClient) -> None:
+    made = await http.post("/v1/tokens", json={"name": "a", "kind": "agent", "scopes": ["read"]})
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        good = {"authorization": f"bearer {made.json()['token']}"}
+        assert (await client.get("/v1/sandboxes", headers=good)).status_code == 200
+    for wrong in ("carrel_" + "x" * 43, "carrel_", "carrel_" + "x" * 10_000, "carrel_\xff"):
+        await refused(server, {"authorization": f"Bearer {wrong}".encode("latin-1")})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("wait", ["-1", "601", "nan", "inf", "soon", ""])
+async def test_how_long_to_wait_is_checked(http: httpx.AsyncClient, wait: str) -> None:
+    answer = await http.get("/v1/sandboxes", headers={"carrel-wait": wait})
+    assert (answer.status_code, answer.json()["field"]) == (400, "Carrel-Wait")
+
+
+async def test_an_approval_and_the_name_of_a_request(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/v1/sandboxes", headers={"carrel-approval": "apr x"})
+    assert (answer.status_code, answer.json()["field"]) == (400, "Carrel-Approval")
+    named = await http.get("/v1/sandboxes", headers={"x-request-id": "mine-1", "carrel-wait": "60"})
+    assert named.headers["x-request-id"] == "mine-1"
+    made_up = {
+        (await http.get("/v1/sandboxes", headers={"x-request-id": bad})).headers["x-request-id"] for bad in "é \\"
+    }
+    assert len(made_up) == 3 and all(len(name) == 16 for name in made_up)

@@ -319,6 +319,20 @@ async def test_old_records_go_and_the_rest_still_verifies(store: AuditStore, key
         await checked(log)
 
 
+async def test_what_cannot_be_written_keeps_nothing_else_from_it(store: AuditStore, key: SigningKey) -> None:
+    async with opened(store, key, flush_s=0.001) as log:
+        running = await log.begin(ENTRY)
+        nonsense = replace(ENTRY, actor=None)  # type: ignore[arg-type]
+        with pytest.raises(PlatformError, match="what was said of it"):
+            await log.begin(nonsense)
+        log.record(nonsense, Ending())
+        running.end()
+        await log.flush()
+        (await log.begin(ENTRY)).end()
+        verdict = await checked(log)
+        assert (verdict.records, verdict.open) == (4, 0)
+
+
 async def test_what_cannot_be_a_chain_is_refused(store: AuditStore, key: SigningKey) -> None:
     async with opened(store, key) as log:
         for name in ("context:ü", "context:a\nb", "context:" + "x" * 300):

@@ -44,7 +44,7 @@ def test_any_record_is_ascii_json_of_bounded_size(arguments: dict[str, object], 
     assert made.body.isascii() and len(made.body) < MAX_ARGUMENTS + 20_000
     values = json.loads(made.body)
     json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
-    assert made.body.startswith('{"chain":"context:c","seq":7,"at":1.5,"type":"whole","node":"n","actor":')
+    assert made.body.startswith('{"chain":"context:c","seq":7,"at":1.500000,"type":"whole","node":"n","actor":')
     assert list(values)[-1] == "arguments" or not arguments
     assert made.hash == link(b"x" * 32, made.body.encode())
     if "truncated" not in values and all(type(value) is str and value.isascii() for value in arguments.values()):

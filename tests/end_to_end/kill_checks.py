@@ -140,13 +140,14 @@ class Check:
         if restores and chosen:
             context.commands_may_end()
             for snapshot in chosen if thorough else [self._random.choice(chosen)]:
+                context.may_be_restored(context.pictures[snapshot.id], time.time())
                 try:
                     await box.restore(snapshot)
+                    context.is_restored(context.pictures[snapshot.id], time.time())
                 except (NotFound, Conflict):
                     if await self._promised(box, snapshot):
                         raise
-                    continue
-                context.is_restored(context.pictures[snapshot.id], time.time())
+                    context.settle(time.time())
                 context.look(await files_of(box), time.time())
         if context.filespace:
             await meet(self._client, context)

@@ -26,8 +26,10 @@ from carrel.workspaces.layout import encode
 DATABASES = ("sqlite", "postgresql")
 VOLUMES = ("auto", "directory")
 CHECKPOINTS = ("checkpoints", "plain")
+KILLS = 9
+"""Kills with each database, unless more are asked for."""
 HISTORY = 12
-"""Kills of one data directory."""
+"""The most kills of one data directory."""
 
 
 def cases() -> list[tuple[str, str, str, list[int]]]:
@@ -36,7 +38,7 @@ def cases() -> list[tuple[str, str, str, list[int]]]:
     if named := os.environ.get("CARREL_KILL_SEEDS"):
         seeds = [int(word) for word in named.split(",")]
         return [(*case, seeds) for case in itertools.product(DATABASES, VOLUMES, CHECKPOINTS)]
-    wanted = int(os.environ.get("CARREL_KILLS", HISTORY))
+    wanted = int(os.environ.get("CARREL_KILLS", KILLS))
     found = []
     for number, database in enumerate(DATABASES):
         own = range(1 + number * wanted, 1 + (number + 1) * wanted)

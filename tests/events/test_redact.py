@@ -158,7 +158,7 @@ def test_nothing_known_is_left(data: bytes) -> None:
     for value in VALUES[:-1]:
         assert value not in clean
         assert value.hex().encode() not in clean
-        assert base64.b64encode(value).rstrip(b"=")[:-1] not in clean
+        assert base64.b64encode(value)[: len(value) * 8 // 6] not in clean
 
 
 @CALM

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrel.policy.characters import MAX_DEPTH, Characters
+from carrel.policy.characters import MAX_DEPTH, MAX_TEXT, Characters, check
 from carrel.policy.syntax import Facts, Unreadable
 
 
@@ -29,3 +29,10 @@ def test_other_shells_get_no_bash() -> None:
     Characters("", Facts(), "bash").only_bash("x")
     with pytest.raises(Unreadable, match="x is read differently"):
         Characters("", Facts(), "sh").only_bash("x")
+
+
+def test_what_a_person_would_not_see_is_refused() -> None:
+    check("a\n\tb é 日本 " + "x" * 1000)
+    for text in ("\0", "\r", "\x7f", "\u0085", "\u2028", "\u202e", "\ud800", "x" * (MAX_TEXT + 1)):
+        with pytest.raises(Unreadable):
+            check(text)

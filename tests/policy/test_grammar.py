@@ -42,7 +42,7 @@ def test_where_commands_begin_is_noted() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[[ a ]]", "((1))", "a &> f", "a <<< b", "a <(b)", "x+=1", "x=(1)", "function f { a; }", "coproc a", "a |& b",
+    ["[[ a ]]", "((1))", "a &> f", "a <<< b", "a <(b)", "x+=1", "x[0]=1", "x=(1)", "function f { a; }", "coproc a", "a |& b",
      "for ((;;)); do a; done", "select x in a; do b; done", "a $'b'", 'a $"b"', "case x in a) b;& c) d;; esac", "a {x}> f"],
 )  # fmt: skip
 def test_what_sh_reads_otherwise_is_not_read_as_sh(text: str) -> None:

@@ -14,7 +14,8 @@ from real_shell import RealShell
 from shell_checking import unpredicted
 from shell_texts import NOISE, texts
 
-from carrel.policy.shell import MAX_TEXT, find
+from carrel.policy.characters import MAX_TEXT
+from carrel.policy.shell import find
 
 CORPUS = Path(__file__).parent / "corpus"
 COUNT = int(os.environ.get("CARREL_SHELL_TEXTS", "1500"))
@@ -62,8 +63,8 @@ def test_real_shells_run_nothing_of_the_corpus_that_was_not_predicted(
     real_shell: RealShell, shell: str, dialect: str
 ) -> None:
     every = [text for _, _, text in ENTRIES]
-    # Twice, shifted by one: the real wrappers are in the path of every other text.
-    for shift in (0, 1):
+    # Shifted by one the second time: the real wrappers are in the path of every other text.
+    for shift in (0, 1) if shell == "bash" else (0,):
         shifted = every[shift:] + every[:shift]
         ran = real_shell.run(shifted, shell)
         assert sum(bool(each) for each in ran) > len(every) / 2

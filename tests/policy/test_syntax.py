@@ -35,3 +35,22 @@ def test_a_name_is_followed_too() -> None:
 
 def test_words_that_could_be_variables() -> None:
     assert identifiers("a1+2b c_d 0x1f") == {"a1", "c_d"}
+
+
+def test_counting_programs_print_numbers() -> None:
+    for text in ("wc -l < f", "ls | wc -l", "a | b | grep -c x", "nproc", "date +%s", "id -u"):
+        assert not asks(f"n=$({text}); echo $((n + 1))"), text
+        assert not asks(f"echo $(( `{text}` ))"), text
+    for text in (
+        "wc -l f",
+        "wc",
+        "ls; wc -l",
+        "wc -l; ls",
+        "grep -c x f",
+        "grep -c $x",
+        "date",
+        "wc -l && a",
+        "x=1 wc -l",
+        "{ a; wc -l; }",
+    ):
+        assert asks(f"n=$({text}); echo $((n + 1))"), text

@@ -33,3 +33,17 @@ def test_some_evaluate_what_they_get() -> None:
     assert is_evaluated("SECONDS")
     assert find("SECONDS='a[$(b)]'").asks
     assert not find("SECONDS=0").asks
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["((PATH=5)); ls", "echo $((PATH++))", "let PATH=5", "unset PATH; ls", "f() { local PATH; ls; }; f", "declare PATH; ls", "read -ra PATH",
+     "mapfile PATH < f", "exec {PATH}> f", "coproc PATH { a; }", "a[PATH=5]=1", "${x:PATH=5}", "eval 'PATH=x'", "LC_ALL=x echo é", "TEXTDOMAIN=x; $\"ls\""],
+)  # fmt: skip
+def test_there_are_many_ways_to_set_one(text: str) -> None:
+    assert find(text).asks
+
+
+def test_showing_one_is_no_way() -> None:
+    for text in ("export PATH", "readonly PATH", "echo $PATH", "LC_ALL=C sort", 'x="$PATH"; echo "$x"'):
+        assert not find(text).asks

@@ -240,6 +240,39 @@ def user_server() -> Iterator[Server]:
         yield server
 
 
+Spawn = Callable[[str, Path], subprocess.Popen[str]]
+
+
+@pytest.fixture(params=["root", "user"], scope="module")
+def spawn(request: pytest.FixtureRequest) -> Iterator[Spawn]:
+    """Starts Python code that may import carrel, as root and as an ordinary user, with a directory that is its own."""
+    user = request.param == "user"
+    if not user and not ROOT:
+        pytest.skip("as root: the tests do not run as root")
+    shared = Path(tempfile.mkdtemp(prefix="carrel-spawn-"))
+    shared.chmod(0o755)
+    packages = _readable(shared) if user else str(SOURCE)
+
+    def start(code: str, directory: Path) -> subprocess.Popen[str]:
+        command = [os.path.realpath(sys.executable) if user else sys.executable, "-c", code, str(directory)]
+        if user and ROOT:
+            for path in (directory, *directory.rglob("*")):
+                os.chown(path, USER, USER, follow_symlinks=False)
+        return subprocess.Popen(
+            as_user(command) if user else command,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+
+    try:
+        yield start
+    finally:
+        shutil.rmtree(shared)
+
+
 # attacks
 
 

@@ -10,7 +10,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import HTMLResponse
 
-from carrel.api import commands, files, filespaces, host, metrics, problems, sandboxes, snapshots, terminals, tools
+from carrel.api import (
+    approvals,
+    audit,
+    commands,
+    files,
+    filespaces,
+    host,
+    metrics,
+    policies,
+    problems,
+    sandboxes,
+    secrets,
+    snapshots,
+    terminals,
+    tokens,
+    tools,
+)
 from carrel.api.gate import Gate
 from carrel.api.page import page
 from carrel.control.plane import ControlPlane
@@ -18,6 +34,11 @@ from carrel.control.plane import ControlPlane
 DESCRIPTION = """A private, durable, governed workspace for every AI agent.
 
 Every failure is a problem object (RFC 9457) with a stable `code`, the offending `field` and a `hint`.
+
+What policy leaves to a person is refused with 403, the code `approval_needed` and the id of an `approval` that waits.
+Send the same request again with the header `Carrel-Approval: ID` once it is given: it then runs once. Or send
+`Carrel-Wait: SECONDS` (at most 600) at first, and the answer waits for the decision. `X-Request-Id` names a request in
+the audit log.
 
 Terminals are WebSockets at `/v1/sandboxes/{id}/terminals?rows=&cols=&command=`: binary frames are bytes both
 ways, a text frame `{"resize": {"rows": 24, "cols": 80}}` resizes, and at the end comes a text frame `{"exit":
@@ -28,13 +49,26 @@ into the `Authorization` header or into a subprotocol `carrel.token.TOKEN` offer
 def create_app(
     plane: ControlPlane, *, token: str | None, hosts: frozenset[str] | None = None, version: str = "0.1.0"
 ) -> Gate:
-    """The ASGI application for a control plane. `token` None asks for none; `hosts` None takes any Host
-    header.
+    """The ASGI application for a control plane. `token` is the administrator's, None asks for none; `hosts` None
+    takes any Host header.
     """
-    return Gate(_routes(plane, version), token=token, max_body=plane.settings.max_body, hosts=hosts)
+    tokens = plane.open_tokens(token)
+    return Gate(
+        routes(plane, version),
+        tokens=None if token is None else tokens,
+        max_body=plane.settings.max_body,
+        hosts=hosts,
+    )
 
 
-def _routes(plane: ControlPlane, version: str) -> FastAPI:
+_RESOURCES = (
+    approvals, audit, commands, files, filespaces, host, metrics, policies, sandboxes, secrets, snapshots, terminals,
+    tokens, tools,
+)  # fmt: skip
+
+
+def routes(plane: ControlPlane, version: str) -> FastAPI:
+    """The application behind the gate."""
     app = FastAPI(
         title="carrel",
         version=version,
@@ -45,7 +79,7 @@ def _routes(plane: ControlPlane, version: str) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.plane = plane
-    for module in (commands, files, filespaces, sandboxes, snapshots, tools, terminals, host, metrics):
+    for module in _RESOURCES:
         app.include_router(module.router)
     problems.install(app)
 
@@ -71,7 +105,11 @@ def describe(app: FastAPI) -> dict[str, Any]:
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     components["securitySchemes"] = {
-        "token": {"type": "http", "scheme": "bearer", "description": "the token the server printed"}
+        "token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "the token the server printed, or one made with it",
+        }
     }
     document["security"] = [{"token": []}]
     return document

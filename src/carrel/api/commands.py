@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from carrel.api.guard import Router
 from carrel.api.parts import (
     NDJSON,
     SSE,
@@ -21,7 +22,7 @@ from carrel.api.parts import (
     known_query,
     plane_of,
 )
-from carrel.api.problems import ACTOR, invalid, problems
+from carrel.api.problems import invalid, problems
 from carrel.errors import InvalidRequest
 from carrel.models import (
     CommandInfo,
@@ -35,7 +36,7 @@ from carrel.models import (
     TerminalSize,
 )
 
-router = APIRouter(prefix="/v1/sandboxes/{id}", tags=["commands"])
+router = Router(prefix="/v1/sandboxes/{id}", tags=["commands"])
 strict = [Depends(known_query)]
 
 _EVENTS: dict[str, Any] = {
@@ -54,7 +55,7 @@ _ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema"
     operation_id="run_command",
     summary="Run a command to its end",
     response_model=None,
-    responses={200: {"model": CommandResult}, **problems(403, 404, 409, 413, 429, 502)},
+    responses={200: {"model": CommandResult}, **problems(404, 409, 413, 429, 502)},
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -71,7 +72,7 @@ async def run_command(request: Request) -> Response:
         wanted = CommandRequest.model_validate_json(await request.body())
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
-    result = await plane_of(request).operations.run_command(request.path_params["id"], wanted, ACTOR)
+    result = await plane_of(request).operations.run_command(request.path_params["id"], wanted)
     return Response(result.model_dump_json(), media_type="application/json")
 
 
@@ -82,11 +83,11 @@ async def run_command(request: Request) -> Response:
     status_code=201,
     response_model=None,
     dependencies=strict,
-    responses={201: {"model": CommandInfo}, **problems(403, 404, 409, 413, 429, 502)},
+    responses={201: {"model": CommandInfo}, **problems(404, 409, 413, 429, 502)},
 )
 async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Response:
     """Answers at once; read the output by id and offset."""
-    return as_json(await plane.operations.start_command(id, body, ACTOR), 201)
+    return as_json(await plane.operations.start_command(id, body), 201)
 
 
 @router.post(
@@ -95,12 +96,12 @@ async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Re
     summary="Start a command and stream its output",
     response_model=None,
     dependencies=strict,
-    responses={200: {**_EVENTS, "headers": _ID_HEADER}, **problems(403, 404, 409, 413, 429, 502)},
+    responses={200: {**_EVENTS, "headers": _ID_HEADER}, **problems(404, 409, 413, 429, 502)},
 )
 async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, request: Request) -> Response:
     """The command goes on when the caller goes away; attach again with its id and the last offset."""
-    info = await plane.operations.start_command(id, body, ACTOR)
-    chunks = plane.operations.command_output(id, info.id, actor=ACTOR)
+    info = await plane.operations.start_command(id, body)
+    chunks = plane.operations.command_output(id, info.id)
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
 
 
@@ -110,11 +111,11 @@ async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, requ
     summary="The commands a sandbox remembers",
     response_model=None,
     dependencies=strict,
-    responses={200: {"model": CommandList}, **problems(403, 404, 409, 502)},
+    responses={200: {"model": CommandList}, **problems(404, 409, 502)},
 )
 async def list_commands(id: SandboxId, plane: Plane) -> Response:
     """Newest last."""
-    return as_json(await plane.operations.list_commands(id, ACTOR))
+    return as_json(await plane.operations.list_commands(id))
 
 
 @router.get(
@@ -123,11 +124,11 @@ async def list_commands(id: SandboxId, plane: Plane) -> Response:
     summary="One command",
     response_model=None,
     dependencies=strict,
-    responses={200: {"model": CommandInfo}, **problems(403, 404, 409, 502)},
+    responses={200: {"model": CommandInfo}, **problems(404, 409, 502)},
 )
 async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """Running or ended."""
-    return as_json(await plane.operations.get_command(id, cid, ACTOR))
+    return as_json(await plane.operations.get_command(id, cid))
 
 
 @router.get(
@@ -136,11 +137,11 @@ async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     summary="Wait for a command's end",
     response_model=None,
     dependencies=strict,
-    responses={200: {"model": CommandResult}, **problems(403, 404, 409, 502)},
+    responses={200: {"model": CommandResult}, **problems(404, 409, 502)},
 )
 async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """The result, once there is one."""
-    return as_json(await plane.operations.command_result(id, cid, ACTOR))
+    return as_json(await plane.operations.command_result(id, cid))
 
 
 @router.get(
@@ -149,7 +150,7 @@ async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Res
     summary="Output from an offset on",
     response_model=None,
     dependencies=strict,
-    responses={200: _EVENTS, **problems(403, 404, 409, 502)},
+    responses={200: _EVENTS, **problems(404, 409, 502)},
 )
 async def get_command_output(
     id: SandboxId,
@@ -161,7 +162,7 @@ async def get_command_output(
     follow: bool = True,
 ) -> Response:
     """With `follow` until the command ends, else what there is."""
-    chunks = plane.operations.command_output(id, cid, offset=offset, follow=follow, actor=ACTOR)
+    chunks = plane.operations.command_output(id, cid, offset=offset, follow=follow)
     return await event_stream(request, chunks, offset=offset)
 
 
@@ -172,7 +173,7 @@ async def get_command_output(
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(403, 404, 409, 413, 502),
+    responses=problems(404, 409, 413, 502),
     openapi_extra={
         "requestBody": {
             "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
@@ -181,7 +182,7 @@ async def get_command_output(
 )
 async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Request, close: bool = False) -> Response:
     """The raw body is written; with `close` the input ends after it."""
-    await plane.operations.send_input(id, cid, await request.body(), close=close, actor=ACTOR)
+    await plane.operations.send_input(id, cid, await request.body(), close=close)
     return Response(status_code=204)
 
 
@@ -192,13 +193,13 @@ async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Reque
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(403, 404, 409, 413, 502),
+    responses=problems(404, 409, 413, 502),
 )
 async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, plane: Plane) -> Response:
     """To the process group, or with `tree` to every process of the command."""
     if not body.signal.isalnum():
         raise InvalidRequest("a signal has a name such as TERM", field="signal", hint="use TERM, KILL, INT, HUP, …")
-    await plane.operations.signal_command(id, cid, body, ACTOR)
+    await plane.operations.signal_command(id, cid, body)
     return Response(status_code=204)
 
 
@@ -209,11 +210,11 @@ async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, pla
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(403, 404, 409, 413, 502),
+    responses=problems(404, 409, 413, 502),
 )
 async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, plane: Plane) -> Response:
     """Terminals only."""
-    await plane.operations.resize_terminal(id, cid, body, ACTOR)
+    await plane.operations.resize_terminal(id, cid, body)
     return Response(status_code=204)
 
 
@@ -224,11 +225,11 @@ async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, pla
     status_code=204,
     response_model=None,
     dependencies=strict,
-    responses=problems(403, 404, 409, 502),
+    responses=problems(404, 409, 502),
 )
 async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """The whole process tree dies."""
-    await plane.operations.delete_command(id, cid, ACTOR)
+    await plane.operations.delete_command(id, cid)
     return Response(status_code=204)
 
 
@@ -238,8 +239,8 @@ async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Respons
     summary="Run code with files in and files out",
     response_model=None,
     dependencies=strict,
-    responses={200: {"model": ExecuteResult}, **problems(403, 404, 409, 413, 422, 429, 502)},
+    responses={200: {"model": ExecuteResult}, **problems(404, 409, 413, 422, 429, 502)},
 )
 async def execute(id: SandboxId, body: ExecuteRequest, plane: Plane) -> Response:
     """Answers with the output and the names of the files produced."""
-    return as_json(await plane.operations.execute(id, body, ACTOR))
+    return as_json(await plane.operations.execute(id, body))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
+from carrel.api.guard import Router
 from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
-from carrel.api.problems import ACTOR, problems
+from carrel.api.problems import problems
 from carrel.models import EditRequest, EditResult, FileInfo, FileList, MkdirRequest, MoveRequest
 
-router = APIRouter(prefix="/v1/sandboxes/{id}/files", tags=["files"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"], dependencies=[Depends(known_query)])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -24,7 +25,7 @@ _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "b
     response_model=None,
     responses={
         200: {"description": "The bytes of the file", "content": _BYTES},
-        **problems(403, 404, 409, 502),
+        **problems(404, 409, 502),
     },
 )
 async def read_file(
@@ -35,7 +36,7 @@ async def read_file(
     length: Annotated[int | None, Query(ge=0, le=10**15)] = None,
 ) -> Response:
     """The raw bytes, from `offset` on and at most `length` of them."""
-    parts = plane.operations.read_file(id, path, offset=offset, length=length, actor=ACTOR)
+    parts = plane.operations.read_file(id, path, offset=offset, length=length)
     size = await anext(parts)
     headers = {} if size is None else {"content-length": str(size)}
     content = cast(AsyncIterator[bytes], parts)
@@ -47,7 +48,7 @@ async def read_file(
     operation_id="write_file",
     summary="Write a file",
     response_model=None,
-    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 429, 502)},
+    responses={200: {"model": FileInfo}, **problems(404, 409, 429, 502)},
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
 async def write_file(
@@ -62,9 +63,7 @@ async def write_file(
 ) -> Response:
     """The raw body, of any size, becomes the file: whole or not at all."""
     return as_json(
-        await plane.operations.write_file(
-            id, path, request.stream(), mode=mode, parents=parents, exclusive=exclusive, actor=ACTOR
-        )
+        await plane.operations.write_file(id, path, request.stream(), mode=mode, parents=parents, exclusive=exclusive)
     )
 
 
@@ -73,11 +72,11 @@ async def write_file(
     operation_id="stat_file",
     summary="What is at a path",
     response_model=None,
-    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 502)},
+    responses={200: {"model": FileInfo}, **problems(404, 409, 502)},
 )
 async def stat_file(id: SandboxId, path: FilePath, plane: Plane) -> Response:
     """A symlink is shown itself."""
-    return as_json(await plane.operations.stat_file(id, path, ACTOR))
+    return as_json(await plane.operations.stat_file(id, path))
 
 
 @router.get(
@@ -85,7 +84,7 @@ async def stat_file(id: SandboxId, path: FilePath, plane: Plane) -> Response:
     operation_id="list_files",
     summary="List a directory",
     response_model=None,
-    responses={200: {"model": FileList}, **problems(403, 404, 409, 502)},
+    responses={200: {"model": FileList}, **problems(404, 409, 502)},
 )
 async def list_files(
     id: SandboxId,
@@ -98,7 +97,7 @@ async def list_files(
 ) -> Response:
     """Entries, at most `limit`."""
     raw = raw_query(request, "path") or path
-    return as_json(await plane.operations.list_files(id, raw, recursive=recursive, limit=limit, actor=ACTOR))
+    return as_json(await plane.operations.list_files(id, raw, recursive=recursive, limit=limit))
 
 
 @router.post(
@@ -106,11 +105,11 @@ async def list_files(
     operation_id="edit_file",
     summary="Replace text in a file",
     response_model=None,
-    responses={200: {"model": EditResult}, **problems(403, 404, 409, 413, 429, 502)},
+    responses={200: {"model": EditResult}, **problems(404, 409, 413, 429, 502)},
 )
 async def edit_file(id: SandboxId, body: EditRequest, plane: Plane) -> Response:
     """Fails unless the old text is there exactly once, or `replace_all`."""
-    return as_json(await plane.operations.edit_file(id, body, ACTOR))
+    return as_json(await plane.operations.edit_file(id, body))
 
 
 @router.post(
@@ -118,11 +117,11 @@ async def edit_file(id: SandboxId, body: EditRequest, plane: Plane) -> Response:
     operation_id="move_file",
     summary="Move or rename",
     response_model=None,
-    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 413, 502)},
+    responses={200: {"model": FileInfo}, **problems(404, 409, 413, 502)},
 )
 async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
     """Inside the workspace."""
-    return as_json(await plane.operations.move_file(id, body, ACTOR))
+    return as_json(await plane.operations.move_file(id, body))
 
 
 @router.post(
@@ -130,11 +129,11 @@ async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
     operation_id="make_directory",
     summary="Make a directory",
     response_model=None,
-    responses={200: {"model": FileInfo}, **problems(403, 404, 409, 413, 429, 502)},
+    responses={200: {"model": FileInfo}, **problems(404, 409, 413, 429, 502)},
 )
 async def make_directory(id: SandboxId, body: MkdirRequest, plane: Plane) -> Response:
     """And its parents."""
-    return as_json(await plane.operations.make_directory(id, body, ACTOR))
+    return as_json(await plane.operations.make_directory(id, body))
 
 
 @router.delete(
@@ -143,9 +142,9 @@ async def make_directory(id: SandboxId, body: MkdirRequest, plane: Plane) -> Res
     summary="Delete a file or a tree",
     status_code=204,
     response_model=None,
-    responses=problems(403, 404, 409, 502),
+    responses=problems(404, 409, 502),
 )
 async def delete_file(id: SandboxId, path: FilePath, plane: Plane, recursive: bool = False) -> Response:
     """A directory that is not empty needs `recursive`."""
-    await plane.operations.delete_file(id, path, recursive=recursive, actor=ACTOR)
+    await plane.operations.delete_file(id, path, recursive=recursive)
     return Response(status_code=204)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import Depends, Path, Query, Request
 from starlette.responses import Response
 
+from carrel.api.guard import Router
 from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
-from carrel.api.problems import ACTOR, problems
+from carrel.api.problems import problems
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
 
-router = APIRouter(tags=["filespaces"], dependencies=[Depends(known_query)])
+router = Router(tags=["filespaces"], dependencies=[Depends(known_query)])
 
 Context = Annotated[str, Path(max_length=128, description="a context id")]
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -23,11 +24,11 @@ _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "b
     operation_id="sync_filespace",
     summary="Sync a workspace with its filespace",
     response_model=None,
-    responses={200: {"model": SyncSummary}, **problems(403, 404, 409, 413, 429, 503)},
+    responses={200: {"model": SyncSummary}, **problems(404, 409, 413, 429, 503)},
 )
 async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Response:
     """Push the workspace's changes, pull the filespace's, or both: a pull, then a push. The last writer wins."""
-    return as_json(await plane.filespaces.sync(id, body.direction, ACTOR))
+    return as_json(await plane.filespaces.sync(id, body.direction))
 
 
 @router.get(
@@ -35,7 +36,7 @@ async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Resp
     operation_id="list_filespace",
     summary="List the files of a filespace",
     response_model=None,
-    responses={200: {"model": FilespacePage}, **problems(403)},
+    responses={200: {"model": FilespacePage}, **problems(404, 409)},
 )
 async def list_filespace(
     context_id: Context,
@@ -48,7 +49,7 @@ async def list_filespace(
 ) -> Response:
     """In the order of their paths. A context that has none has an empty list."""
     wanted = raw_query(request, "prefix") or prefix
-    page = await plane.filespaces.list(context_id, prefix=wanted, limit=limit, cursor=cursor, actor=ACTOR)
+    page = await plane.filespaces.list(context_id, prefix=wanted, limit=limit, cursor=cursor)
     return as_json(page)
 
 
@@ -57,11 +58,11 @@ async def list_filespace(
     operation_id="read_filespace",
     summary="Read a file of a filespace",
     response_model=None,
-    responses={200: {"description": "The bytes of the file", "content": _BYTES}, **problems(403, 404, 503)},
+    responses={200: {"description": "The bytes of the file", "content": _BYTES}, **problems(404, 409, 503)},
 )
 async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
     """The raw bytes of the last write."""
-    parts = plane.filespaces.read(context_id, path, ACTOR)
+    parts = plane.filespaces.read(context_id, path)
     size = await anext(parts)
     headers = {"content-length": str(size)}
     return Stream(cast(AsyncIterator[bytes], parts), media_type="application/octet-stream", headers=headers)
@@ -72,7 +73,7 @@ async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> R
     operation_id="write_filespace",
     summary="Write a file of a filespace",
     response_model=None,
-    responses={200: {"model": FilespaceFile}, **problems(403, 413, 429, 503)},
+    responses={200: {"model": FilespaceFile}, **problems(404, 409, 413, 429, 503)},
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
 async def write_filespace(
@@ -84,7 +85,7 @@ async def write_filespace(
     mode: Annotated[str, Query(pattern="^[0-7]{3}$", description="octal permissions")] = "644",
 ) -> Response:
     """The raw body, of any size, becomes the file: whole or not at all. Workspaces get it with their next pull."""
-    made = await plane.filespaces.write(context_id, path, request.stream(), mode=int(mode, 8), actor=ACTOR)
+    made = await plane.filespaces.write(context_id, path, request.stream(), mode=int(mode, 8))
     return as_json(made)
 
 
@@ -94,11 +95,11 @@ async def write_filespace(
     summary="Delete a file of a filespace",
     status_code=204,
     response_model=None,
-    responses=problems(403, 404),
+    responses=problems(404, 409),
 )
 async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
     """Workspaces that did not change the file delete it with their next pull."""
-    await plane.filespaces.delete(context_id, path, ACTOR)
+    await plane.filespaces.delete(context_id, path)
     return Response(status_code=204)
 
 
@@ -108,9 +109,9 @@ async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) ->
     summary="Delete a whole filespace",
     status_code=204,
     response_model=None,
-    responses=problems(403, 503),
+    responses=problems(404, 409, 503),
 )
 async def forget_filespace(context_id: Context, plane: Plane) -> Response:
     """Every file in it, for good. The workspace keeps its files."""
-    await plane.filespaces.forget(context_id, ACTOR)
+    await plane.filespaces.forget(context_id)
     return Response(status_code=204)

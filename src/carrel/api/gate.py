@@ -1,5 +1,5 @@
 """What every request passes first: the Host check, the token, the size of the body, and the last catch for
-failures.
+failures. From here on `caller` says who asks.
 
 Plain ASGI, because it is on the way of every command. Knows no route but those that are open or stream their
 body.
@@ -8,15 +8,18 @@ body.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
+import secrets
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
-from carrel.errors import CarrelError, InvalidRequest, TooLarge, Unauthorized
+from carrel.control.caller import Caller, caller
+from carrel.errors import CarrelError, InvalidRequest, TooLarge
+from carrel.identity import ROOT, Identity, Tokens
 
 log = logging.getLogger("carrel.api")
 
@@ -26,7 +29,15 @@ SUBPROTOCOL = "carrel"
 TOKEN_SUBPROTOCOL = b"carrel.token."
 _MAX_DISCARD, _MAX_DISCARD_S = 64 * 1024 * 1024, 2.0
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_WANTED = frozenset({b"authorization", b"host", b"origin", b"content-length", b"sec-websocket-protocol"})
+MAX_WAIT_S = 600.0
+_WANTED = frozenset(
+    {
+        b"authorization", b"host", b"origin", b"content-length", b"sec-websocket-protocol",
+        b"carrel-approval", b"carrel-wait", b"x-request-id",
+    }
+)  # fmt: skip
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_APPROVAL = re.compile(rb"[A-Za-z0-9-]{1,64}")
 
 
 def _host_of(value: bytes) -> str:
@@ -37,11 +48,11 @@ def _host_of(value: bytes) -> str:
 
 
 class Gate:
-    """Wraps the application. `token` None means no token is asked for; `hosts` None takes any Host."""
+    """Wraps the application. `tokens` None means no token is asked for; `hosts` None takes any Host."""
 
-    def __init__(self, app: ASGIApp, *, token: str | None, max_body: int, hosts: frozenset[str] | None):
+    def __init__(self, app: ASGIApp, *, tokens: Tokens | None, max_body: int, hosts: frozenset[str] | None):
         self._app = app
-        self._token = None if token is None else token.encode()
+        self._tokens = tokens
         self._max_body = max_body
         self._hosts = hosts
 
@@ -55,14 +66,23 @@ class Gate:
         async def watched(message: Message) -> None:
             nonlocal started
             started = True
+            if message["type"] == "http.response.start":
+                name = caller.get().request_id or ""
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
             await send(message)
 
         try:
             headers = {name: value for name, value in scope["headers"] if name in _WANTED}
-            self._admit(scope, headers)
+            self._admit(headers)
+            identity = await self._identify(scope, headers)
+            asked = _caller(identity, headers)
+            caller.set(asked)
             if scope["type"] == "http" and scope["method"] in _BODY_METHODS and not self._streams(scope):
                 body = await self._body(headers, receive)
                 if body is None:
+                    return
+                if asked.wait_s:
+                    await self._attended(scope, body, receive, watched)
                     return
                 receive = _replay(body, receive)
             await self._app(scope, receive, watched)
@@ -78,7 +98,7 @@ class Gate:
             if not started:
                 await _refuse(scope, send, UNEXPECTED)
 
-    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _admit(self, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None:
             # A page of another site whose name was made to point here still names that site.
             if _host_of(headers.get(b"host", b"")) not in self._hosts:
@@ -92,8 +112,10 @@ class Gate:
                 raise InvalidRequest(
                     "requests from other sites are refused", field="Origin", hint="use the API directly"
                 )
-        if self._token is None or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
-            return
+
+    async def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
+        if self._tokens is None or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
+            return ROOT
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             given = b""
@@ -101,12 +123,24 @@ class Gate:
                 for offer in headers.get(b"sec-websocket-protocol", b"").split(b","):
                     if offer.strip().startswith(TOKEN_SUBPROTOCOL):
                         given = offer.strip()[len(TOKEN_SUBPROTOCOL) :]
-        if not hmac.compare_digest(given.strip(), self._token):
-            raise Unauthorized(
-                "the token is missing or wrong",
-                field="Authorization",
-                hint="send `Authorization: Bearer TOKEN`; the server printed where its token is kept",
-            )
+        return await self._tokens.identify(given.strip())
+
+    async def _attended(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """A request that may wait for a person: if its caller goes away meanwhile, it is not done behind their back."""
+        gone = asyncio.Event()
+
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        caller.set(replace(caller.get(), gone=gone.is_set))
+        listening = asyncio.ensure_future(listen())
+        try:
+            await self._app(scope, _replay(body, receive), send)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
     @staticmethod
     def _streams(scope: Scope) -> bool:
@@ -141,6 +175,38 @@ class Gate:
             field="body",
             hint="send files with PUT …/files/content, or raise CARREL_MAX_BODY_MB",
         )
+
+
+def _caller(identity: Identity, headers: dict[bytes, bytes]) -> Caller:
+    """Who asks, and how they want to be answered when a person has to decide."""
+    named = headers.get(b"x-request-id", b"")
+    request_id = named.decode() if _REQUEST_ID.fullmatch(named) else secrets.token_hex(8)
+    approval = headers.get(b"carrel-approval")
+    if approval is not None and not _APPROVAL.fullmatch(approval):
+        raise InvalidRequest(
+            "this cannot be an approval", field="Carrel-Approval", hint="send the id that the refusal named"
+        )
+    wait = headers.get(b"carrel-wait")
+    return Caller(
+        identity,
+        None if approval is None else approval.decode(),
+        0.0 if wait is None else _seconds(wait),
+        request_id,
+    )
+
+
+def _seconds(given: bytes) -> float:
+    try:
+        seconds = float(given)
+        if 0.0 <= seconds <= MAX_WAIT_S:
+            return seconds
+    except ValueError:
+        pass
+    raise InvalidRequest(
+        f"how long to wait is 0 to {MAX_WAIT_S:.0f} seconds",
+        field="Carrel-Wait",
+        hint="ask again with the approval's id when it takes longer",
+    )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.responses import JSONResponse, Response
 
+from carrel.api.guard import Router
 from carrel.api.parts import Plane, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import Answer, HostReport
 
-router = APIRouter(tags=["host"])
+router = Router(tags=["host"])
 
 
 class Status(Answer):

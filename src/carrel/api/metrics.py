@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from starlette.responses import Response
 
+from carrel.api.guard import Router
 from carrel.api.parts import Plane, known_query
 from carrel.api.problems import problems
 from carrel.metrics import OPENMETRICS
 
-router = APIRouter(tags=["host"], dependencies=[Depends(known_query)])
+router = Router(tags=["host"], dependencies=[Depends(known_query)])
 
 _TEXT = {"schema": {"type": "string"}}
 

@@ -22,7 +22,6 @@ from carrel.errors import CarrelError, InvalidRequest, NotFound, PlatformError
 log = logging.getLogger("carrel.api")
 
 MEDIA_TYPE = "application/problem+json"
-ACTOR = "owner"
 _PLACES = {"body", "query", "path", "header"}
 
 
@@ -36,12 +35,16 @@ class Problem(BaseModel):
     detail: str
     field: str | None = None
     hint: str | None = None
+    approval: str | None = Field(
+        default=None, description="the approval that waits; ask again with it once it is given"
+    )
+    retry: bool | None = Field(default=None, description="whether the same request can do better later")
 
 
 _MEANING = {
     400: "The request is not valid",
     401: "No token, or a wrong one",
-    403: "Denied by policy",
+    403: "Denied by policy or not in the rights of the token; or a person has to decide first (`approval`)",
     404: "Not found",
     409: "Not possible in this state",
     413: "Too large",
@@ -56,7 +59,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that can fail in these ways, besides those every route has."""
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     declared: dict[int | str, dict[str, Any]] = {
-        status: {"description": _MEANING[status], "content": content} for status in sorted({400, 401, *statuses})
+        status: {"description": _MEANING[status], "content": content} for status in sorted({400, 401, 403, *statuses})
     }
     declared["default"] = {"description": "carrel or its host failed", "content": content}
     return declared
@@ -98,7 +101,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     first = errors[0]
     kind, location = str(first.get("type", "")), tuple(first.get("loc", ()))
     message = str(first.get("msg", "not valid"))
-    field = _name(location)
+    field = _name(location) or "body"
     if (kind in {"json_invalid", "model_attributes_type", "model_type", "dict_type"} and field in {"", "0"}) or (
         kind == "json_invalid"
     ):

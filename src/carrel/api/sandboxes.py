@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import Depends, Header, Query
 from starlette.responses import Response
 
+from carrel.api.guard import Router, require, who
 from carrel.api.parts import Plane, SandboxId, as_json, known_query
-from carrel.api.problems import ACTOR, problems
+from carrel.api.problems import problems
 from carrel.models import (
     SandboxInfo,
     SandboxPage,
@@ -19,7 +20,7 @@ from carrel.models import (
     WorkspaceUsage,
 )
 
-router = APIRouter(prefix="/v1/sandboxes", tags=["sandboxes"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes", tags=["sandboxes"], dependencies=[Depends(known_query)])
 
 
 @router.post(
@@ -30,7 +31,7 @@ router = APIRouter(prefix="/v1/sandboxes", tags=["sandboxes"], dependencies=[Dep
     responses={
         200: {"model": SandboxInfo, "description": "It ran already"},
         201: {"model": SandboxInfo, "description": "It was started"},
-        **problems(403, 409, 413, 422, 429, 503),
+        **problems(409, 413, 422, 429, 503),
     },
 )
 async def deploy_or_resume(
@@ -43,7 +44,8 @@ async def deploy_or_resume(
     """The running sandbox of a context, started on its workspace if need be; without a context a throw-away
     one.
     """
-    info, started = await plane.operations.deploy_or_resume(body, idempotency_key, ACTOR)
+    require("deploy_or_resume", body.context_id)
+    info, started = await plane.operations.deploy_or_resume(body, idempotency_key)
     return as_json(info, 201 if started else 200)
 
 
@@ -61,9 +63,11 @@ async def list_sandboxes(
     state: Annotated[State | None, Query(description="only in this state; terminated ones only so")] = None,
     context_id: Annotated[str | None, Query(max_length=128)] = None,
 ) -> Response:
-    """Newest first."""
+    """Newest first. Only what is in the token's reach, so that a page may have few or none and still a `next`."""
     states = None if state is None else [state]
-    return as_json(await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id))
+    page = await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
+    page.items = [info for info in page.items if who().reaches(info.context_id)]
+    return as_json(page)
 
 
 @router.get(
@@ -95,11 +99,11 @@ async def get_usage(id: SandboxId, plane: Plane) -> Response:
     operation_id="stop",
     summary="Stop a sandbox, keep its workspace",
     response_model=None,
-    responses={200: {"model": SandboxInfo}, **problems(403, 404, 502)},
+    responses={200: {"model": SandboxInfo}, **problems(404, 502)},
 )
 async def stop(id: SandboxId, plane: Plane) -> Response:
     """What runs in it ends. `deploy_or_resume` starts it again on the same files. An ephemeral one is terminated."""
-    return as_json(await plane.operations.stop(id, ACTOR))
+    return as_json(await plane.operations.stop(id))
 
 
 @router.post(
@@ -107,12 +111,12 @@ async def stop(id: SandboxId, plane: Plane) -> Response:
     operation_id="terminate",
     summary="End a session",
     response_model=None,
-    responses={200: {"model": SandboxInfo}, **problems(403, 404, 413, 502)},
+    responses={200: {"model": SandboxInfo}, **problems(404, 413, 502)},
 )
 async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
     """The sandbox ends with everything in it. A durable workspace stays unless asked otherwise."""
     request = body or TerminateRequest()
-    return as_json(await plane.operations.terminate(id, request, ACTOR))
+    return as_json(await plane.operations.terminate(id, request))
 
 
 @router.get(
@@ -120,8 +124,8 @@ async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None =
     operation_id="get_sandbox_health",
     summary="What the supervisor says of itself",
     response_model=None,
-    responses={200: {"model": SupervisorHealth}, **problems(403, 404, 409, 502)},
+    responses={200: {"model": SupervisorHealth}, **problems(404, 409, 502)},
 )
 async def get_sandbox_health(id: SandboxId, plane: Plane) -> Response:
     """It comes from inside the sandbox, so it proves nothing."""
-    return as_json(await plane.operations.health(id, ACTOR))
+    return as_json(await plane.operations.health(id))

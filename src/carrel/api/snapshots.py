@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import Depends, Path, Query
 from starlette.responses import Response, StreamingResponse
 
+from carrel.api.guard import Router, require
 from carrel.api.parts import Plane, SandboxId, as_json, known_query
-from carrel.api.problems import ACTOR, problems
+from carrel.api.problems import problems
 from carrel.models import FileChanges, ForkRequest, RestoreRequest, SandboxInfo, SnapshotInfo, SnapshotPage
 
-router = APIRouter(prefix="/v1/sandboxes/{id}", tags=["snapshots"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes/{id}", tags=["snapshots"], dependencies=[Depends(known_query)])
 
 SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
 
@@ -21,11 +22,11 @@ SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
     operation_id="take_snapshot",
     summary="Take a snapshot",
     response_model=None,
-    responses={201: {"model": SnapshotInfo}, **problems(403, 404, 409, 429)},
+    responses={201: {"model": SnapshotInfo}, **problems(404, 409, 429)},
 )
 async def take_snapshot(id: SandboxId, plane: Plane) -> Response:
     """An immutable picture of the workspace as it is now; it costs what changed since the last one."""
-    return as_json(await plane.snapshots.take(id, ACTOR), 201)
+    return as_json(await plane.snapshots.take(id), 201)
 
 
 @router.get(
@@ -33,7 +34,7 @@ async def take_snapshot(id: SandboxId, plane: Plane) -> Response:
     operation_id="list_snapshots",
     summary="List snapshots",
     response_model=None,
-    responses={200: {"model": SnapshotPage}, **problems(403, 404, 409)},
+    responses={200: {"model": SnapshotPage}, **problems(404, 409)},
 )
 async def list_snapshots(
     id: SandboxId,
@@ -42,7 +43,7 @@ async def list_snapshots(
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
 ) -> Response:
     """Newest first."""
-    return as_json(await plane.snapshots.page(id, limit=limit, cursor=cursor, actor=ACTOR))
+    return as_json(await plane.snapshots.page(id, limit=limit, cursor=cursor))
 
 
 @router.delete(
@@ -51,11 +52,11 @@ async def list_snapshots(
     summary="Delete a snapshot",
     status_code=204,
     response_model=None,
-    responses=problems(403, 404, 409),
+    responses=problems(404, 409),
 )
 async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
     """For good. Other snapshots stay whole."""
-    await plane.snapshots.delete(id, snapshot_id, ACTOR)
+    await plane.snapshots.delete(id, snapshot_id)
     return Response(status_code=204)
 
 
@@ -66,12 +67,12 @@ async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) 
     response_model=None,
     responses={
         200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
-        **problems(403, 404, 409),
+        **problems(404, 409),
     },
 )
 async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
     """The files as a tar archive."""
-    chunks = await plane.snapshots.export(id, snapshot_id, ACTOR)
+    chunks = await plane.snapshots.export(id, snapshot_id)
     return StreamingResponse(chunks, media_type="application/x-tar")
 
 
@@ -80,7 +81,7 @@ async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane
     operation_id="diff_snapshots",
     summary="Compare two snapshots",
     response_model=None,
-    responses={200: {"model": FileChanges}, **problems(403, 404, 409)},
+    responses={200: {"model": FileChanges}, **problems(404, 409)},
 )
 async def diff_snapshots(
     id: SandboxId,
@@ -89,7 +90,7 @@ async def diff_snapshots(
     after: Annotated[str, Query(min_length=1, max_length=64)],
 ) -> Response:
     """Paths that were added, removed or changed."""
-    return as_json(await plane.snapshots.diff(id, before, after, ACTOR))
+    return as_json(await plane.snapshots.diff(id, before, after))
 
 
 @router.post(
@@ -97,11 +98,11 @@ async def diff_snapshots(
     operation_id="restore",
     summary="Restore a snapshot",
     response_model=None,
-    responses={200: {"model": SandboxInfo}, **problems(403, 404, 409, 413)},
+    responses={200: {"model": SandboxInfo}, **problems(404, 409, 413)},
 )
 async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response:
     """The workspace gets the snapshot's files. What runs is ended; a running sandbox is started again."""
-    return as_json(await plane.snapshots.restore(id, body.snapshot_id, ACTOR))
+    return as_json(await plane.snapshots.restore(id, body.snapshot_id))
 
 
 @router.post(
@@ -109,8 +110,9 @@ async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response
     operation_id="fork",
     summary="Fork a workspace",
     response_model=None,
-    responses={201: {"model": SandboxInfo}, **problems(403, 404, 409, 413, 429, 503)},
+    responses={201: {"model": SandboxInfo}, **problems(404, 409, 413, 429, 503)},
 )
 async def fork(id: SandboxId, body: ForkRequest, plane: Plane) -> Response:
     """A new context with the same files and settings, started at once."""
-    return as_json(await plane.snapshots.fork(id, body.context_id, body.snapshot_id, ACTOR), 201)
+    require("fork", body.context_id)
+    return as_json(await plane.snapshots.fork(id, body.context_id, body.snapshot_id), 201)

@@ -8,18 +8,19 @@ import asyncio
 import json
 from typing import Annotated
 
-from fastapi import APIRouter, Query, WebSocket
+from fastapi import Query, WebSocket
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from carrel.api.gate import SUBPROTOCOL
+from carrel.api.guard import Router, permit
 from carrel.api.parts import plane_of
-from carrel.api.problems import ACTOR, invalid
+from carrel.api.problems import invalid
 from carrel.control.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import MAX_OUTPUT_BYTES, MAX_TIMEOUT_S, CommandRequest, TerminalSize
 
-router = APIRouter(tags=["terminals"])
+router = Router(tags=["terminals"])
 
 _SHELL = "if command -v bash >/dev/null 2>&1; then exec bash -i; else exec sh -i; fi"
 _MAX_TEXT = 4096
@@ -38,6 +39,7 @@ async def terminal(
     command: Annotated[str, Query(min_length=1, max_length=8192)] = _SHELL,
 ) -> None:
     """Open a terminal. Refusals come before the socket is accepted, as a problem answer."""
+    await permit("open_terminal", socket.scope)
     operations = plane_of(socket).operations
     try:
         request = CommandRequest(
@@ -50,7 +52,7 @@ async def terminal(
         )
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
-    info = await operations.start_command(id, request, ACTOR)
+    info = await operations.start_command(id, request)
     try:
         offered = socket.scope.get("subprotocols", [])
         await socket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
@@ -64,13 +66,13 @@ async def terminal(
             await _close(socket, errors.exceptions[0])
     finally:
         try:
-            await asyncio.shield(operations.delete_command(id, info.id, ACTOR))
+            await asyncio.shield(operations.delete_command(id, info.id))
         except (NotFound, NotRunning):
             pass
 
 
 async def _output(socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
-    async for chunk in operations.command_output(sandbox, command, actor=ACTOR):
+    async for chunk in operations.command_output(sandbox, command):
         if chunk.stream == "end":
             await socket.send_text(json.dumps({"exit": json.loads(chunk.data)}))
             await socket.close(1000)
@@ -87,9 +89,9 @@ async def _input(socket: WebSocket, operations: Operations, sandbox: str, comman
         data, text = message.get("bytes"), message.get("text")
         try:
             if data:
-                await operations.send_input(sandbox, command, data, actor=ACTOR)
+                await operations.send_input(sandbox, command, data)
             elif text is not None:
-                await operations.resize_terminal(sandbox, command, _size(text), ACTOR)
+                await operations.resize_terminal(sandbox, command, _size(text))
         except NotRunning:
             continue  # it has just ended: the output tells
 

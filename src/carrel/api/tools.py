@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.responses import Response
 
+from carrel.api.guard import Router
 from carrel.api.parts import Plane, SandboxId, as_json, known_query
-from carrel.api.problems import ACTOR, problems
+from carrel.api.problems import problems
 from carrel.models import ToolRequest, ToolResult
 
-router = APIRouter(prefix="/v1/sandboxes/{id}", tags=["tools"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"], dependencies=[Depends(known_query)])
 
 
 @router.post(
@@ -17,8 +18,8 @@ router = APIRouter(prefix="/v1/sandboxes/{id}", tags=["tools"], dependencies=[De
     operation_id="tool_request",
     summary="Call a tool",
     response_model=None,
-    responses={200: {"model": ToolResult}, **problems(403, 404, 409, 413, 429, 502)},
+    responses={200: {"model": ToolResult}, **problems(404, 409, 413, 429, 502)},
 )
 async def tool_request(id: SandboxId, body: ToolRequest, plane: Plane) -> Response:
     """`create_file` takes `path`, `content` or `content_base64`, and `mode`."""
-    return as_json(await plane.operations.tool_request(id, body, ACTOR))
+    return as_json(await plane.operations.tool_request(id, body))

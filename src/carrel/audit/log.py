@@ -20,7 +20,7 @@ from carrel.audit.export import ExportStore, Stored, export
 from carrel.audit.heads import Head, Headlike
 from carrel.audit.keys import SigningKey
 from carrel.audit.plan import Batch, Chain, Hold, Item, Plan, Tip
-from carrel.audit.records import Ending, Entry, arguments_hash, context_of, server_chain
+from carrel.audit.records import Ending, Entry, arguments_hash, context_of, row, server_chain
 from carrel.audit.search import Filter, SearchStore, search
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import AuditPage
@@ -137,6 +137,7 @@ class AuditLog:
         self._dirty: dict[str, float] = {}
         self._seal: set[str] = set()
         self._taken: set[str] = set()
+        self._writing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._urgent = False
         self._closing = False
@@ -244,9 +245,10 @@ class AuditLog:
                 found = await self._store.hold(name) if name.startswith("sandbox:") else None
                 hold = None if found is None else Hold(*found)
                 whole = hold is not None and hold.clean and hold.node == self.node
-                count = await self._store.prune(name, head.seq, whole=whole)
-                if whole:
-                    self._chains.pop(name, None)
+                async with self._writing:  # or a record could be added to a chain that is no more
+                    count = await self._store.prune(name, head.seq, whole=whole)
+                    if whole:
+                        self._chains.pop(name, None)
                 removed += count
                 said = {"chain": name, "seq": head.seq, "hash": head.hash, "records": count}
                 self.record(
@@ -302,7 +304,8 @@ class AuditLog:
                 self._urgent = False
                 batch, seal = self._take()
                 try:
-                    await self._commit(batch, seal)
+                    async with self._writing:
+                        await self._commit(batch, seal)
                 except Exception as error:
                     self._failed(batch, seal, error)
                     break
@@ -392,11 +395,15 @@ class AuditLog:
                 item.ticket.end(Ending("cancelled"))
 
     def _failed(self, batch: list[Item], seal: set[str], error: Exception) -> None:
-        if isinstance(error, CarrelError):
-            self._broken = error
-        else:
-            self._broken = PlatformError(f"{type(error).__name__}: {error}")
-            log.exception("the audit log failed", exc_info=error)
+        self._seal |= seal
+        if not isinstance(error, CarrelError):
+            log.error("the audit log failed", exc_info=error)
+            sound = [item for item in batch if self._sound(item)]
+            if len(sound) < len(batch):  # what no record can be made of must not keep the others from being written
+                self._queue.extendleft(reversed(sound))
+                self._hurry()
+                return
+        self._broken = error if isinstance(error, CarrelError) else PlatformError(type(error).__name__)
         kept: list[Item] = []
         for item in batch:
             if item.written is None:
@@ -404,9 +411,18 @@ class AuditLog:
             elif not item.written.done():
                 item.written.set_exception(self._cannot(self._broken.detail))
         self._queue.extendleft(reversed(kept))
-        self._seal |= seal
         if self._timer is None and not self._closing:
             self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self._hurry)
+
+    def _sound(self, item: Item) -> bool:
+        """Whether a record can be made of an item; who waits for one of which none can is told."""
+        try:
+            row(item.type, item.entry, item.ending, seq=1, at=item.at, node=self.node, before=b"")
+        except Exception as error:
+            if item.written is not None and not item.written.done():
+                item.written.set_exception(self._cannot(f"{type(error).__name__} in what was said of it"))
+            return False
+        return True
 
     # what others left
 

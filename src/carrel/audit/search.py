@@ -6,7 +6,7 @@ What is shown is read from the bytes that are hashed, never from the columns the
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
@@ -36,8 +36,8 @@ class Filter:
     text: str | None = None
 
 
-Found = tuple[str, int, int | None, str]
-"""chain, seq, ref and bytes of a record the store found"""
+Found = tuple[str, int, int | None, str, str | None]
+"""chain, seq, ref and bytes of a record the store found, and the bytes of the operation's other half"""
 
 
 class SearchStore(Protocol):
@@ -53,12 +53,7 @@ class SearchStore(Protocol):
         limit: int,
         cursor: str | None = None,
     ) -> tuple[Sequence[Found], str | None]:
-        """Begins, or ends where a result is wanted."""
-
-    async def counterparts(
-        self, begins: Collection[tuple[str, int]], ends: Collection[tuple[str, int]]
-    ) -> Sequence[Found]:
-        """The other halves."""
+        """Begins, or ends where a result is wanted, each with its other half."""
 
 
 async def search(store: SearchStore, wanted: Filter, *, limit: int, cursor: str | None) -> AuditPage:
@@ -71,20 +66,12 @@ async def search(store: SearchStore, wanted: Filter, *, limit: int, cursor: str 
     found, after = await store.search(
         equal, since=wanted.since, until=wanted.until, text=wanted.text, limit=limit, cursor=cursor
     )
-    # With a result ends were looked for, else begins: the other half is fetched, once for the page.
-    begins = {(chain, seq): body for chain, seq, ref, body in found if ref is None}
-    ends = {(chain, ref): body for chain, _, ref, body in found if ref is not None}
-    for chain, seq, ref, body in await store.counterparts(list(begins), list(ends)):
-        if ref is None:
-            begins[chain, seq] = body
-        else:
-            ends.setdefault((chain, ref), body)
     items = []
-    for chain, seq, ref, body in found:
-        place = (chain, seq if ref is None else ref)
+    for chain, seq, ref, body, other in found:
+        # A begin that was pruned leaves what its end says.
+        begin, end = (body, other) if ref is None else (other or body, body)
         try:
-            # A begin that was pruned leaves what its end says.
-            items.append(_record(chain, begins.get(place, body), ends.get(place)))
+            items.append(_record(chain, begin, end))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise PlatformError(
                 f"record {seq} of the audit chain {chain} is damaged",

@@ -6,7 +6,21 @@ from typing import Annotated
 
 import typer
 
-from carrel.cli import audit, commands, files, filespace, host, policy, sandboxes, server, snapshots, terminals
+from carrel.cli import (
+    approvals,
+    audit,
+    commands,
+    files,
+    filespace,
+    host,
+    policy,
+    sandboxes,
+    secrets,
+    server,
+    snapshots,
+    terminals,
+    tokens,
+)
 
 app = typer.Typer(
     name="carrel",
@@ -50,5 +64,10 @@ app.command("restore", rich_help_panel="Snapshots")(snapshots.restore)
 app.command("fork", rich_help_panel="Snapshots")(snapshots.fork)
 app.command("diff", rich_help_panel="Snapshots")(snapshots.diff)
 app.command("download", rich_help_panel="Snapshots")(snapshots.download)
+app.command("approvals", rich_help_panel="Policy")(approvals.approvals)
+app.command("approve", rich_help_panel="Policy")(approvals.approve)
+app.command("deny", rich_help_panel="Policy")(approvals.deny)
 app.add_typer(policy.app, name="policy", rich_help_panel="Policy")
+app.add_typer(secrets.app, name="secret", rich_help_panel="Policy")
 app.add_typer(audit.app, name="audit", rich_help_panel="Policy")
+app.add_typer(tokens.app, name="token", rich_help_panel="Policy")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
 
 from carrel.cli import options
-from carrel.errors import NotFound
+from carrel.errors import ApprovalNeeded, NotFound
 
 Words = Annotated[
     list[str], typer.Argument(metavar="COMMAND…", help="One word is shell text; several run as they are.")
@@ -67,11 +68,18 @@ def execute(
     cwd: Cwd = None,
     timeout: options.Timeout = None,
     env: options.Env = None,
+    approval: Annotated[
+        str | None, typer.Option(metavar="ID", help="Run what was approved; it runs once, exactly as it was asked for.")
+    ] = None,
+    wait: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0, max=600, help="Wait so long if a person has to decide.")
+    ] = None,
 ) -> None:
     """Run a command in a context's sandbox, which is made or resumed when needed and stays.
 
     \b
     carrel exec conversation-42 -- pytest -q
+    carrel exec --wait 300 conversation-42 -- git push
     carrel exec conversation-42 'git log --oneline | head'
     """
     from carrel.cli.reach import kept, to_the_end
@@ -81,9 +89,19 @@ def execute(
 
     async def work() -> int:
         async with kept(context) as box:
-            return await attended(box, options.program(command), cwd=cwd, env=environment, timeout=timeout)
+            view = box if approval is None else box.with_approval(approval)
+            view = view if wait is None else view.waiting(wait)
+            return await attended(view, options.program(command), cwd=cwd, env=environment, timeout=timeout)
 
-    raise typer.Exit(to_the_end(work()))
+    try:
+        code = to_the_end(work())
+    except ApprovalNeeded as error:
+        again = shlex.join([context, *command])
+        error.hint = (
+            f"`carrel approve {error.approval}` lets it; then `carrel exec --approval {error.approval} {again}`"
+        )
+        raise
+    raise typer.Exit(code)
 
 
 def logs(

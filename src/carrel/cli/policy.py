@@ -1,4 +1,4 @@
-"""Policy on the command line: check documents, explain what would be decided. Needs no server."""
+"""Policy on the command line: check documents and explain decisions without a server, get and set a context's own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from carrel.cli import options
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from carrel.models import PolicyInfo
     from carrel.policy.decide import Verdict
     from carrel.policy.layers import Policy
     from carrel.policy.settings import Settings
     from carrel.policy.sources import Sources
 
-app = typer.Typer(help="Check policy documents, explain decisions.", no_args_is_help=True)
+app = typer.Typer(help="Check policy documents, explain decisions, set those of a context.", no_args_is_help=True)
 
 _COLOURS = {"allow": "green", "ask": "yellow", "deny": "red"}
 _EXAMPLE = "example"
@@ -94,6 +95,90 @@ def explain(
     raise typer.Exit(0 if verdict.verdict == "allow" else 1)
 
 
+@app.command("get")
+def get(context: options.Context, json: options.Json = False) -> None:
+    """Show the policy documents of a context.
+
+    \b
+    carrel policy get conversation-42
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        info = client.policy(context).get()
+    _shown(info, json)
+
+
+@app.command("set")
+def set_(
+    context: options.Context,
+    settings: Annotated[Path | None, typer.Option("--settings", metavar="FILE", help="The new settings.json.")] = None,
+    sources: Annotated[Path | None, typer.Option("--sources", metavar="FILE", help="The new sources.json.")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Restart a running sandbox if that is needed for all of it to hold.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Give a context policy documents; one that is not given stays as it is.
+
+    \b
+    carrel policy set conversation-42 --settings settings.json --sources sources.json
+    """
+    from carrel.client import Client
+    from carrel.client.requests import UNCHANGED
+
+    if settings is None and sources is None:
+        raise typer.BadParameter("give --settings or --sources", param_hint="--settings")
+    with Client() as client:
+        info = client.policy(context).put(
+            settings=UNCHANGED if settings is None else _given(settings),
+            sources=UNCHANGED if sources is None else _given(sources),
+            restart=restart,
+        )
+    _shown(info, json)
+
+
+@app.command("rm")
+def rm(context: options.Context) -> None:
+    """Forget the policy documents of a context: the server's own policy holds.
+
+    \b
+    carrel policy rm conversation-42
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        client.policy(context).delete()
+
+
+def _given(file: Path) -> dict[str, object]:
+    from carrel.errors import InvalidRequest
+    from carrel.policy import documents
+
+    value = documents.parse(_bytes(file), file.name)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{file} is not a JSON object", field=str(file), hint="`carrel policy check` tells more")
+    return value
+
+
+def _shown(info: PolicyInfo, json: bool) -> None:
+    from carrel.cli.failures import note
+    from carrel.cli.shown import plain, print_json
+
+    if json:
+        print_json(info.model_dump(mode="json"))
+        return
+    print_json({"settings": info.settings, "sources": info.sources})
+    if info.updated_at is not None:
+        note(
+            f"version {info.version} of {info.updated_at.astimezone():%Y-%m-%d %H:%M} by {plain(info.updated_by or '')}"
+        )
+    for each in info.warnings:
+        note(f"warning: {plain(each.rule)}: {plain(each.text)}")
+    if info.restart_needed:
+        note("some of it holds only once the sandbox is restarted: --restart does it")
+
+
 def _checked(file: Path) -> tuple[str, list[dict[str, str]]]:
     from carrel.policy.layers import Layer, Policy
 
@@ -104,17 +189,21 @@ def _checked(file: Path) -> tuple[str, list[dict[str, str]]]:
     return "settings", [{"rule": each.rule, "text": each.text} for each in policy.warnings]
 
 
-def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
+def _bytes(file: Path) -> bytes:
     from carrel.errors import InvalidRequest
-    from carrel.policy import documents, settings, sources
 
     try:
-        text = file.read_bytes()
+        return file.read_bytes()
     except OSError as error:
         raise InvalidRequest(
             f"cannot read {file}: {error.strerror}", field=str(file), hint="check the path and its mode"
         ) from None
-    value = documents.parse(text, file.name)
+
+
+def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
+    from carrel.policy import documents, settings, sources
+
+    value = documents.parse(_bytes(file), file.name)
     keys = set(value) if isinstance(value, dict) else set()
     if keys & set(sources.Sources.model_fields) or (not keys and "sources" in file.name):
         return "sources", None, documents.build(value, sources.Sources, file.name)

@@ -11,25 +11,35 @@ from typing import TYPE_CHECKING
 from carrel.client.locate import Address, data_dir, local_server, locate
 
 if TYPE_CHECKING:
+    from carrel.client._async.approvals import AsyncApprovals
     from carrel.client._async.audit import AsyncAudit
     from carrel.client._async.client import AsyncClient
     from carrel.client._async.commands import AsyncCommand, AsyncCommands, AsyncOutputStream
     from carrel.client._async.files import AsyncFiles
     from carrel.client._async.filespace import AsyncFilespace
+    from carrel.client._async.policies import AsyncPolicy
     from carrel.client._async.sandbox import AsyncSandbox
+    from carrel.client._async.secrets import AsyncSecrets
     from carrel.client._async.terminal import AsyncTerminal
+    from carrel.client._async.tokens import AsyncTokens
+    from carrel.client._sync.approvals import Approvals
     from carrel.client._sync.audit import Audit
     from carrel.client._sync.client import Client
     from carrel.client._sync.commands import Command, Commands, OutputStream
     from carrel.client._sync.files import Files
     from carrel.client._sync.filespace import Filespace
+    from carrel.client._sync.policies import Policy
     from carrel.client._sync.sandbox import Sandbox
+    from carrel.client._sync.secrets import Secrets
     from carrel.client._sync.terminal import Terminal
+    from carrel.client._sync.tokens import Tokens
     from carrel.client.listing import Listing
     from carrel.client.output import Chunk, Output
 
 __all__ = [
     "Address",
+    "Approvals",
+    "AsyncApprovals",
     "AsyncAudit",
     "AsyncClient",
     "AsyncCommand",
@@ -37,8 +47,11 @@ __all__ = [
     "AsyncFiles",
     "AsyncFilespace",
     "AsyncOutputStream",
+    "AsyncPolicy",
     "AsyncSandbox",
+    "AsyncSecrets",
     "AsyncTerminal",
+    "AsyncTokens",
     "Audit",
     "Chunk",
     "Client",
@@ -49,8 +62,11 @@ __all__ = [
     "Listing",
     "Output",
     "OutputStream",
+    "Policy",
     "Sandbox",
+    "Secrets",
     "Terminal",
+    "Tokens",
     "data_dir",
     "local_server",
     "locate",
@@ -58,6 +74,7 @@ __all__ = [
 
 _SHARED = {"Chunk": "output", "Listing": "listing", "Output": "output"}
 _CLIENTS = {
+    "Approvals": "approvals",
     "Audit": "audit",
     "Client": "client",
     "Command": "commands",
@@ -65,8 +82,11 @@ _CLIENTS = {
     "Files": "files",
     "Filespace": "filespace",
     "OutputStream": "commands",
+    "Policy": "policies",
+    "Secrets": "secrets",
     "Sandbox": "sandbox",
     "Terminal": "terminal",
+    "Tokens": "tokens",
 }
 _HOMES = {
     **_SHARED,

@@ -11,13 +11,13 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 
 from blake3 import blake3
 
 from carrel.control.caller import Caller, caller
-from carrel.control.door import Decision, Operation
+from carrel.control.door import Decision, Door, Operation
 from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, InvalidRequest, NotFound
 from carrel.identity import Identity, may_decide
 from carrel.models import (
@@ -67,9 +67,12 @@ class Approvals:
         self._ttl_s = ttl_s
         self._clock = clock
         self._changed = asyncio.Event()
+        self._closed = False
+        self.door: Door | None = None
+        """Where decisions are recorded."""
         self.add_rule: AddRule | None = None
         self.on_created: Callable[[ApprovalInfo], None] = _nothing
-        self.redact: Callable[[Operation], tuple[str, dict[str, object]]] = _plain
+        self.redact: Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]] = _plain
 
     # the agent's side
 
@@ -88,7 +91,7 @@ class Approvals:
         if record is None:
             record = await self._ask(operation, decision, name, who, now)
         if who.wait_s > 0:
-            record = await self._wait(record, who.wait_s)
+            record = await self._wait(record, who)
             if record.state is not ApprovalState.PENDING:
                 return await self._use(record, name, operation)
         raise self._needed(record, operation)
@@ -96,14 +99,14 @@ class Approvals:
     async def _ask(
         self, operation: Operation, decision: Decision, name: str, who: Caller, now: float
     ) -> ApprovalRecord:
-        line, arguments = self.redact(operation)
+        arguments = await self.redact(operation.context_id, operation.arguments)
         record = ApprovalRecord(
             id=f"apr-{secrets.token_hex(8)}",
             context_id=operation.context_id,
             sandbox_id=operation.sandbox_id,
             kind=operation.kind,
             operation=operation.name,
-            summary=line,
+            summary=summary(replace(operation, arguments=arguments)),
             arguments=arguments,
             digest=name,
             reason=decision.reason or "no rule covers it",
@@ -138,10 +141,12 @@ class Approvals:
             )
         return record.id
 
-    async def _wait(self, record: ApprovalRecord, seconds: float) -> ApprovalRecord:
-        until = time.monotonic() + seconds
+    async def _wait(self, record: ApprovalRecord, who: Caller) -> ApprovalRecord:
+        until = time.monotonic() + who.wait_s
         while record.state is ApprovalState.PENDING and (left := until - time.monotonic()) > 0:
             changed = self._changed
+            if self._closed or who.gone():
+                break
             try:
                 async with asyncio.timeout(min(left, LOOK_EVERY_S)):
                     await changed.wait()
@@ -208,6 +213,15 @@ class Approvals:
     async def decide(self, approval_id: str, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
         """Approve or deny; `Denied` for who may not, `Conflict` when it is decided or has expired."""
         record = await self._known(approval_id)
+        if self.door is None:
+            return await self._decide(record, decision, by)
+        arguments = {"approval": approval_id, **decision.model_dump(mode="json", exclude_none=True)}
+        operation = Operation("session", "decide_approval", arguments, "", record.sandbox_id, record.context_id)
+        async with self.door.admit(operation):
+            return await self._decide(record, decision, by)
+
+    async def _decide(self, record: ApprovalRecord, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
+        approval_id = record.id
         refused = may_decide(by, record.requested_by, record.context_id)
         if refused is not None:
             raise refused
@@ -253,7 +267,7 @@ class Approvals:
     async def watch(self) -> AsyncIterator[ApprovalInfo]:
         """What waits now, then every approval that comes or changes, for as long as somebody listens."""
         known: dict[str, ApprovalState] = {}
-        while True:
+        while not self._closed:
             changed = self._changed
             await self.expire()
             waiting, _ = await self._store.page(limit=1000, states=[ApprovalState.PENDING])
@@ -275,6 +289,11 @@ class Approvals:
         if await self._store.expire(self._clock()):
             self._wake()
 
+    def close(self) -> None:
+        """Let everybody go who waits or watches: the server ends."""
+        self._closed = True
+        self._wake()
+
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -292,5 +311,5 @@ def _nothing(_info: ApprovalInfo) -> None:
     return
 
 
-def _plain(operation: Operation) -> tuple[str, dict[str, object]]:
-    return summary(operation), dict(operation.arguments)
+async def _plain(_context: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
+    return dict(arguments)

@@ -5,20 +5,28 @@ Set where a request comes in, read at the one door; it follows the request throu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from carrel.identity import ROOT, Identity
 
 
+def _there() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One request. `approval` is the handle of one that was given; `wait_s` is how long to wait for one."""
+    """One request. `approval` is the handle of one that was given; `wait_s` is how long to wait for one, unless the
+    caller is `gone` meanwhile.
+    """
 
     identity: Identity = ROOT
     approval: str | None = None
     wait_s: float = 0.0
     request_id: str | None = None
+    gone: Callable[[], bool] = _there
 
 
 caller: ContextVar[Caller] = ContextVar("carrel_caller", default=Caller())  # noqa: B039 - it is frozen

@@ -34,6 +34,7 @@ from carrel.store import FilespaceChange, FilespaceEntry, FilespaceMark, Filespa
 from carrel.workspaces.filespace import NOT_SYNCED, synced
 from carrel.workspaces.filespace_contents import Contents, Draft
 from carrel.workspaces.filespace_sync import (
+    ASIDE,
     TOMBSTONE_S,
     Change,
     FilespaceSync,
@@ -295,8 +296,10 @@ def _prepare(bases: str, spool: str) -> None:
     try:
         for path in (bases, spool):
             os.makedirs(path, 0o700, exist_ok=True)
-        for name in os.listdir(spool):
-            os.unlink(os.path.join(spool, name))
+        left = [os.path.join(spool, name) for name in os.listdir(spool)]
+        left += [os.path.join(bases, name) for name in os.listdir(bases) if name.startswith(ASIDE)]
+        for path in left:
+            os.unlink(path)
     except OSError as error:
         raise PlatformError(f"filespaces cannot be used: {error.strerror}", field="data_dir") from None
 

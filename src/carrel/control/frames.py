@@ -17,10 +17,14 @@ _STREAMS = {0: "end", 1: "stdout", 2: "stderr"}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one stream; for `end` the whole payload of the end frame."""
+    """A piece of one stream; for `end` the whole payload of the end frame.
+
+    `raw` is how many bytes of the output it stands for, when that is not its length.
+    """
 
     stream: str
     data: bytes
+    raw: int | None = None
 
 
 class FrameReader:
@@ -102,18 +106,17 @@ class TextCutter:
         pieces = [] if chunk.stream == self._stream else self.flush()
         self._stream = chunk.stream
         data = self._rest + chunk.data if self._rest else chunk.data
+        self.offset += len(self._rest) + (len(chunk.data) if chunk.raw is None else chunk.raw)
         self._rest = b""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data" or len(data) - error.start > 3:
-                self.offset += len(data)
                 pieces.append(Piece(chunk.stream, self.offset, base64=base64.b64encode(data).decode()))
                 return pieces
             self._rest = data[error.start :]
             text = data[: error.start].decode()
             self.offset -= len(self._rest)
-        self.offset += len(data)
         if text:
             pieces.append(Piece(chunk.stream, self.offset, text=text))
         return pieces

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from carrel.audit import AuditLog
@@ -23,7 +23,7 @@ from carrel.metrics import OK, outcome_of
 
 log = logging.getLogger("carrel.governor")
 
-Redact = Callable[[str | None, Mapping[str, object]], dict[str, object]]
+Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]]
 """What may be shown of the arguments of an operation in a context."""
 Place = Callable[[str], str | None]
 """Where the workspace of a sandbox lies on this server."""
@@ -50,15 +50,15 @@ class Governor:
         approval: str | None = None
         if decision.verdict == "deny":
             error = refusal(operation, decision)
-            self._refused(operation, decision, error, None, began)
+            await self._refused(operation, decision, error, began)
             raise error
         if decision.verdict == "ask":
             try:
                 approval = await self._approvals.settle(operation, decision)
             except Denied as error:
-                self._refused(operation, decision, error, None, began)
+                await self._refused(operation, decision, error, began)
                 raise
-        ticket = await self._audit.begin(self._entry(operation, decision, approval))
+        ticket = await self._audit.begin(await self._entry(operation, decision, approval))
         outcome = OK
         try:
             yield
@@ -70,13 +70,11 @@ class Governor:
         finally:
             ticket.end(Ending(outcome, (time.monotonic() - began) * 1000))
 
-    def _refused(
-        self, operation: Operation, decision: Decision, error: Denied, approval: str | None, began: float
-    ) -> None:
+    async def _refused(self, operation: Operation, decision: Decision, error: Denied, began: float) -> None:
         ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=error.detail[:500])
-        self._audit.record(self._entry(operation, decision, approval), ending)
+        self._audit.record(await self._entry(operation, decision, None), ending)
 
-    def _entry(self, operation: Operation, decision: Decision, approval: str | None) -> Entry:
+    async def _entry(self, operation: Operation, decision: Decision, approval: str | None) -> Entry:
         who = caller.get()
         return Entry(
             chain=chain_of(operation.context_id, operation.sandbox_id),
@@ -86,7 +84,7 @@ class Governor:
             decision=decision.verdict,
             rule=decision.rule,
             source=decision.source,
-            arguments=self._redact(operation.context_id, operation.arguments),
+            arguments=await self._redact(operation.context_id, operation.arguments),
             arguments_hash=self._audit.hash_arguments(operation.arguments),
             approval=approval,
             request=who.request_id,

@@ -189,8 +189,8 @@ class Janitor:
     async def push_filespaces(self) -> None:
         """Push what operations may have changed, once nothing is under way."""
         for box in self._sessions.live():
-            if not box.record.filespace or not box.to_push or box.in_flight:
-                continue
+            if not box.record.filespace or not box.to_push or box.in_flight or box not in self._sessions.live():
+                continue  # it may have ended while another was pushed
             box.to_push = False
             try:
                 await self._sessions.push(box.record, box.workspace)

@@ -18,6 +18,7 @@ class LiveSandbox:
         "changed",
         "connection",
         "handle",
+        "has_secrets",
         "in_flight",
         "last_activity",
         "leased_until",
@@ -44,6 +45,8 @@ class LiveSandbox:
         """Whether it may have changed its files since the last snapshot."""
         self.to_push = False
         """Whether it may have changed its files since the last push to the filespace."""
+        self.has_secrets = False
+        """Whether it was given secrets, which may have to be taken away."""
         self.oom_kills = 0
         self.over_quota: str | None = None
         self.leased_until = math.inf

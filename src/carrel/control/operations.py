@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -18,8 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from carrel.control.connection import Download, Json
 from carrel.control.door import SELF, Door, Kind, Operation
-from carrel.control.frames import Chunk, FrameReader
+from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
+from carrel.control.redacting import clean_output, clean_result
 from carrel.control.sessions import Sessions
 from carrel.control.tools import TOOLS, create_file
 from carrel.errors import (
@@ -29,6 +30,7 @@ from carrel.errors import (
     SandboxLost,
     Unsupported,
 )
+from carrel.events.redact import Redactor
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
     MAX_OUTPUT_BYTES,
@@ -104,6 +106,10 @@ def _path(path: str, name: str = "path") -> str:
     return path
 
 
+Redactors = Callable[[str | None], Awaitable[Redactor]]
+"""What takes the secrets of a context out of what is shown."""
+
+
 def _asked(request: CommandRequest) -> dict[str, object]:
     """Everything of a command that decides what it does."""
     return request.model_dump(include={"command", "cwd", "env", "stdin", "interactive"}, exclude_defaults=True)
@@ -112,8 +118,9 @@ def _asked(request: CommandRequest) -> dict[str, object]:
 class Operations:
     """Every operation on running sandboxes."""
 
-    def __init__(self, sessions: Sessions, door: Door, metrics: Metrics):
+    def __init__(self, sessions: Sessions, door: Door, metrics: Metrics, redactor: Redactors):
         self._sessions = sessions
+        self._redactor = redactor
         self._outer = door
         self._metrics = metrics
 
@@ -240,20 +247,20 @@ class Operations:
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
     ) -> AsyncIterator[Chunk]:
         """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
-        path = f"/commands/{_segment(command_id)}/output{_query(offset=offset, follow=follow)}"
+        segment = _segment(command_id)
         async with self._door(name, "shell", "command_output", {"id": command_id, "offset": offset}, actor) as box:
+            redactor = await self._redactor(box.record.context_id)
+            skip = min(offset, redactor.lookbehind)
+            path = f"/commands/{segment}/output{_query(offset=offset - skip, follow=follow)}"
             stream = await box.connection.download(path, idle=None if follow else SHORT)
-            reader = FrameReader()
             try:
                 yield Chunk("open", b"")
-                async for data in stream:
-                    box.last_activity = time.time()
-                    for chunk in reader.feed(data):
+                async with aclosing(clean_output(aiter(stream), redactor, skip)) as chunks:
+                    async for chunk in chunks:
+                        box.last_activity = time.time()
                         yield _checked_end(chunk) if chunk.stream == "end" else chunk
             finally:
                 stream.close()
-            if not reader.ended:
-                raise SandboxLost("the sandbox ended the output in the middle")
 
     async def send_input(
         self, name: str, command_id: str, data: bytes, *, close: bool = False, actor: str = ""
@@ -299,7 +306,10 @@ class Operations:
             answer = await self._ask(
                 box, "POST", "/execute", body, deadline=timeout + GRACE, limit=_result_size(MAX_OUTPUT_BYTES)
             )
-            return _check(ExecuteResult, answer)
+            result = _check(ExecuteResult, answer)
+            redactor = await self._redactor(box.record.context_id)
+            changes = {"output": redactor.text(result.output), "stderr": redactor.text(result.stderr)}
+            return result.model_copy(update=changes)
 
     # files
 
@@ -431,7 +441,7 @@ class Operations:
             count = await box.provider.out_of_memory_kills(box.handle)
             result.oom_killed = count > box.oom_kills
             box.oom_kills = max(count, box.oom_kills)
-        return result
+        return clean_result(await self._redactor(box.record.context_id), result)
 
 
 def _object(answer: bytes) -> object:

@@ -21,22 +21,26 @@ from carrel.control.operations import Operations
 from carrel.control.ownership import Ownership
 from carrel.control.policies import Policies
 from carrel.control.recovery import Recovered, recover
+from carrel.control.secrets import Secrets
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
 from carrel.control.webhooks import Webhook
 from carrel.control.workspaces import MB, Workspaces
 from carrel.errors import CarrelError, ProviderUnavailable
+from carrel.identity import Tokens
 from carrel.metrics import Metrics
 from carrel.models import HostReport
 from carrel.policy.layers import Layer
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
-from carrel.store import Database, FilespaceStore, SessionRecord, SessionStore
+from carrel.secrets import Vault
+from carrel.store import Database, FilespaceStore, SecretStore, SessionRecord, SessionStore
 from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
 from carrel.store.leases import LeaseStore
 from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
+from carrel.store.tokens import TokenStore
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
@@ -57,6 +61,7 @@ class ControlPlane:
         database: Database,
         providers: Mapping[str, Provider],
         key: SigningKey,
+        vault: Vault,
         *,
         policy: Layer | None,
         door: Door | None,
@@ -69,6 +74,7 @@ class ControlPlane:
         self.node = settings.node or layout.node()
         self.metrics = Metrics()
         self._database = database
+        self.tokens = Tokens(TokenStore(database), None)
         self.store = SessionStore(database)
         snapshots = SnapshotStore(database)
         remote = Remote.open(settings.archive_url)
@@ -85,9 +91,12 @@ class ControlPlane:
         live = LiveSandboxes()
         self.sessions = Sessions(settings, self.store, self.workspaces, ownership, live, providers)
         self.leasing = Leasing(live, self.store, ownership)
+        self.secrets = Secrets(vault, SecretStore(database), live)
+        self.sessions.on_started(self.secrets.give)
         self.policies = Policies(PolicyStore(database), policy)
         self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
         self.approvals.add_rule = self.policies.add_rule
+        self.approvals.redact = self.secrets.clean
         self._webhook: Webhook | None = None
         if settings.approvals.webhook is not None:
             secret = settings.approvals.webhook_secret
@@ -99,10 +108,11 @@ class ControlPlane:
             self.policies,
             self.approvals,
             self.audit,
-            redact=lambda _context, arguments: dict(arguments),
+            redact=self.secrets.clean,
             place=lambda sandbox_id: box.workspace if (box := live.get(sandbox_id)) is not None else None,
         )
-        self.operations = Operations(self.sessions, door or governor, self.metrics)
+        self.approvals.door = door or governor
+        self.operations = Operations(self.sessions, door or governor, self.metrics, self.secrets.redactor)
         self.sessions.on_moved(self._adopt_chain)
         self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
         self.snapshots.on_fork = self.policies.copy
@@ -151,7 +161,8 @@ class ControlPlane:
             files = settings.policy
             policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
             key = await asyncio.to_thread(SigningKey.load, layout.data_dir)
-            plane = cls(settings, layout, driver, database, providers, key, policy=policy, door=door)
+            vault = await asyncio.to_thread(Vault.open, layout.data_dir, settings.secret_key)
+            plane = cls(settings, layout, driver, database, providers, key, vault, policy=policy, door=door)
             stack.pop_all()
         try:
             for left in await plane.audit.open():
@@ -171,6 +182,11 @@ class ControlPlane:
         for left in await self.audit.adopt(chain_of(record.context_id, record.id)):
             log.warning("another server ended before this did: %s", left)
 
+    def open_tokens(self, root: str | None) -> Tokens:
+        """Know who asks: `root` is the administrator's token, None when none is asked for."""
+        self.tokens = Tokens(TokenStore(self._database), root)
+        return self.tokens
+
     async def host_report(self) -> HostReport:
         """What this host can do."""
         from carrel.providers.doctor import host_report
@@ -188,6 +204,7 @@ class ControlPlane:
 
     async def close(self) -> None:
         """End every sandbox and release everything."""
+        self.approvals.close()
         if self._upkeep is not None:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)

@@ -65,6 +65,10 @@ class Sessions:
         """How changes of a filespace come into a workspace before its sandbox starts."""
         self._starting.pull = pull
 
+    def on_started(self, call: Callable[[LiveSandbox], Awaitable[None]]) -> None:
+        """What to call when a sandbox runs and nobody uses it yet."""
+        self._starting.on_started = call
+
     def on_moved(self, call: Callable[[SessionRecord], Awaitable[None]]) -> None:
         """What to call when a session came from another server."""
         self._starting.on_moved = call

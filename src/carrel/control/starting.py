@@ -36,6 +36,10 @@ async def _nothing(_record: SessionRecord) -> None:
     return
 
 
+async def _nothing_of(_box: LiveSandbox) -> None:
+    return
+
+
 class Starting:
     """Starts the sandboxes of one server."""
 
@@ -58,6 +62,8 @@ class Starting:
         self.closing = False
         """Set when the server ends: what is being started then is taken back."""
         self.pull: Sync = no_sync
+        self.on_started: Callable[[LiveSandbox], Awaitable[None]] = _nothing_of
+        """Called when a sandbox runs and nobody uses it yet; when it raises, the start has failed."""
         self.on_moved: Callable[[SessionRecord], Awaitable[None]] = _nothing
         """Called when a session came from another server."""
 
@@ -81,6 +87,7 @@ class Starting:
         self._under_way += 1
         new = moved is not None and moved.new
         handle: Handle | None = None
+        box: LiveSandbox | None = None
         # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
         writing = asyncio.ensure_future(self._write_start(record, fresh=existing is None))
         try:
@@ -90,17 +97,21 @@ class Starting:
             handle = await provider.start(launch(record, provider, provided.path))
             await writing
             await self._workspaces.recorded(record)
+            box = LiveSandbox(record, provider, handle, provided.path)
+            box.leased_until = self._ownership.deadline(began)
+            await self.on_started(box)
             if self.closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
             notice = provided.notice or late or record.notice
             state = next_state(record.state, Event.STARTED)
             record = replace(record, state=state, handle=handle, notice=notice)
             await self._store.update(record.id, fence=record.fence, state=state, handle=handle, notice=notice)
-            box = LiveSandbox(record, provider, handle, provided.path)
-            box.leased_until = self._ownership.deadline(began)
+            box.record = record
             self._live.add(box)
         except BaseException as error:
             await asyncio.gather(writing, return_exceptions=True)
+            if box is not None:
+                box.connection.close()
             written = not writing.cancelled() and writing.exception() is None
             await self._undo(record, provider, handle, new=new, written=written, error=error)
             if isinstance(error, CarrelError) or not isinstance(error, Exception):

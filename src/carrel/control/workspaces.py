@@ -87,7 +87,7 @@ class Workspaces:
             snapshots = await self._store.all_ready(record.context_id)
             if snapshots:
                 return await self._bring(record, snapshots)
-        return Provided(await asyncio.to_thread(self._create, record, volume), new=True)
+        return Provided(await self._make(record, volume), new=True)
 
     async def move(self, record: SessionRecord, previous: SessionRecord, *, silent: bool) -> Provided:
         """The workspace of a context that was on another server, from the newest snapshot.
@@ -107,14 +107,20 @@ class Workspaces:
         if any(self._reachable(snapshot) for snapshot in snapshots):
             return await self._bring(record, snapshots)
         await self.discard(record)
-        path = await asyncio.to_thread(self._create, record, self.volume(record))
+        path = await self._make(record, self.volume(record))
         words = f"server '{previous.node}' fell silent before it had archived anything of this workspace"
         return Provided(path, new=True, notice=words if silent else None)
 
     def _reachable(self, snapshot: SnapshotRecord) -> bool:
         return snapshot.archived or snapshot.node in {None, self.node}
 
-    def _create(self, record: SessionRecord, volume: str, *, whole: bool = True) -> str:
+    async def _make(self, record: SessionRecord, volume: str, *, whole: bool = True) -> str:
+        """A new workspace. What the filespace knew of an earlier one would look as if everything had been deleted."""
+        if record.context_id is not None:
+            await self.keeping.base.forget(record.context_id)
+        return await asyncio.to_thread(lambda: self._create(record, volume, whole=whole))
+
+    def _create(self, record: SessionRecord, volume: str, *, whole: bool) -> str:
         if not record.ephemeral:  # a leftover of that kind is found without a mark
             self._marks.making(volume)
         self.driver.create(volume, cap_bytes(record))
@@ -155,7 +161,9 @@ class Workspaces:
         volume = self.volume(record)
         new = not await asyncio.to_thread(self.driver.exists, volume)
         if new:  # not whole before a snapshot is in it: else the next start would take it as it is, empty
-            await asyncio.to_thread(lambda: self._create(record, volume, whole=False))
+            await self._make(record, volume, whole=False)
+        else:  # killed in the middle, it must not take an older snapshot for changes: a merge without history is safe
+            await self.keeping.base.forget(context_of(record))
         passed: list[str] = []
         try:
             for snapshot in snapshots:
@@ -190,14 +198,16 @@ class Workspaces:
     async def restore(self, record: SessionRecord, snapshot: SnapshotRecord) -> None:
         """Replace the files of a workspace by a snapshot's. What the filespace knows stays: it sees them as changes."""
         volume = self.volume(record)
-        if not await asyncio.to_thread(self.driver.exists, volume):
-            await asyncio.to_thread(lambda: self._create(record, volume, whole=False))
-        await self._restore(volume, snapshot)
-        await asyncio.to_thread(self._marks.clear, volume)
+        async with self.keeping.still(context_of(record)):  # or a push would take what goes for deleted
+            if not await asyncio.to_thread(self.driver.exists, volume):
+                await self._make(record, volume, whole=False)
+            await self._restore(volume, snapshot)
+            await asyncio.to_thread(self._marks.clear, volume)
 
     async def fork(self, snapshot: SnapshotRecord, context: str, cap: int | None) -> None:
         """A new workspace with a snapshot's files, for a context that has none."""
         source, target = encode(snapshot.context_id, ephemeral=False), encode(context, ephemeral=False)
+        await self.keeping.base.forget(context)
         await asyncio.to_thread(self._marks.making, target)
         await asyncio.to_thread(self.stored.fork, snapshot, target, cap)
         await asyncio.to_thread(self._marks.whole, target)
@@ -231,13 +241,14 @@ class Workspaces:
         """Delete everything of a context but its filespace: files, snapshots, archive, metrics."""
         volume = encode(context, ephemeral=False)
         await self._store.doom(context)  # or a half-deleted context would be brought back from what is left
-        await asyncio.to_thread(self.driver.delete_volume, volume)
+        async with self.keeping.still(context):  # or a push would take what goes for deleted
+            await asyncio.to_thread(self.driver.delete_volume, volume)
+            await self.keeping.base.forget(context)
         while records := (await self._store.page(context, limit=100))[0]:
             for record in records:
                 await asyncio.to_thread(self.driver.delete_snapshot, record.id)
                 await asyncio.to_thread(self.keeping.forget, record.id)
                 await self._store.delete(record.id)
-        await self.keeping.base.forget(context)
         self.metrics.forget(context)
         try:
             await asyncio.to_thread(self._archive.forget, volume)

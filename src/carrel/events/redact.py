@@ -329,9 +329,7 @@ def _checked(name: str | None, value: bytes | str) -> bytes:
     data = (value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)).strip()
     if len(data) < SHORTEST:
         raise InvalidRequest(
-            f"the secret {name or ''} is shorter than {SHORTEST} bytes: it would be found everywhere".replace(
-                "  ", " "
-            ),
+            f"the secret{f' {name}' if name else ''} is shorter than {SHORTEST} bytes: it would be found everywhere",
             field="value",
             hint="use a longer secret",
         )

@@ -1,98 +1,183 @@
 """Puts the masks of a sandbox on: mounts over what is denied, done as root of the sandbox before any agent code.
 
-A mount covers a name, also that of a link itself, and cannot be taken off, renamed or deleted by anybody in the sandbox.
-Runs after the pivot: every path is resolved in the sandbox's own root. Knows paths, not why they are denied.
+A mount covers a name, also that of a link itself, and nobody in the sandbox can take it off, rename or delete it. What
+is mounted lies ready in the zygote, which also finds the programs. Knows paths, not why they are denied.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from carrel.errors import PlatformError
 from carrel.isolation import linux, refusal, rootfs
-from carrel.isolation.masks import Masks, Part, split
-from carrel.isolation.programs import Catalogue
+from carrel.isolation.masks import Masks, Part, in_memory, split, unpack
+from carrel.isolation.programs import Catalogue, Stamps, is_unchanged
 
 MOST_COVERS = 4096
 LARGEST_WALK = 1_000_000
-_SCRATCH = "/mnt"  # an empty directory of every root
-_SIZE = "size=48m,nr_inodes=8192,mode=0700"
-_KEPT = ("/dev", _SCRATCH, "/proc", rootfs.SECRETS, "/sys", "/tmp", rootfs.HOME)  # noqa: S108 - the sandbox's own
+MOST_MADE, MOST_ORDERS = 4 * MOST_COVERS, 64
+_SIZE = "size=256m,nr_inodes=32768,mode=0755"
+_NEEDED = ("/dev", "/proc", rootfs.SECRETS, "/sys", "/tmp", rootfs.HOME)
 _FILE, _DIRECTORY = "file", "directory"
 
 
-def put_on(masks: Masks) -> None:
-    """Cover everything that is masked. Raises when something cannot be: then there must be no sandbox."""
-    if masks.writable is not None:
-        narrow(masks.writable)
-    covers: dict[str, bytes | None] = {}
-    catalogue = Catalogue()
-    for program in masks.programs:
-        for path in catalogue.find(program):
-            covers.setdefault(path, os.fsencode(masks.text(program)))
-    for path in expand(masks.hidden):
-        covers[path] = None
-        if len(covers) > MOST_COVERS:
-            raise PlatformError(f"more than {MOST_COVERS} paths are to be hidden")
-    if covers:
-        _cover(covers)
+@dataclass(frozen=True)
+class Order:
+    """What a new sandbox has to cover: programs by path with the name of their cover, the rest as it was asked for."""
+
+    programs: dict[str, str]
+    hidden: list[str]
+    writable: list[str] | None
 
 
-def _cover(covers: dict[str, bytes | None]) -> None:
-    linux.mount("tmpfs", _SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _SIZE)
+@dataclass(frozen=True)
+class _Kept:
+    order: int
+    stamps: Stamps
+    covers: frozenset[str]
+
+
+class Store:
+    """The covers: small files in memory, made once for all sandboxes, which see them read-only. Kept by the zygote.
+
+    It also keeps the last orders: most sandboxes have the masks of another, and finding programs takes longer than
+    covering them. An order is good for as long as no directory has changed that was looked into for it.
+    """
+
+    def __init__(self, place: str, root: str) -> None:
+        """`place` is an empty directory, `root` one that has the programs of every sandbox."""
+        linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _SIZE)
+        self._root = root
+        self._writable = linux.open_tree(place)
+        seen = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            linux.set_mount_attributes(seen, linux.MOUNT_ATTR_RDONLY)
+        finally:
+            os.close(seen)
+        self._uses: Counter[str] = Counter()  # of each cover, by orders
+        self._orders: dict[bytes, _Kept] = {}
+        self._write(_FILE, b"", 0)
+        os.mkdir(_DIRECTORY, 0, dir_fd=self._writable)
+
+    def order(self, content: bytes) -> int:
+        """What packed masks mean now, as a file in memory that stays the store's. The covers it names are there."""
+        key = hashlib.sha256(content).digest()
+        kept = self._orders.get(key)
+        if kept is None or not is_unchanged(kept.stamps, self._root):
+            kept = self._find(unpack(content))
+            self._forget(key)  # only now: a sandbox that is being made may want the same covers
+        self._orders.pop(key, None)
+        self._orders[key] = kept  # the last one now
+        while len(self._orders) > 1 and (len(self._orders) > MOST_ORDERS or len(self._uses) > MOST_MADE):
+            self._forget(next(iter(self._orders)))
+        return kept.order
+
+    def _find(self, masks: Masks) -> _Kept:
+        catalogue = Catalogue(self._root)
+        found = {program: catalogue.find(program) for program in masks.programs}
+        names = {program: self._cover(masks.text(program)) for program, paths in found.items() if paths}
+        programs = {path: names[program] for program in reversed(found) for path in found[program]}
+        order = in_memory({"programs": programs, "hidden": masks.hidden, "writable": masks.writable})
+        covers = frozenset(names.values())
+        self._uses.update(covers)
+        return _Kept(order, catalogue.stamps, covers)
+
+    def _forget(self, key: bytes) -> None:
+        """Sandboxes that have a cover keep it: a mount outlives the name of what is mounted."""
+        kept = self._orders.pop(key, None)
+        if kept is None:
+            return
+        os.close(kept.order)
+        for name in kept.covers:
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                del self._uses[name]
+                os.unlink(name, dir_fd=self._writable)
+
+    def _cover(self, text: str) -> str:
+        content = refusal.image(os.fsencode(text))
+        name = hashlib.sha256(content).hexdigest()
+        if name not in self._uses:
+            self._write(name, content, 0o555)
+        return name
+
+    def _write(self, name: str, content: bytes, mode: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        descriptor = os.open(name, flags, 0o600, dir_fd=self._writable)
+        try:
+            os.write(descriptor, content)
+            os.fchmod(descriptor, mode)
+        finally:
+            os.close(descriptor)
+
+
+def read(descriptor: int) -> Order:
+    """An order, in the new sandbox."""
+    return Order(**json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
+
+
+def pivot_masked(root: str, order: Order, store: str) -> None:
+    """Pivot into `root` and cover what is masked. Raises when something cannot be: then there must be no sandbox.
+
+    `store` is where the covers are in the old root, which they are taken from before it is let go.
+    """
+    covers = os.open(store, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        made: dict[bytes, str] = {}
-        for text in covers.values():
-            if text is not None and text not in made:
-                made[text] = f"{_SCRATCH}/{len(made)}"
-                _write(made[text], refusal.image(text), 0o555)
-        _write(f"{_SCRATCH}/{_FILE}", b"", 0)
-        os.mkdir(f"{_SCRATCH}/{_DIRECTORY}", 0)
-        flags = linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
-        linux.mount("none", _SCRATCH, None, flags)
-        for path, text in covers.items():
-            try:
-                directory = stat.S_ISDIR(os.lstat(path).st_mode)
-            except (FileNotFoundError, NotADirectoryError):
-                continue  # what lies above it is covered by now
-            if text is not None:
-                _attach(made[text], path)
-            else:
-                _attach(f"{_SCRATCH}/{_DIRECTORY if directory else _FILE}", path)
+        linux.pivot_into(root, lambda: _put_on(order, covers))
     finally:
-        linux.unmount(_SCRATCH, linux.MNT_DETACH)
+        os.close(covers)
 
 
-def _attach(cover: str, path: str) -> None:
-    tree = linux.open_tree(cover)
+def _put_on(order: Order, covers: int) -> None:
+    """Every path is resolved in the sandbox's own root, and nothing runs yet that could change it."""
+    if order.writable is not None:
+        narrow(order.writable)
+    hidden = list(islice(expand(order.hidden), MOST_COVERS + 1))
+    if len(order.programs) + len(hidden) > MOST_COVERS:
+        raise PlatformError(f"more than {MOST_COVERS} paths are to be masked")
+    for path, cover in order.programs.items():
+        _attach(covers, cover, path)
+    for path in hidden:
+        try:
+            directory = stat.S_ISDIR(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # what lies above it is covered by now
+        _attach(covers, _DIRECTORY if directory else _FILE, path)
+
+
+def _attach(covers: int, name: str, path: str) -> None:
+    tree = linux.open_tree(name, dir_fd=covers)
     try:
         linux.move_mount(tree, path)
+    except FileNotFoundError:
+        pass  # the host has just removed it
     finally:
         os.close(tree)
-
-
-def _write(path: str, content: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        os.write(descriptor, content)
-        os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
 
 
 # what is hidden
 
 
 def expand(patterns: Sequence[str]) -> Iterator[str]:
-    """The paths that patterns mean now. What the sandbox itself needs is passed over; what lies beside it is not."""
+    """The paths that patterns mean now. What the sandbox itself needs is passed over; what lies beside it is not.
+
+    No link of the workspace is followed, for it could lead anywhere: where one is on the way, it is what is meant.
+    """
     walks: dict[str, list[tuple[Part, ...]]] = {}
     for pattern in patterns:
         parts = split(pattern)
         fixed = next((index for index, part in enumerate(parts) if not isinstance(part, str)), len(parts))
         top = "/" + "/".join(str(part) for part in parts[:fixed])
-        if parts[fixed:] in {(), (None,)}:
+        if (link := _link_above(top)) is not None:
+            yield link
+        elif parts[fixed:] in {(), (None,)} or os.path.islink(top):
             yield from _openly(top)
         else:
             walks.setdefault(top, []).append(parts[fixed:])
@@ -106,11 +191,22 @@ def expand(patterns: Sequence[str]) -> Iterator[str]:
                 yield from _openly(path)
 
 
+def _link_above(path: str) -> str | None:
+    """The first link on the way to a path of the workspace."""
+    if path.startswith(f"{rootfs.WORKSPACE}/"):
+        above = rootfs.WORKSPACE
+        for name in path.removeprefix(above).split("/")[1:-1]:
+            above += f"/{name}"
+            if os.path.islink(above):
+                return above
+    return None
+
+
 def _openly(path: str) -> Iterator[str]:
     """A path, or what lies in it where the path itself must stay open."""
-    if path in _KEPT or not os.path.lexists(path):
+    if path in _NEEDED or not os.path.lexists(path):
         return
-    if not any(place.startswith(f"{path.rstrip('/')}/") for place in (*_KEPT, f"{rootfs.WORKSPACE}/")):
+    if not any(place.startswith(f"{path.rstrip('/')}/") for place in (*_NEEDED, f"{rootfs.WORKSPACE}/")):
         yield path
         return
     for name in os.listdir(path):
@@ -126,12 +222,12 @@ def _walk(top: str, rests: list[tuple[Part, ...]]) -> Iterator[tuple[str | None,
     visited = 0
     while stack:
         path, states = stack.pop()
-        if path in _KEPT:
+        if path in _NEEDED:
             continue
         try:
             listing = os.scandir(path)
-        except OSError:
-            continue
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # an agent cannot look there either
         with listing:
             for entry in listing:
                 visited += 1
@@ -158,9 +254,7 @@ def _ahead(rests: list[tuple[Part, ...]], states: _States, name: str) -> Iterato
 def _ready(rests: list[tuple[Part, ...]], states: Iterable[tuple[int, int]]) -> _States:
     """The same states, and those behind a part that may mean no name at all."""
     found = set(states)
-    found.update(
-        [(index, at + 1) for index, at in found if at < len(rests[index]) and rests[index][at] is None]
-    )
+    found.update([(index, at + 1) for index, at in found if at < len(rests[index]) and rests[index][at] is None])
     return found
 
 
@@ -168,7 +262,7 @@ def _ready(rests: list[tuple[Part, ...]], states: Iterable[tuple[int, int]]) -> 
 
 
 def narrow(places: Sequence[str]) -> None:
-    """Make the workspace read-only but for these places. A place behind a link, or that cannot be made, stays so too."""
+    """Make the workspace read-only but for these places. One behind a link, or that cannot be made, stays so."""
     kept: list[tuple[int, str]] = []
     try:
         for given in sorted(set(places)):
@@ -192,7 +286,7 @@ def narrow(places: Sequence[str]) -> None:
 
 
 def _open_place(place: str, *, make: bool) -> int | None:
-    """A writable view of a place of the workspace, detached. No link is followed: it could lead to what is not writable."""
+    """A writable view of a place, detached. No link is followed: it could lead to what is not writable."""
     here = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in place.removeprefix(rootfs.WORKSPACE).split("/")[1:]:

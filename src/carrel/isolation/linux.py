@@ -93,10 +93,16 @@ def unmount(target: str, flags: int = 0) -> None:
     _check(_libc.umount2(os.fsencode(target), flags), f"unmount {target}")
 
 
-def pivot_into(root: str) -> None:
-    """Make `root` (a mount point) this mount namespace's root and let go of the old one."""
+def pivot_into(root: str, meanwhile: Callable[[], None] | None = None) -> None:
+    """Make `root` (a mount point) this mount namespace's root and let go of the old one.
+
+    `meanwhile` is called in between: paths are those of the new root, and mounts of the old one that it has descriptors
+    of can still be copied. It must not change the working directory.
+    """
     os.chdir(root)
     _check(_syscall(_NR_PIVOT_ROOT[ARCH], b".", b"."), "pivot_root")
+    if meanwhile is not None:
+        meanwhile()
     unmount(".", MNT_DETACH)
     os.chdir("/")
 

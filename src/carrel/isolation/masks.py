@@ -21,7 +21,9 @@ LARGEST_REFUSAL = 4096
 LARGEST = 4 * 1024 * 1024
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 
-_EMPTY = ("/dev/shm", rootfs.SECRETS, "/tmp", rootfs.HOME)  # noqa: S108 - the sandbox's own
+_EMPTY = ("/dev/shm", rootfs.SECRETS, "/tmp", rootfs.HOME)
+_THE_AGENTS_OWN = (*_EMPTY, "/dev", "/proc", rootfs.WORKSPACE)
+_SPECIAL, _CHARACTER = re.compile(r"[*?\\]"), re.compile(r"\\(.)|(.)", re.DOTALL)
 _FLEETING = ("self", "thread-self", "net", "mounts")
 
 
@@ -59,6 +61,12 @@ def check(masks: Masks) -> None:
     for program in masks.programs:
         if "/" in program:
             _absolute(program, "masks.programs")
+            if any(_within(program, place) for place in _THE_AGENTS_OWN):
+                raise Unsupported(
+                    f"{program} lies where the agent can write, and cannot be masked",
+                    field="masks.programs",
+                    hint="mask programs of the sandbox's root, by name",
+                )
         else:
             _name(program, "masks.programs")
     for pattern in masks.hidden:
@@ -107,6 +115,8 @@ def unmaskable(pattern: str) -> str | None:
 
 def split(pattern: str) -> tuple[Part, ...]:
     """A path or pattern by its names."""
+    if not _SPECIAL.search(pattern):
+        return tuple(name for name in pattern.split("/") if name)
     parts: list[Part] = []
     for chars in _names(pattern):
         if chars == [("*", False), ("*", False)]:
@@ -128,26 +138,36 @@ def pack(masks: Masks) -> int:
         "writable": masks.writable,
         "refusal": dict(masks.refusal),
     }
-    content = json.dumps(body).encode()
-    if len(content) > LARGEST:
+    return in_memory(body)
+
+
+def in_memory(body: object) -> int:
+    """A JSON value as a file in memory, at its start."""
+    written = json.dumps(body).encode()
+    if len(written) > LARGEST:
         raise TooLarge(f"the masks take more than {LARGEST} bytes", field="masks", hint="use shorter refusals")
     descriptor = os.memfd_create("masks")
     try:
         with open(descriptor, "wb", closefd=False) as file:
-            file.write(content)
+            file.write(written)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def unpack(descriptor: int) -> Masks:
-    """The masks in a file that was made by `pack`; they are checked again."""
-    content = os.pread(descriptor, LARGEST + 1, 0)
-    if len(content) > LARGEST:
+def content(descriptor: int) -> bytes:
+    """What is in a file that was made by `pack`."""
+    size = os.fstat(descriptor).st_size
+    if size > LARGEST:
         raise TooLarge(f"the masks take more than {LARGEST} bytes", field="masks")
+    return os.pread(descriptor, size, 0)
+
+
+def unpack(packed: bytes) -> Masks:
+    """The masks again, checked again."""
     try:
-        body = json.loads(content)
+        body = json.loads(packed)
         writable = body["writable"]
         masks = Masks(
             _texts(body["programs"]),
@@ -155,7 +175,7 @@ def unpack(descriptor: int) -> Masks:
             None if writable is None else _texts(writable),
             {_text(program): _text(told) for program, told in body["refusal"].items()},
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest("the masks are malformed", field="masks") from error
     check(masks)
     return masks
@@ -180,7 +200,7 @@ def _names(pattern: str) -> Iterator[list[tuple[str, bool]]]:
     """The characters of each name, with whether they stand for themselves."""
     for name in pattern.split("/"):
         if name:
-            yield [(quoted or plain, bool(quoted)) for quoted, plain in re.findall(r"\\(.)|(.)", name, re.DOTALL)]
+            yield [(quoted or plain, bool(quoted)) for quoted, plain in _CHARACTER.findall(name)]
 
 
 def _test(chars: list[tuple[str, bool]]) -> Callable[[str], object]:
@@ -214,7 +234,9 @@ def _absolute(path: str, where: str) -> None:
 def _name(name: str, where: str) -> None:
     if name in {"", ".", ".."} or "\0" in name or _size(name, where) > _LONGEST_NAME:
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:40]}…"
-        raise InvalidRequest(f"{shown!r} cannot be the name of a file", field=where, hint="write paths without . and ..")
+        raise InvalidRequest(
+            f"{shown!r} cannot be the name of a file", field=where, hint="write paths without . and .."
+        )
 
 
 def _size(text: str, where: str) -> int:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from carrel.errors import PlatformError
-from carrel.isolation import cgroups, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
+from carrel.isolation import cgroups, covers, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
+from carrel.isolation import masks as wire
 
 # The cgroup namespace comes later: it is rooted in the groups a process is in when it is made.
 _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
@@ -72,6 +73,7 @@ class Nest:
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
         self._idmap = False
+        self._covers: covers.Store | None = None
 
     def prepare(self, workspaces: str) -> None:
         """Leave the host's file system for a small one, and make there what all sandboxes share."""
@@ -81,6 +83,7 @@ class Nest:
             self.cgroups = cgroups.Cgroups.open()
             self._ids = ids.HostIds() if self._root else None
             stage.enter(workspaces, root=self._root)
+            self._covers = covers.Store(sandbox.COVERS, sandbox.BASE)
             workspaces = stage.WORKSPACES
         self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._idmap = self._ids is not None and self._can_idmap()
@@ -122,21 +125,25 @@ class Nest:
 
     def furnish(self, child: Child, spec: sandbox.Spec, listener: int, masks: int = -1) -> None:
         """Give a hatched child what was asked for: limits, workspace, masks, and the socket it will listen on."""
-        if spec.masked and not self._isolate:
-            raise PlatformError("what is not isolated cannot be masked")
+        order = self._order(masks) if spec.masked else -1
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
             child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024)
             spec = replace(spec, watched=True)
         fds = [listener]
-        if self._isolate:
-            self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
-            fds.append(self._workspace_mount(spec.workspace, child.pid))
         try:
-            sent = [*fds, masks] if spec.masked else fds
-            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], sent)
+            if self._isolate:
+                self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
+                fds.append(self._workspace_mount(spec.workspace, child.pid))
+            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds if order < 0 else [*fds, order])
         finally:
             for descriptor in fds[1:]:
                 os.close(descriptor)
+
+    def _order(self, masks: int) -> int:
+        """What packed masks mean in the base root."""
+        if self._covers is None:
+            raise PlatformError("what is not isolated cannot be masked")
+        return self._covers.order(wire.content(masks))
 
     def hatch(self, *, rehearse: bool) -> Child:
         """Fork a child that does the first half and then waits; `rehearse` when there is time for it."""
@@ -205,7 +212,7 @@ class Nest:
             writable = sandbox.hatch(orders, root=self._root) if self._isolate else -1
             spec, fds = sandbox.receive(orders)
             if self._isolate:
-                sandbox.settle(spec, fds[1], self._program, root=self._root, masks_fd=fds[-1])
+                sandbox.settle(spec, fds[1], self._program, root=self._root, order_fd=fds[-1])
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 workspace, home = rootfs.WORKSPACE, rootfs.HOME

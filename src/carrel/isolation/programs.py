@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "
 MULTI_CALL = ("busybox", "toybox", "coreutils", "sbase-box", "ubase-box")
 _MOST_LINKS = 40
 _File = tuple[int, int]
+_JUST_NOW_NS = 1_000_000_000
+
+Stamps = dict[str, tuple[int, int, int] | None]
+"""Directories as they were when they were looked into: device, inode and time of change; None for one not there."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,12 @@ class Catalogue:
     def __init__(self, root: str = "") -> None:
         self._root = root
         self._listed: dict[str, list[str]] = {}
+        self.stamps: Stamps = {}
         seen: dict[_File, str] = {}
         for directory in PATH:
-            try:
-                found = os.stat(root + directory)
-            except OSError:
-                continue
-            seen.setdefault((found.st_dev, found.st_ino), directory)
+            stamp = self.stamps[directory] = _stamp(root + directory)
+            if stamp is not None:
+                seen.setdefault(stamp[:2], directory)
         self.directories = tuple(seen.values())
 
     def find(self, program: str) -> list[str]:
@@ -58,7 +62,13 @@ class Catalogue:
         return list(found)
 
     def _starts(self, program: str) -> list[str]:
-        return [program] if "/" in program else [f"{directory}/{program}" for directory in self.directories]
+        if "/" in program:
+            self._look(program)
+            places = [program]
+        else:
+            places = [f"{directory}/{program}" for directory in self.directories]
+        # Most places have no such file: asking first is cheaper than an error.
+        return [place for place in places if os.access(self._root + place, os.F_OK, follow_symlinks=False)]
 
     def _chain(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
         """A path and all that it leads to, link by link; nothing when there is no such file."""
@@ -74,12 +84,18 @@ class Catalogue:
             if points_to is None:
                 return
             path = os.path.join(os.path.dirname(path), points_to)
+            self._look(path)
+
+    def _look(self, path: str) -> None:
+        directory = os.path.dirname(path)
+        if directory not in self.stamps:
+            self.stamps[directory] = _stamp(self._root + directory)
 
     def _twins(self, name: str, status: os.stat_result) -> Iterator[str]:
         """Hard links to a file under other names of the same program."""
         for directory in self.directories:
             for entry in self._names(directory):
-                if is_called(entry, name):
+                if name in entry and is_called(entry, name):
                     path = f"{directory}/{entry}"
                     try:
                         found = os.lstat(self._root + path)
@@ -112,7 +128,7 @@ class Catalogue:
                 left += [Remaining(program, way, "another name of the same file") for way in free[file]]
                 unknown = status.st_nlink - len(names[file] | {path})
                 if unknown > 0:
-                    left.append(Remaining(program, path, f"has {unknown} more hard links outside of PATH"))
+                    left.append(Remaining(program, path, f"has hard links outside of PATH, {unknown} in number"))
             if os.path.basename(program) not in MULTI_CALL:
                 for name in MULTI_CALL:
                     if any(path not in covered for start in self._starts(name) for path, _ in self._chain(start)):
@@ -136,9 +152,30 @@ class Catalogue:
         return names, free
 
 
+def is_unchanged(stamps: Stamps, root: str = "") -> bool:
+    """Whether a catalogue with these stamps would find the same again."""
+    now = time.time_ns()
+    for directory, stamp in stamps.items():
+        # A change can have the time of one before it: what has just changed is never trusted.
+        if _stamp(root + directory) != stamp or (stamp is not None and stamp[2] > now - _JUST_NOW_NS):
+            return False
+    return True
+
+
+def _stamp(directory: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(directory)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
 def is_called(own: str, name: str) -> bool:
     """Whether a file of this own name is the program: the name alone, or with a version, a flavour or a platform."""
-    starts = [0] if own.startswith(name) else []
-    at = own.find(f"-{name}")
-    starts += [at + 1] if at > 0 else []
-    return any((rest := own[at + len(name) :]) == "" or rest[0] in "-." or rest[0].isdecimal() for at in starts)
+    at = own.find(name)
+    while at >= 0:
+        rest = own[at + len(name) :]
+        if own[:at][-1:] in {"", "-"} and (not rest or rest[0] in "-." or rest[0].isdecimal()):
+            return True
+        at = own.find(name, at + 1)
+    return False

@@ -52,7 +52,7 @@ def _aarch64(length: int) -> bytes:
         return 0xD2800000 | value << 5 | register  # movz, up to 16 bits
 
     call = 0xD4000001  # svc 0
-    after = (words - 1) * 4  # from the adr to the text
+    after = words * 4  # from the adr, the first instruction, to the text
     text_address = 0x10000000 | (after & 3) << 29 | (after >> 2) << 5 | 1  # adr x1
     write = (text_address, load(0, 2), load(2, length), load(8, 64), call)
     return struct.pack(f"<{words}I", *write, load(0, EXIT), load(8, 94), call)

@@ -12,9 +12,10 @@ import resource
 import socket
 from dataclasses import dataclass, field
 
-from carrel.isolation import covers, landlock, linux, masks, rootfs, seccomp
+from carrel.isolation import covers, landlock, linux, rootfs, seccomp
 
 BASE = "/base"
+COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
 
@@ -69,13 +70,14 @@ def hatch(orders: socket.socket, *, root: bool) -> int:
     return rootfs.turn_read_only(BASE)
 
 
-def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, masks_fd: int = -1) -> None:
+def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_fd: int = -1) -> None:
     """The second half: take what was asked for, then give up every privilege for good."""
     rootfs.carry_out(rootfs.private_plan(spec.memory_mb), BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
-    linux.pivot_into(BASE)
-    _limit(spec)
     if spec.masked:
-        covers.put_on(masks.unpack(masks_fd))
+        covers.pivot_masked(BASE, covers.read(order_fd), COVERS)
+    else:
+        linux.pivot_into(BASE)
+    _limit(spec)
     linux.drop_bounding_set()
     if root:
         os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from carrel.isolation import linux, rootfs
-from carrel.isolation.sandbox import BASE
+from carrel.isolation.sandbox import BASE, COVERS
 
 WORKSPACES = "/workspaces"
 _STAGE = "/tmp"  # only a mount point, in a namespace of our own
@@ -27,7 +27,7 @@ def enter(workspaces: str, *, root: bool) -> None:
     # Taken before the stage is set: the workspaces may lie below it.
     tree = linux.open_tree(workspaces)
     linux.mount("tmpfs", _STAGE, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
-    for name in (BASE, "/proc", WORKSPACES):
+    for name in (BASE, COVERS, "/proc", WORKSPACES):
         os.mkdir(_STAGE + name, 0o755)
     base = _STAGE + BASE
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")

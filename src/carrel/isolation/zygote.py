@@ -217,7 +217,7 @@ class Zygote:
         self._named[spec.id] = child
         try:
             self._nest.furnish(child, spec, *fds)
-        except (OSError, PlatformError) as error:
+        except (OSError, CarrelError) as error:
             child.asked_by = None  # answered here; the burial is quiet
             del self._named[spec.id]
             kill(child.pid)

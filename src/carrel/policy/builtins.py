@@ -216,6 +216,7 @@ def _unset(call: Call, state: State) -> None:
         elif not word.startswith("-"):
             state.unset.add(word)
             state.functions.pop(word, None)
+            state.facts.changed[word] += 1
 
 
 def _declare(call: Call, state: State) -> None:
@@ -235,6 +236,8 @@ def _declare(call: Call, state: State) -> None:
             state.facts.ask(f"the variable {call.name} writes to is known only at run time: {_line(call)}")
         elif found[2]:
             state.facts.assign(found[1], after(word, found.end()))
+        elif call.name not in {"export", "readonly"}:
+            state.facts.changed[found[1]] += 1  # a new variable of that name, without a value
 
 
 def _test(call: Call, state: State) -> None:

@@ -6,13 +6,29 @@ Knows nothing of expansions or commands.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
 from carrel.policy.syntax import Dialect, Facts, Redirect, Unreadable
 
+MAX_TEXT = 65_536
 MAX_DEPTH = 40
+_BIDI = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _ESCAPES = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _NUMERIC_ESCAPE = re.compile(r"([0-7]{1,3})|x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})")
+
+
+def check(text: str) -> None:
+    """Refuse text that is too long, or holds characters that a person would not see or a shell would not take."""
+    if len(text) > MAX_TEXT:
+        raise Unreadable(f"it is longer than {MAX_TEXT} characters")
+    if text.isascii() and text.isprintable():
+        return
+    for char in text:
+        if char < " " and char not in "\t\n":
+            raise Unreadable(f"it holds the control character U+{ord(char):04X}")
+        if char > "~" and (char in _BIDI or unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}):
+            raise Unreadable(f"it holds the invisible or invalid character U+{ord(char):04X}")
 
 
 class Characters:

@@ -435,8 +435,8 @@ class _Reader(LineReader):
                     raise Unreadable("an array where none belongs")
                 (arrays if words else assignments).append(self.array(found[1], word))
                 continue
-            if found and "+=" in found[0]:
-                self.only_bash("+=")
+            if found and ("+=" in found[0] or found[2]):
+                self.only_bash("+= or a subscript")
             if found and not words:
                 value = after(word, found.end())
                 self.facts.assign(found[1], value)

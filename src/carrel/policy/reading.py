@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from carrel.policy.characters import Characters
-from carrel.policy.syntax import Block, Expansion, Part, Text, Unreadable, Word
+from carrel.policy.syntax import Block, Expansion, Part, Text, Unreadable, Word, prints_a_number
 
 META = frozenset(" \t\n;&|<>()")
 BLANK = " \t"
@@ -138,7 +138,7 @@ class WordReader(Characters, ABC):
                 return [self._arithmetic_expansion(start, quoted=quoted)]
             self.at += 1
             program = self.substitution()
-            return [self._made(start, quoted, programs=(program,))]
+            return [self._made(start, quoted, names=_printed(program), programs=(program,))]
         if char == "{":
             self.at += 1
             return [self._parameter(start, quoted=quoted)]
@@ -207,7 +207,7 @@ class WordReader(Characters, ABC):
             raise Unreadable("a comment or a here-document in backquotes")
         self.no_line_end_in(inner)
         program = self.nested(inner, origin)
-        return Expansion(text[start : self.at], quoted, not quoted, None, (program,))
+        return Expansion(text[start : self.at], quoted, not quoted, _printed(program), (program,))
 
     def _parameter(self, start: int, *, quoted: bool) -> Expansion:
         if self.take("#"):
@@ -441,6 +441,10 @@ def merged(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 def _programs(parts: Sequence[Part]) -> tuple[Block, ...]:
     return tuple(program for part in parts if isinstance(part, Expansion) for program in part.programs)
+
+
+def _printed(program: Block) -> tuple[str, ...] | None:
+    return () if prints_a_number(program) else None
 
 
 def _value_of(name: str) -> tuple[str, ...] | None:

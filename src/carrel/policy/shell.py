@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from typing import Literal
 from carrel.policy import grammar, witness
 from carrel.policy.arguments import Argument, Unknown, literal, shown, value
 from carrel.policy.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
+from carrel.policy.characters import check
 from carrel.policy.syntax import (
+    COUNTERS,
     Assignment,
     Bare,
     Block,
@@ -30,17 +31,15 @@ from carrel.policy.syntax import (
     Unreadable,
     Word,
 )
-from carrel.policy.variables import belongs_to, changes_what_runs, is_evaluated
+from carrel.policy.variables import LOCALE, belongs_to, changes_what_runs, is_evaluated
 from carrel.policy.wrappers import RUNNERS, Inside, base, inside
 
-MAX_TEXT = 65_536
 MOST_COMMANDS = 1000
 MOST_DIRECTORIES = 16
 MAX_DEPTH = 12
 
 _FREE = re.compile(r"/dev/(null|zero|full|u?random|tty|std(in|out|err)|fd/\d+)")
 _SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
-_BIDI = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +102,6 @@ def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | 
     )
 
 
-def _check(text: str) -> None:
-    if len(text) > MAX_TEXT:
-        raise Unreadable(f"it is longer than {MAX_TEXT} characters")
-    for char in text:
-        if char < " " and char not in "\t\n":
-            raise Unreadable(f"it holds the control character U+{ord(char):04X}")
-        if char > "~" and (char in _BIDI or unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}):
-            raise Unreadable(f"it holds the invisible or invalid character U+{ord(char):04X}")
-
-
 class _Finder:
     """Walks what was read. One object for a text and every text inside it."""
 
@@ -129,6 +118,7 @@ class _Finder:
         self._entered: frozenset[str] | None = None
         """Where the last `cd` led, if it did."""
         self._via: tuple[str, ...] = ()
+        self._ascii = True
         self._depth = 0
         self._removed = removed
         self._definitions: list[tuple[Function, dict[str, Function]]] = []
@@ -151,7 +141,7 @@ class _Finder:
                 self.read(command, self.dialect)
             else:
                 for word in command:
-                    _check(word)
+                    check(word)
                 if command:
                     self.program(tuple(command), ())
                 else:
@@ -164,7 +154,8 @@ class _Finder:
 
     def read(self, text: str, dialect: Dialect) -> None:
         """Read a text and walk it."""
-        _check(text)
+        check(text)
+        self._ascii = self._ascii and text.isascii()
         outer = self.facts.starts, self.dialect
         self.facts.starts, self.dialect = set(), dialect
         self._depth += 1
@@ -201,8 +192,10 @@ class _Finder:
             if named or not any(each[0] == id(function) for each in self._walked):
                 self._body(function)
         for name, count in self.facts.changed.items():
-            if changes_what_runs(name) and count > self._excused[name]:
-                self.facts.ask(f"the variable {name} changes what commands run")
+            if count > self._excused[name]:
+                self._assigned(name)
+        for name in self.facts.evaluated:
+            self._assigned(name)  # arithmetic can assign
         self.facts.conclude()
 
     # --- nodes
@@ -248,8 +241,8 @@ class _Finder:
                 self._block(node)
 
     def _define(self, function: Function) -> None:
-        if function.name in SHELL_WORDS or function.name in RUNNERS:
-            self.facts.ask(f"a function takes the name of a command that runs others: {function.name}")
+        if function.name in SHELL_WORDS | RUNNERS | COUNTERS:
+            self.facts.ask(f"a function takes the name of a command that others rely on: {function.name}")
         if function.name not in self._removed:
             self.functions[function.name] = function
         self._definitions.append((function, dict(self.functions)))
@@ -478,7 +471,7 @@ class _Finder:
         self.functions, self._directories = functions, directories
 
     def _assigned(self, name: str) -> None:
-        if changes_what_runs(name):
+        if changes_what_runs(name) or (name in LOCALE and not self._ascii):
             self.facts.ask(f"the variable {name} changes what commands run")
 
     def _standard_input(self, argv: tuple[Argument, ...], dialect: Dialect, redirects: Sequence[Redirect]) -> None:

@@ -210,3 +210,25 @@ def identifiers(text: str) -> set[str]:
                 found.add(word)
             word = ""
     return found
+
+
+COUNTERS = frozenset({"wc", "nproc", "date", "id", "grep"})
+"""Programs whose output is a number when they are asked for one."""
+
+_COUNTS = frozenset({("nproc",), ("date", "+%s"), ("id", "-u"), ("id", "-g"), *(("wc", f"-{each}") for each in "lcwm")})
+
+
+def prints_a_number(program: Block) -> bool:
+    """Whether a substitution can only be a number: its last command counts, and counts its input."""
+    node: Node = program
+    while isinstance(node, Block) and node.nodes and not node.redirects:
+        piped = len(node.nodes) > 1 and all(isinstance(each, Block) and each.scope == "sub" for each in node.nodes)
+        if len(node.nodes) > 1 and not piped:
+            return False
+        node = node.nodes[-1]
+    if not isinstance(node, Simple) or node.assignments or any(">" in each.operator for each in node.redirects):
+        return False
+    words = tuple("".join(part.text for part in word.parts if isinstance(part, Text)) for word in node.words)
+    if any(isinstance(part, Expansion) for word in node.words for part in word.parts):
+        return False
+    return words in _COUNTS or (len(words) == 3 and words[:2] == ("grep", "-c") and not words[2].startswith("-"))

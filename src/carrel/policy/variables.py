@@ -5,7 +5,7 @@ from __future__ import annotations
 _SHELL = frozenset(
     {"PATH", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "PS0", "PS1", "PS2", "PS3", "PS4", "PROMPT_COMMAND"}
     | {"POSIXLY_CORRECT", "BASH_COMPAT", "EXECIGNORE", "BASH_ALIASES", "BASH_CMDS", "BASH_LOADABLES_PATH", "HOME"}
-    | {"CDPATH", "SHELL", "BASH_XTRACEFD"}
+    | {"CDPATH", "SHELL", "BASH_XTRACEFD", "TEXTDOMAIN", "TEXTDOMAINDIR"}
 )
 _PROGRAMS = frozenset(
     {"PAGER", "EDITOR", "VISUAL", "BROWSER", "MANPAGER", "LESSOPEN", "LESSCLOSE", "LESS", "TAR_OPTIONS"}
@@ -26,6 +26,10 @@ _PROGRAMS = frozenset(
 _PREFIXES = ("LD_", "DYLD_", "BASH_FUNC_", "PERL5", "NODE_", "GIT_", "RSYNC_", "PIP_", "UV_", "NPM_CONFIG_")
 _INTEGERS = frozenset({"RANDOM", "SRANDOM", "SECONDS", "LINENO", "OPTIND", "HISTCMD", "EPOCHSECONDS", "BASH_SUBSHELL"})
 _OWN = {"PYTHON": ("python", "pytest"), "NODE_": ("node",), "PERL5": ("perl",)}
+
+
+LOCALE = frozenset({"LANG", "LC_ALL", "LC_CTYPE"})
+"""Variables that change which bytes are one character."""
 
 
 def changes_what_runs(name: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
+from carrel.isolation.masks import Masks
 from carrel.models import Trust
-from carrel.providers.base import Capability, Handle, Launch, Masks, Provider
+from carrel.providers.base import Capability, Handle, Launch, Provider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 

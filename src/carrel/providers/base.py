@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from carrel.errors import Unsupported
-from carrel.isolation.masks import Masks as Masks
+from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
 
 Handle = dict[str, str | int | float | bool | None]

@@ -1,13 +1,16 @@
 """What carrel remembers: tables and queries, the same on SQLite and on PostgreSQL. Decides nothing."""
 
+from carrel.store.audit import AuditStore
 from carrel.store.database import Database
 from carrel.store.filespace import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 from carrel.store.leases import Lease, LeaseStore
 from carrel.store.secrets import SecretInfo, SecretRecord, SecretStore
 from carrel.store.sessions import SessionRecord, SessionStore
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
+from carrel.store.tokens import TokenRecord, TokenStore
 
 __all__ = [
+    "AuditStore",
     "Database",
     "FilespaceChange",
     "FilespaceEntry",
@@ -23,4 +26,6 @@ __all__ = [
     "SnapshotRecord",
     "SnapshotStatus",
     "SnapshotStore",
+    "TokenRecord",
+    "TokenStore",
 ]

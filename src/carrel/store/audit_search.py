@@ -7,25 +7,24 @@ cursor says how far that went. So a page takes no longer with a million records 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, or_, select, tuple_
+from sqlalchemy import ColumnElement, Select, and_, or_, select
 
 from carrel.store.cursors import decode_cursor, encode_cursor
 from carrel.store.database import Database
 from carrel.store.tables import audit_records as records
 
-WINDOW = 10_000
+WINDOW = 2000
 # The best index first: what few records have. Nearly everything is allowed and ends well.
 _INDEXED = ("chain", "result", "decision", "actor", "name", "kind")
 _COMMON = {("result", "ok"), ("decision", "allow")}
-_BATCH = 200
 
 
-AuditFound = tuple[str, int, int | None, str]
-"""chain, seq, ref, body; `ref` is set on the end of an operation"""
+AuditFound = tuple[str, int, int | None, str, str | None]
+"""chain, seq, ref, body of a record, and the body of the operation's other half; `ref` is set on an end"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +68,33 @@ class AuditSearch:
             indexed.append(or_(records.c.at < at, and_(records.c.at == at, records.c.id < number)))
             indexed.append(records.c.at <= at)  # says less, but an index can begin there
         near = select(records.c.at, records.c.id).where(*indexed).order_by(*_ORDER)
-        query = select(records.c.at, records.c.id, *_FOUND).where(*indexed, *others)
+        fitting = near
         if others:
             window = near.limit(WINDOW).subquery()
-            query = select(records.c.at, records.c.id, *_FOUND)
-            query = query.join(window, records.c.id == window.c.id).where(*others)
-        rows = await self._rows(query.order_by(*_ORDER).limit(limit + 1))
+            fitting = select(records.c.at, records.c.id).join(window, records.c.id == window.c.id)
+            fitting = fitting.where(*others).order_by(*_ORDER)
+        page = fitting.limit(limit + 1).subquery()
+        query = select(records.c.at, records.c.id, *_FOUND, _other_half(ends="result" in equal and text is None))
+        query = query.join(page, records.c.id == page.c.id).order_by(*_ORDER)
+        rows = await self._rows(query)
         found: list[AuditFound] = [tuple(row[2:]) for row in rows[:limit]]
         if len(rows) > limit:
             return found, _cursor(rows[limit - 1])
         last = await self._rows(near.offset(WINDOW - 1).limit(1)) if others else []
         return found, _cursor(last[0]) if last else None
 
-    async def counterparts(
-        self, begins: Collection[tuple[str, int]], ends: Collection[tuple[str, int]]
-    ) -> list[AuditFound]:
-        """The ends of these begins and the begins of these ends, both given by the place of the begin."""
-        found: list[AuditFound] = []
-        for places, seq in ((begins, records.c.ref), (ends, records.c.seq)):
-            names = list(places)
-            for start in range(0, len(names), _BATCH):
-                some = select(*_FOUND).where(tuple_(records.c.chain, seq).in_(names[start : start + _BATCH]))
-                found += [tuple(row) for row in await self._rows(some)]
-        return found
-
     async def _rows(self, query: Select[Any]) -> list[Any]:
         return await self._database.read(lambda connection: list(connection.execute(query)))
+
+
+def _other_half(*, ends: bool) -> ColumnElement[str | None]:
+    """The bytes of the begin of an end, or of the end of a begin; None where there is none."""
+    other = records.alias("other")
+    place = and_(
+        other.c.chain == records.c.chain, (other.c.seq == records.c.ref if ends else other.c.ref == records.c.seq)
+    )
+    # Without an order, which would have a whole chain read instead of the one record the index leads to.
+    return select(other.c.body).where(place).limit(1).correlate(records).scalar_subquery()
 
 
 def _cursor(row: Any) -> str:

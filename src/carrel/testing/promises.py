@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from carrel.errors import CarrelError
 from carrel.models import CommandResult
-from carrel.providers.base import Capability
+from carrel.providers import Capability, Masks
 from carrel.testing.checks import check
 from carrel.testing.harness import Harness
 
@@ -389,6 +389,20 @@ async def processors_are_limited(harness: Harness) -> None:
         result = await box.run("timeout 2 sh -c 'while :; do :; done'; times")
         minutes, seconds = result.stdout.splitlines()[-1].split()[0].rstrip("s").split("m")
         assert int(minutes) == 0 and float(seconds) < 1.6, result.stdout
+
+
+@check(Capability.MASKS)
+async def masks_hold(harness: Harness) -> None:
+    """A masked program says so and exits with 126, however it is called; what is hidden cannot be read."""
+    masks = Masks(("base64",), ("/etc/hosts",), ("/workspace/out/**",), {"base64": '{"code": "denied_by_policy"}'})
+    async with harness.sandbox(masks=masks) as box:
+        for command in ("base64 --version", "/usr/bin/base64 --version", "cp /usr/bin/base64 /tmp/b; /tmp/b --version"):
+            result = await box.run(command)
+            assert result.exit_code == 126 and not result.stdout, f"{command}: {result}"
+            assert json.loads(result.stderr)["code"] == "denied_by_policy"
+        assert (await box.run("cat /etc/hosts")).exit_code != 0
+        assert (await box.run("touch here")).exit_code != 0
+        _said(await box.run("echo kept > out/here; cat out/here"), "kept\n")
 
 
 @check(Capability.NETWORK_ALLOWLIST)

@@ -40,6 +40,8 @@ _WORKERS = 8
 _BATCH = 1000
 _MANY_BYTES = 16 << 20
 _BLOCK = 4096
+ASIDE = "."
+"""How the name of a file begins that is on its way; no workspace has such a name."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -120,7 +122,7 @@ def read_base(path: str) -> bytes:
 
 def save_base(path: str, raw: bytes) -> None:
     """Remember in a file, whole or not at all."""
-    aside = f"{path}.{secrets.token_hex(8)}"
+    aside = os.path.join(os.path.dirname(path), f"{ASIDE}{secrets.token_hex(8)}")
     try:
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -49,7 +49,7 @@ class AsyncAudit:
                 "cursor": cursor,
                 "limit": PAGE,
             }
-            page = await self._connection.get(AuditPage, "/v1/audit/records", query)
+            page = await self._connection.get(AuditPage, "/v1/audit", query)
             for record in page.items:
                 yield record
             cursor = page.next

@@ -7,10 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from urllib.parse import quote
 
+from carrel.client._async.approvals import AsyncApprovals
 from carrel.client._async.audit import AsyncAudit
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.filespace import AsyncFilespace
+from carrel.client._async.policies import AsyncPolicy
 from carrel.client._async.sandbox import AsyncSandbox
+from carrel.client._async.secrets import AsyncSecrets
+from carrel.client._async.tokens import AsyncTokens
 from carrel.client.locate import locate
 from carrel.client.requests import limits_body
 from carrel.errors import NotFound
@@ -24,7 +28,9 @@ class AsyncClient:
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0):
         self._connection = AsyncConnection(locate(url, token), timeout)
+        self.approvals = AsyncApprovals(self._connection)
         self.audit = AsyncAudit(self._connection)
+        self.tokens = AsyncTokens(self._connection)
 
     @property
     def url(self) -> str:
@@ -74,6 +80,14 @@ class AsyncClient:
     def filespace(self, context_id: str) -> AsyncFilespace:
         """The filespace of a context. Asks nothing of the server, and needs no sandbox."""
         return AsyncFilespace(self._connection, context_id)
+
+    def policy(self, context_id: str) -> AsyncPolicy:
+        """The policy of a context. Asks nothing of the server, and needs no sandbox."""
+        return AsyncPolicy(self._connection, context_id)
+
+    def secrets(self, context_id: str) -> AsyncSecrets:
+        """The secrets of a context. Asks nothing of the server, and needs no sandbox."""
+        return AsyncSecrets(self._connection, context_id)
 
     async def sandboxes(self) -> AsyncIterator[SandboxInfo]:
         """Every sandbox the server knows, page by page."""

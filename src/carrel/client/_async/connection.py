@@ -5,6 +5,7 @@ Knows transport and errors; knows no resource.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import TypeVar
@@ -44,6 +45,8 @@ class AsyncConnection:
         self.headers = {"user-agent": "carrel-python", "accept-encoding": "identity"}
         if address.token:
             self.headers["authorization"] = f"Bearer {address.token}"
+        self.carried: dict[str, str] = {}
+        self.wait_s = 0.0
         self._default = httpx.Timeout(timeout, connect=min(CONNECT_S, timeout))
         self._http = httpx.AsyncClient(
             base_url=address.url,
@@ -54,13 +57,20 @@ class AsyncConnection:
             trust_env=not address.loopback,
         )
 
+    def carrying(self, headers: Mapping[str, str], *, wait_s: float = 0.0) -> AsyncConnection:
+        """The same pool for requests that carry these headers too, and may take `wait_s` longer to be answered."""
+        view = copy.copy(self)
+        view.carried = {**self.carried, **headers}
+        view.wait_s = wait_s or self.wait_s
+        return view
+
     async def close(self) -> None:
         """Close every connection of the pool."""
         await self._http.aclose()
 
     def patience(self, deadline: float | None) -> httpx.Timeout:
         """Timeouts for a request that waits for a command; without a deadline the server decides how long."""
-        read = None if deadline is None else deadline + GRACE_S
+        read = None if deadline is None else deadline + GRACE_S + self.wait_s
         return httpx.Timeout(self._default.write, connect=self._default.connect, read=read)
 
     async def get(self, model: type[Model], path: str, query: Query | None = None) -> Model:
@@ -79,6 +89,10 @@ class AsyncConnection:
         """POST JSON, get a model."""
         response = await self._send("POST", path, body=body, timeout=timeout, headers=headers)
         return self._parsed(model, response)
+
+    async def put(self, model: type[Model], path: str, body: bytes) -> Model:
+        """PUT JSON, get a model."""
+        return self._parsed(model, await self._send("PUT", path, body=body))
 
     async def wait(self, model: type[Model], path: str) -> Model:
         """GET a model that the server gives when something has ended."""
@@ -112,7 +126,8 @@ class AsyncConnection:
             method,
             _target(path, query),
             content=source if whole else pieces(source, progress),  # type: ignore[arg-type,unused-ignore]
-            headers={"content-type": "application/octet-stream"},
+            headers={"content-type": "application/octet-stream", **self.carried},
+            timeout=self._usual(),
         )
         return self._parsed(model, await self._open(request, stream=False))
 
@@ -171,13 +186,22 @@ class AsyncConnection:
         sent: Mapping[str, str] | None = headers
         if body is not None and json:
             sent = {**_JSON, **headers} if headers else _JSON
+        if self.carried:
+            sent = {**(sent or {}), **self.carried}
         return self._http.build_request(
             method,
             _target(path, query),
             content=body,
             headers=sent,
-            timeout=timeout or self._default,
+            timeout=timeout or self._usual(),
         )
+
+    def _usual(self) -> httpx.Timeout:
+        """The timeouts of a request without a deadline of its own, and with the time that it may wait for a person."""
+        usual = self._default
+        if not self.wait_s or usual.read is None:
+            return usual
+        return httpx.Timeout(usual.write, connect=usual.connect, read=usual.read + self.wait_s)
 
     async def _open(self, request: httpx.Request, *, stream: bool) -> httpx.Response:
         try:

@@ -9,7 +9,8 @@ import httpx
 
 from carrel.client._async.connection import AsyncConnection
 from carrel.client._io_async import Progress, Source
-from carrel.models import FilespaceFile, FilespacePage
+from carrel.client.requests import approved, waiting
+from carrel.models import ApprovalInfo, FilespaceFile, FilespacePage
 
 PAGE = 1000
 READ_SIZE = 256 * 1024
@@ -23,6 +24,14 @@ class AsyncFilespace:
         self._connection = connection
         self._path = f"/v1/filespaces/{quote(context_id, safe='')}"
         self._content = f"{self._path}/content"
+
+    def with_approval(self, approval: ApprovalInfo | str) -> AsyncFilespace:
+        """The same filespace for an operation that was approved: repeat it exactly, and it is done once."""
+        return AsyncFilespace(self._connection.carrying(approved(approval)), self.context_id)
+
+    def waiting(self, seconds: float) -> AsyncFilespace:
+        """The same filespace, whose operations wait so long for a person before they raise `ApprovalNeeded`."""
+        return AsyncFilespace(self._connection.carrying(waiting(seconds), wait_s=seconds), self.context_id)
 
     async def list(self, prefix: str = "") -> AsyncIterator[FilespaceFile]:
         """The files whose paths begin with `prefix`, in the order of their paths, page by page."""

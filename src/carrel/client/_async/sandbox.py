@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import os
 import shlex
 import uuid
@@ -16,8 +17,10 @@ from carrel.client._async.commands import AsyncCommands
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.files import AsyncFiles, give, save
 from carrel.client._io_async import Progress
+from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
+    ApprovalInfo,
     ExecuteResult,
     FileChange,
     FileChanges,
@@ -43,19 +46,38 @@ class AsyncSandbox:
         self._identify(info)
 
     def _identify(self, info: SandboxInfo) -> None:
-        connection = self._connection
         self.id = info.id
         self.context_id = info.context_id
         self.ephemeral = info.ephemeral
         self.provider = info.provider
         self.unsafe = info.unsafe
         self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
-        self.commands = AsyncCommands(connection, self._path)
-        self.files = AsyncFiles(connection, self._path)
+        self._furnish()
+
+    def _furnish(self) -> None:
+        self.commands = AsyncCommands(self._connection, self._path)
+        self.files = AsyncFiles(self._connection, self._path)
 
     def __repr__(self) -> str:
         label = f" {self.context_id}" if self.context_id else ""
         return f"<{type(self).__name__} {self.id}{label} on {self.provider}{' UNSAFE' if self.unsafe else ''}>"
+
+    def with_approval(self, approval: ApprovalInfo | str) -> AsyncSandbox:
+        """The same sandbox for an operation that was approved: repeat it exactly, and it runs once."""
+        return self._seen(self._connection.carrying(approved(approval)))
+
+    def waiting(self, seconds: float) -> AsyncSandbox:
+        """The same sandbox, whose operations wait so long for a person before they raise `ApprovalNeeded`.
+
+        At most 600 seconds.
+        """
+        return self._seen(self._connection.carrying(waiting(seconds), wait_s=seconds))
+
+    def _seen(self, connection: AsyncConnection) -> AsyncSandbox:
+        view = copy.copy(self)
+        view._connection = connection
+        view._furnish()
+        return view
 
     async def info(self) -> SandboxInfo:
         """The sandbox as it is now."""

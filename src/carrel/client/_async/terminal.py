@@ -18,6 +18,7 @@ from carrel.models import CommandInfo
 
 MAX_MESSAGE = 16 * 1024 * 1024
 MAX_SENT = 256 * 1024
+OPEN_S = 10.0
 
 
 class AsyncTerminal:
@@ -37,11 +38,18 @@ class AsyncTerminal:
             query["command"] = command
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
-        headers = {"authorization": f"Bearer {token}"} if token else None
+        headers = {**({"authorization": f"Bearer {token}"} if token else {}), **connection.carried}
         proxy: Literal[True] | None = None if connection.address.loopback else True
         try:
             # Entered by hand, because the blocking `connect` is to be used as a context manager only.
-            opening = connect(url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy)
+            opening = connect(
+                url,
+                additional_headers=headers,
+                compression=None,
+                max_size=MAX_MESSAGE,
+                proxy=proxy,
+                open_timeout=OPEN_S + connection.wait_s,
+            )
             return cls(await opening.__aenter__())
         except InvalidStatus as error:
             raise problem_of(error.response.status_code, error.response.body) from None

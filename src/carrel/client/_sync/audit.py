@@ -50,7 +50,7 @@ class Audit:
                 "cursor": cursor,
                 "limit": PAGE,
             }
-            page = self._connection.get(AuditPage, "/v1/audit/records", query)
+            page = self._connection.get(AuditPage, "/v1/audit", query)
             yield from page.items
             cursor = page.next
             if cursor is None:

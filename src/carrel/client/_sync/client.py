@@ -8,10 +8,14 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from urllib.parse import quote
 
+from carrel.client._sync.approvals import Approvals
 from carrel.client._sync.audit import Audit
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.filespace import Filespace
+from carrel.client._sync.policies import Policy
 from carrel.client._sync.sandbox import Sandbox
+from carrel.client._sync.secrets import Secrets
+from carrel.client._sync.tokens import Tokens
 from carrel.client.locate import locate
 from carrel.client.requests import limits_body
 from carrel.errors import NotFound
@@ -25,7 +29,9 @@ class Client:
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0):
         self._connection = Connection(locate(url, token), timeout)
+        self.approvals = Approvals(self._connection)
         self.audit = Audit(self._connection)
+        self.tokens = Tokens(self._connection)
 
     @property
     def url(self) -> str:
@@ -75,6 +81,14 @@ class Client:
     def filespace(self, context_id: str) -> Filespace:
         """The filespace of a context. Asks nothing of the server, and needs no sandbox."""
         return Filespace(self._connection, context_id)
+
+    def policy(self, context_id: str) -> Policy:
+        """The policy of a context. Asks nothing of the server, and needs no sandbox."""
+        return Policy(self._connection, context_id)
+
+    def secrets(self, context_id: str) -> Secrets:
+        """The secrets of a context. Asks nothing of the server, and needs no sandbox."""
+        return Secrets(self._connection, context_id)
 
     def sandboxes(self) -> Iterator[SandboxInfo]:
         """Every sandbox the server knows, page by page."""

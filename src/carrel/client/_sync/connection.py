@@ -6,6 +6,7 @@ Knows transport and errors; knows no resource.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Generator, Mapping
 from typing import TypeVar
@@ -45,6 +46,8 @@ class Connection:
         self.headers = {"user-agent": "carrel-python", "accept-encoding": "identity"}
         if address.token:
             self.headers["authorization"] = f"Bearer {address.token}"
+        self.carried: dict[str, str] = {}
+        self.wait_s = 0.0
         self._default = httpx.Timeout(timeout, connect=min(CONNECT_S, timeout))
         self._http = httpx.Client(
             base_url=address.url,
@@ -55,13 +58,20 @@ class Connection:
             trust_env=not address.loopback,
         )
 
+    def carrying(self, headers: Mapping[str, str], *, wait_s: float = 0.0) -> Connection:
+        """The same pool for requests that carry these headers too, and may take `wait_s` longer to be answered."""
+        view = copy.copy(self)
+        view.carried = {**self.carried, **headers}
+        view.wait_s = wait_s or self.wait_s
+        return view
+
     def close(self) -> None:
         """Close every connection of the pool."""
         self._http.close()
 
     def patience(self, deadline: float | None) -> httpx.Timeout:
         """Timeouts for a request that waits for a command; without a deadline the server decides how long."""
-        read = None if deadline is None else deadline + GRACE_S
+        read = None if deadline is None else deadline + GRACE_S + self.wait_s
         return httpx.Timeout(self._default.write, connect=self._default.connect, read=read)
 
     def get(self, model: type[Model], path: str, query: Query | None = None) -> Model:
@@ -80,6 +90,10 @@ class Connection:
         """POST JSON, get a model."""
         response = self._send("POST", path, body=body, timeout=timeout, headers=headers)
         return self._parsed(model, response)
+
+    def put(self, model: type[Model], path: str, body: bytes) -> Model:
+        """PUT JSON, get a model."""
+        return self._parsed(model, self._send("PUT", path, body=body))
 
     def wait(self, model: type[Model], path: str) -> Model:
         """GET a model that the server gives when something has ended."""
@@ -113,7 +127,8 @@ class Connection:
             method,
             _target(path, query),
             content=source if whole else pieces(source, progress),  # type: ignore[arg-type,unused-ignore]
-            headers={"content-type": "application/octet-stream"},
+            headers={"content-type": "application/octet-stream", **self.carried},
+            timeout=self._usual(),
         )
         return self._parsed(model, self._open(request, stream=False))
 
@@ -171,13 +186,22 @@ class Connection:
         sent: Mapping[str, str] | None = headers
         if body is not None and json:
             sent = {**_JSON, **headers} if headers else _JSON
+        if self.carried:
+            sent = {**(sent or {}), **self.carried}
         return self._http.build_request(
             method,
             _target(path, query),
             content=body,
             headers=sent,
-            timeout=timeout or self._default,
+            timeout=timeout or self._usual(),
         )
+
+    def _usual(self) -> httpx.Timeout:
+        """The timeouts of a request without a deadline of its own, and with the time that it may wait for a person."""
+        usual = self._default
+        if not self.wait_s or usual.read is None:
+            return usual
+        return httpx.Timeout(usual.write, connect=usual.connect, read=usual.read + self.wait_s)
 
     def _open(self, request: httpx.Request, *, stream: bool) -> httpx.Response:
         try:

@@ -10,7 +10,8 @@ import httpx
 
 from carrel.client._io_sync import Progress, Source
 from carrel.client._sync.connection import Connection
-from carrel.models import FilespaceFile, FilespacePage
+from carrel.client.requests import approved, waiting
+from carrel.models import ApprovalInfo, FilespaceFile, FilespacePage
 
 PAGE = 1000
 READ_SIZE = 256 * 1024
@@ -24,6 +25,14 @@ class Filespace:
         self._connection = connection
         self._path = f"/v1/filespaces/{quote(context_id, safe='')}"
         self._content = f"{self._path}/content"
+
+    def with_approval(self, approval: ApprovalInfo | str) -> Filespace:
+        """The same filespace for an operation that was approved: repeat it exactly, and it is done once."""
+        return Filespace(self._connection.carrying(approved(approval)), self.context_id)
+
+    def waiting(self, seconds: float) -> Filespace:
+        """The same filespace, whose operations wait so long for a person before they raise `ApprovalNeeded`."""
+        return Filespace(self._connection.carrying(waiting(seconds), wait_s=seconds), self.context_id)
 
     def list(self, prefix: str = "") -> Iterator[FilespaceFile]:
         """The files whose paths begin with `prefix`, in the order of their paths, page by page."""

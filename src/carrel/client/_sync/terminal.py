@@ -19,6 +19,7 @@ from carrel.models import CommandInfo
 
 MAX_MESSAGE = 16 * 1024 * 1024
 MAX_SENT = 256 * 1024
+OPEN_S = 10.0
 
 
 class Terminal:
@@ -36,11 +37,18 @@ class Terminal:
             query["command"] = command
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
-        headers = {"authorization": f"Bearer {token}"} if token else None
+        headers = {**({"authorization": f"Bearer {token}"} if token else {}), **connection.carried}
         proxy: Literal[True] | None = None if connection.address.loopback else True
         try:
             # Entered by hand, because the blocking `connect` is to be used as a context manager only.
-            opening = connect(url, additional_headers=headers, compression=None, max_size=MAX_MESSAGE, proxy=proxy)
+            opening = connect(
+                url,
+                additional_headers=headers,
+                compression=None,
+                max_size=MAX_MESSAGE,
+                proxy=proxy,
+                open_timeout=OPEN_S + connection.wait_s,
+            )
             return cls(opening.__enter__())
         except InvalidStatus as error:
             raise problem_of(error.response.status_code, error.response.body) from None

@@ -1,0 +1,116 @@
+"""Approvals: what waits for a person, decided or watched."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+from starlette.responses import Response
+
+from carrel.api.guard import Router, require, who
+from carrel.api.parts import NDJSON, SSE, Plane, Stream, as_json, known_query, wants_sse
+from carrel.api.problems import problems
+from carrel.identity import Identity
+from carrel.models import (
+    ApprovalBatch,
+    ApprovalBatchResult,
+    ApprovalDecision,
+    ApprovalInfo,
+    ApprovalPage,
+    ApprovalState,
+)
+
+router = Router(prefix="/v1/approvals", tags=["approvals"], dependencies=[Depends(known_query)])
+
+ApprovalId = Annotated[str, Path(min_length=1, max_length=64, description="id of an approval")]
+_EVENT = {"schema": {"$ref": "#/components/schemas/ApprovalInfo"}}
+
+
+@router.get(
+    "",
+    operation_id="list_approvals",
+    summary="List approvals",
+    response_model=None,
+    responses={200: {"model": ApprovalPage}, **problems()},
+)
+async def list_approvals(
+    plane: Plane,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
+    state: Annotated[ApprovalState | None, Query(description="only in this state")] = None,
+    context_id: Annotated[str | None, Query(max_length=128)] = None,
+) -> Response:
+    """Newest first. Only what is in the token's reach, so that a page may have few or none and still a `next`."""
+    states = None if state is None else [state]
+    page = await plane.approvals.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
+    page.items = [info for info in page.items if who().reaches(info.context_id)]
+    return as_json(page)
+
+
+@router.get(
+    "/watch",
+    operation_id="watch_approvals",
+    summary="What waits, and every change, as it comes",
+    response_model=None,
+    responses={
+        200: {
+            "description": "An `ApprovalInfo` per line, or per server-sent event if asked for",
+            "content": {NDJSON: _EVENT, SSE: _EVENT},
+        },
+        **problems(),
+    },
+)
+async def watch_approvals(request: Request, plane: Plane) -> Response:
+    """First those that are pending, then each one that comes, is decided or expires, until the caller goes away."""
+    sse = wants_sse(request)
+    events = _events(plane.approvals.watch(), who(), sse)
+    return Stream(events, media_type=SSE if sse else NDJSON, headers={"cache-control": "no-store"})
+
+
+async def _events(watched: AsyncIterator[ApprovalInfo], identity: Identity, sse: bool) -> AsyncIterator[bytes]:
+    before, after = (b"data: ", b"\n\n") if sse else (b"", b"\n")
+    try:
+        async for info in watched:
+            if identity.reaches(info.context_id):
+                yield before + info.model_dump_json().encode() + after
+    finally:
+        await watched.aclose()  # type: ignore[attr-defined]
+
+
+@router.post(
+    "/decide",
+    operation_id="decide_approvals",
+    summary="Decide several approvals",
+    response_model=None,
+    responses={200: {"model": ApprovalBatchResult}, **problems(413)},
+)
+async def decide_approvals(body: ApprovalBatch, plane: Plane) -> Response:
+    """The same decision for each; one that cannot be decided does not keep the others."""
+    return as_json(await plane.approvals.decide_all(body, who()))
+
+
+@router.get(
+    "/{approval_id}",
+    operation_id="get_approval",
+    summary="One approval",
+    response_model=None,
+    responses={200: {"model": ApprovalInfo}, **problems(404)},
+)
+async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
+    """With the decision, once there is one."""
+    info = await plane.approvals.get(approval_id)
+    require("get_approval", info.context_id)
+    return as_json(info)
+
+
+@router.post(
+    "/{approval_id}/decide",
+    operation_id="decide_approval",
+    summary="Approve or deny",
+    response_model=None,
+    responses={200: {"model": ApprovalInfo}, **problems(404, 409, 413)},
+)
+async def decide_approval(approval_id: ApprovalId, body: ApprovalDecision, plane: Plane) -> Response:
+    """Once, for this operation in its context from now on, or with a rule for the context. Never one's own request."""
+    return as_json(await plane.approvals.decide(approval_id, body, who()))

@@ -1,0 +1,97 @@
+"""The audit log: search it, copy it out, see who signs it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from fastapi import Depends, Query
+from starlette.responses import Response
+
+from carrel.api.guard import Router, require
+from carrel.api.parts import NDJSON, Plane, Stream, as_json, known_query
+from carrel.api.problems import problems
+from carrel.audit import Filter, chain_of
+from carrel.models import AuditKey, AuditPage
+
+router = Router(prefix="/v1/audit", tags=["audit"], dependencies=[Depends(known_query)])
+
+ZSTD = "application/zstd"
+Context = Annotated[str | None, Query(max_length=128, description="only of this context; needed by who reaches few")]
+Word = Annotated[str | None, Query(max_length=128)]
+_FILE = {"schema": {"type": "string", "format": "binary"}}
+
+
+def _moment(given: datetime | None) -> float | None:
+    if given is None:
+        return None
+    return (given if given.tzinfo is not None else given.replace(tzinfo=UTC)).timestamp()
+
+
+@router.get(
+    "",
+    operation_id="search_audit",
+    summary="Find operations",
+    response_model=None,
+    responses={200: {"model": AuditPage}, **problems()},
+)
+async def search_audit(
+    plane: Plane,
+    *,
+    context_id: Context = None,
+    actor: Annotated[str | None, Query(max_length=200)] = None,
+    kind: Word = None,
+    name: Annotated[str | None, Query(max_length=128, description="the operation, such as run_command")] = None,
+    decision: Literal["allow", "deny", "ask"] | None = None,
+    result: Annotated[str | None, Query(max_length=128, description="`ok`, or the code of an error")] = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    text: Annotated[str | None, Query(min_length=1, max_length=200, description="in the arguments")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
+) -> Response:
+    """Newest first. A page may have few or none and still a `next`."""
+    require("search_audit", context_id)
+    wanted = Filter(
+        None if context_id is None else chain_of(context_id),
+        actor,
+        kind,
+        name,
+        decision,
+        result,
+        _moment(since),
+        _moment(until),
+        text,
+    )
+    return as_json(await plane.audit.search(wanted, limit=limit, cursor=cursor))
+
+
+@router.get(
+    "/export",
+    operation_id="export_audit",
+    summary="Copy the log out",
+    response_model=None,
+    responses={
+        200: {"description": "A file that `carrel audit verify` checks", "content": {NDJSON: _FILE, ZSTD: _FILE}},
+        **problems(),
+    },
+)
+async def export_audit(
+    plane: Plane, context_id: Context = None, compress: Annotated[bool, Query(description="with zstd")] = False
+) -> Response:
+    """Every chain, or that of one context, signed up to its end."""
+    require("export_audit", context_id)
+    pieces = plane.audit.export(None if context_id is None else [chain_of(context_id)], compress=compress)
+    return Stream(pieces, media_type=ZSTD if compress else NDJSON, headers={"cache-control": "no-store"})
+
+
+@router.get(
+    "/key",
+    operation_id="get_audit_key",
+    summary="Who signs the log",
+    response_model=None,
+    responses={200: {"model": AuditKey}, **problems()},
+)
+async def get_audit_key(plane: Plane) -> Response:
+    """The public key of this server's log."""
+    return as_json(AuditKey(node=plane.audit.node, key=plane.audit.key.public))

@@ -1,0 +1,75 @@
+"""The policy of a context: its documents, and what they say of a command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path
+from starlette.responses import Response
+
+from carrel.api.guard import Router, who
+from carrel.api.parts import Plane, as_json, known_query
+from carrel.api.problems import problems
+from carrel.control.policies import check_context
+from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
+
+
+def _context(context_id: Annotated[str, Path(max_length=128, description="a context id")]) -> str:
+    return check_context(context_id)
+
+
+Context = Annotated[str, Depends(_context)]
+router = Router(prefix="/v1/contexts/{context_id}/policy", tags=["policies"], dependencies=[Depends(known_query)])
+
+
+@router.get(
+    "",
+    operation_id="get_policy",
+    summary="The policy of a context",
+    response_model=None,
+    responses={200: {"model": PolicyInfo}, **problems()},
+)
+async def get_policy(context_id: Context, plane: Plane) -> Response:
+    """As it was given, with what its author should know. A context without one has version 0."""
+    return as_json(await plane.policies.get(context_id))
+
+
+@router.put(
+    "",
+    operation_id="put_policy",
+    summary="Change the policy of a context",
+    response_model=None,
+    responses={200: {"model": PolicyInfo}, **problems(409, 413)},
+)
+async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -> Response:
+    """Refused whole when a rule cannot be read. It holds from the next operation on."""
+    arguments = body.model_dump(mode="json", exclude_unset=True)
+    async with plane.operations.session_door("put_policy", arguments, "", "", context_id):
+        return as_json(await plane.policies.put(context_id, body, who().subject))
+
+
+@router.delete(
+    "",
+    operation_id="delete_policy",
+    summary="Forget the policy of a context",
+    status_code=204,
+    response_model=None,
+    responses=problems(),
+)
+async def delete_policy(context_id: Context, plane: Plane) -> Response:
+    """The server's own holds from now on."""
+    async with plane.operations.session_door("delete_policy", {}, "", "", context_id):
+        await plane.policies.delete(context_id)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/explain",
+    operation_id="explain_policy",
+    summary="What the policy says of a command",
+    response_model=None,
+    responses={200: {"model": Explanation}, **problems(413)},
+)
+async def explain_policy(context_id: Context, body: ExplainRequest, plane: Plane) -> Response:
+    """Part by part. Nothing is run."""
+    return as_json(await plane.policies.explain(context_id, body.command, body.cwd))

@@ -1,0 +1,58 @@
+"""The secrets of a context: put, listed by name, deleted. No route gives a value back."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path
+from starlette.responses import Response
+
+from carrel.api.guard import Router
+from carrel.api.parts import Plane, as_json, known_query
+from carrel.api.policies import Context
+from carrel.api.problems import problems
+from carrel.models import SecretList, SecretName, SecretValue
+
+router = Router(prefix="/v1/contexts/{context_id}/secrets", tags=["secrets"], dependencies=[Depends(known_query)])
+
+Name = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+@router.get(
+    "",
+    operation_id="list_secrets",
+    summary="The secrets of a context",
+    response_model=None,
+    responses={200: {"model": SecretList}, **problems()},
+)
+async def list_secrets(context_id: Context, plane: Plane) -> Response:
+    """Names and versions, never values."""
+    return as_json(await plane.secrets.list(context_id))
+
+
+@router.put(
+    "/{name}",
+    operation_id="put_secret",
+    summary="Keep a secret",
+    response_model=None,
+    responses={200: {"model": SecretName}, **problems(413, 422, 429, 502)},
+)
+async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane) -> Response:
+    """It is the file `/run/secrets/NAME` of the context's sandbox; a running one has it at once."""
+    async with plane.operations.session_door("put_secret", {"name": name}, "", "", context_id):
+        return as_json(await plane.secrets.put(context_id, name, body.bytes()))
+
+
+@router.delete(
+    "/{name}",
+    operation_id="delete_secret",
+    summary="Forget a secret",
+    status_code=204,
+    response_model=None,
+    responses=problems(404, 502),
+)
+async def delete_secret(context_id: Context, name: Name, plane: Plane) -> Response:
+    """A running sandbox loses it at once."""
+    async with plane.operations.session_door("delete_secret", {"name": name}, "", "", context_id):
+        await plane.secrets.delete(context_id, name)
+    return Response(status_code=204)

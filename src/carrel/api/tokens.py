@@ -1,0 +1,147 @@
+"""Tokens: make, list, revoke. A token is shown once, when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import Depends, Path, Query
+from starlette.responses import Response
+
+from carrel.api.guard import Router, who
+from carrel.api.parts import Plane, as_json, known_query
+from carrel.api.problems import problems
+from carrel.audit import Ending, Entry, server_chain
+from carrel.control.caller import caller
+from carrel.control.plane import ControlPlane
+from carrel.errors import NotFound
+from carrel.identity import Grant, Identity, Kind, Scope, Token
+from carrel.metrics import OK, outcome_of
+from carrel.models import NewToken, TokenInfo, TokenPage, TokenRequest
+
+router = Router(prefix="/v1/tokens", tags=["tokens"], dependencies=[Depends(known_query)])
+
+TokenId = Annotated[str, Path(min_length=1, max_length=64, description="id of a token")]
+
+
+def _time(moment: float | None) -> datetime | None:
+    return None if moment is None else datetime.fromtimestamp(moment, UTC)
+
+
+def _values(token: Token) -> dict[str, object]:
+    kept = token._asdict()
+    del kept["hash"]
+    moments = {name: _time(kept[name]) for name in ("created_at", "expires_at", "revoked_at", "used_at")}
+    return {**kept, **moments}
+
+
+def _within(token: Token, identity: Identity) -> bool:
+    """Whether a token reaches no further than who asks: only then is it theirs to see and revoke."""
+    if identity.namespace is not None and token.namespace != identity.namespace:
+        return False
+    return identity.contexts is None or (token.contexts is not None and identity.contexts >= set(token.contexts))
+
+
+@asynccontextmanager
+async def _recorded(plane: ControlPlane, name: str, arguments: Mapping[str, object]) -> AsyncIterator[None]:
+    """What is done with tokens belongs to no context: it is in the chain of the server."""
+    asked = caller.get()
+    entry = Entry(
+        server_chain(plane.audit.node),
+        asked.identity.subject,
+        "session",
+        name,
+        arguments=arguments,
+        arguments_hash=plane.audit.hash_arguments(arguments),
+        request=asked.request_id,
+    )
+    ticket = await plane.audit.begin(entry)
+    outcome = OK
+    try:
+        yield
+    except BaseException as error:
+        outcome = outcome_of(error)
+        raise
+    finally:
+        ticket.end(Ending(outcome))
+
+
+async def _known(plane: ControlPlane, token_id: str) -> Token:
+    token = await plane.tokens.get(token_id)
+    if not _within(token, who()):
+        raise NotFound(f"there is no token '{token_id}'", field="id", hint="list the tokens to see their ids")
+    return token
+
+
+@router.post(
+    "",
+    operation_id="create_token",
+    summary="Make a token",
+    status_code=201,
+    response_model=None,
+    responses={201: {"model": NewToken}, **problems(413)},
+)
+async def create_token(body: TokenRequest, plane: Plane) -> Response:
+    """Nobody gives away more than they have. The answer is the only place where the token is shown."""
+    expires = body.expires_at
+    if expires is not None and expires.tzinfo is None:
+        expires = expires.replace(tzinfo=UTC)
+    grant = Grant(
+        body.name,
+        Kind(body.kind),
+        [Scope(scope) for scope in body.scopes],
+        body.namespace,
+        body.contexts,
+        None if expires is None else expires.timestamp(),
+    )
+    async with _recorded(plane, "create_token", body.model_dump(mode="json", exclude_none=True)):
+        text, token = await plane.tokens.issue(grant, who())
+    answer = as_json(NewToken.model_validate({**_values(token), "token": text}), 201)
+    answer.headers["cache-control"] = "no-store"
+    return answer
+
+
+@router.get(
+    "",
+    operation_id="list_tokens",
+    summary="List tokens",
+    response_model=None,
+    responses={200: {"model": TokenPage}, **problems()},
+)
+async def list_tokens(
+    plane: Plane,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
+) -> Response:
+    """Newest first, revoked ones too. Only those that reach no further than the token of who asks."""
+    found, following = await plane.tokens.page(limit=limit, cursor=cursor)
+    mine = [TokenInfo.model_validate(_values(token)) for token in found if _within(token, who())]
+    return as_json(TokenPage(items=mine, next=following))
+
+
+@router.get(
+    "/{token_id}",
+    operation_id="get_token",
+    summary="One token",
+    response_model=None,
+    responses={200: {"model": TokenInfo}, **problems(404)},
+)
+async def get_token(token_id: TokenId, plane: Plane) -> Response:
+    """Everything but the token itself."""
+    return as_json(TokenInfo.model_validate(_values(await _known(plane, token_id))))
+
+
+@router.delete(
+    "/{token_id}",
+    operation_id="revoke_token",
+    summary="Revoke a token",
+    response_model=None,
+    responses={200: {"model": TokenInfo}, **problems(404)},
+)
+async def revoke_token(token_id: TokenId, plane: Plane) -> Response:
+    """It is worthless at once here, and within seconds on other servers. Revoking twice is no error."""
+    await _known(plane, token_id)
+    async with _recorded(plane, "revoke_token", {"id": token_id}):
+        return as_json(TokenInfo.model_validate(_values(await plane.tokens.revoke(token_id))))

@@ -1,0 +1,139 @@
+"""`approvals`, `approve` and `deny`: what agents wait for, and a person's answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from carrel.models import ApprovalBatchResult, ApprovalInfo
+
+Ids = Annotated[list[str], typer.Argument(metavar="ID…", help="Ids that `carrel approvals` shows.")]
+Message = Annotated[str | None, typer.Option("--message", "-m", help="Words for the agent.")]
+_COLOURS = {"pending": "yellow", "approved": "green", "denied": "red", "expired": "bright_black"}
+_WIDTH = 80
+
+
+def approvals(
+    every: Annotated[bool, typer.Option("--all", "-a", help="Also those that were decided or have expired.")] = False,
+    context: Annotated[
+        str | None, typer.Option("--context", "-c", help="Only of this context.", autocompletion=options.contexts)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on as they come and change, until Ctrl-C.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Show what waits for a person.
+
+    \b
+    carrel approvals
+    carrel approvals --watch
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        if watch:
+            for info in client.approvals.watch():
+                if context in {None, info.context_id}:
+                    _tell(info, json)
+            return
+        found = list(client.approvals.list(state=None if every else "pending", context_id=context))
+    if json:
+        print_json([info.model_dump(mode="json") for info in found])
+    elif found:
+        _show(found)
+    else:
+        note("nothing waits for a person" if not every else "nothing has waited for a person")
+
+
+def approve(
+    ids: Ids,
+    for_context: Annotated[
+        bool, typer.Option("--for-context", help="The same operation in its context, from now on.")
+    ] = False,
+    rule: Annotated[
+        str | None, typer.Option(metavar="RULE", help="Add a rule to the context's settings: 'shell(git push:*)'.")
+    ] = None,
+    message: Message = None,
+    json: options.Json = False,
+) -> None:
+    """Let an agent do what it asked for: once, unless said otherwise.
+
+    \b
+    carrel approve apr-1f2e3d4c5b6a7988
+    carrel approve apr-1f2e3d4c5b6a7988 --rule 'shell(git push:*)' -m 'this branch only, please'
+    """
+    if for_context and rule is not None:
+        raise typer.BadParameter("choose --for-context or --rule", param_hint="--rule")
+    scope = "rule" if rule is not None else "context" if for_context else "once"
+    _decide(ids, approve=True, scope=scope, rule=rule, message=message, json=json)
+
+
+def deny(ids: Ids, message: Message = None, json: options.Json = False) -> None:
+    """Refuse what an agent asked for; the message reaches it.
+
+    \b
+    carrel deny apr-1f2e3d4c5b6a7988
+    carrel deny apr-1f2e3d4c5b6a7988 -m 'use the test database'
+    """
+    _decide(ids, approve=False, scope="once", rule=None, message=message, json=json)
+
+
+def _decide(ids: list[str], *, approve: bool, scope: str, rule: str | None, message: str | None, json: bool) -> None:
+    from carrel.client import Client
+
+    with Client() as client:
+        result = client.approvals.decide_many(ids, approve=approve, scope=scope, rule=rule, message=message)
+    _told(result, json)
+    raise typer.Exit(1 if result.refused else 0)
+
+
+def _told(result: ApprovalBatchResult, json: bool) -> None:
+    from carrel.cli.failures import tell
+    from carrel.cli.shown import plain, print_json
+
+    if json:
+        print_json(result.model_dump(mode="json"))
+        return
+    for info in result.decided:
+        print(f"{info.state} {info.id} {plain(info.summary)}")
+    for name, why in result.refused.items():
+        tell(f"{name}: {why}")
+
+
+def _tell(info: ApprovalInfo, json: bool) -> None:
+    """One line that can be read, or parsed, as it comes."""
+    from carrel.cli.shown import plain, print_line
+
+    if json:
+        print_line(info.model_dump(mode="json"))
+        return
+    where = info.context_id or info.sandbox_id
+    what = f"{info.created_at.astimezone():%H:%M:%S} {info.state} {info.id} {where} {info.requested_by}: {info.summary}"
+    ending = f" ({info.reason})" if info.state == "pending" else f" (by {info.decided_by})" if info.decided_by else ""
+    print(plain(what + ending), flush=True)
+
+
+def _show(found: list[ApprovalInfo]) -> None:
+    from carrel.cli.shown import age, coloured, print_table
+
+    rows: list[list[str | Text]] = [
+        [
+            info.id,
+            coloured(info.state, _COLOURS[info.state]),
+            age(info.created_at),
+            info.context_id or info.sandbox_id,
+            info.requested_by,
+            info.kind,
+            info.summary if len(info.summary) <= _WIDTH else f"{info.summary[: _WIDTH - 1]}…",
+            info.reason if info.decided_by is None else f"{info.decided_by}: {info.message or info.state}",
+        ]
+        for info in found
+    ]
+    print_table(["ID", "STATE", "AGE", "CONTEXT", "WHO", "KIND", "WHAT", "WHY"], rows)

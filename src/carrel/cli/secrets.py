@@ -1,0 +1,78 @@
+"""`secret`: keep, list and forget the secrets of a context."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import InvalidRequest
+
+app = typer.Typer(help="Secrets: files in /run/secrets that only a context's sandbox sees.", no_args_is_help=True)
+
+Owner = Annotated[str, typer.Argument(metavar="CONTEXT", help="A context id.", autocompletion=options.contexts)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What the file is called.")]
+
+
+@app.command("set")
+def put(
+    context: Owner,
+    name: Name,
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Where the value is; without one, stdin.")] = "-",
+) -> None:
+    """Keep a secret. The value comes from a file or from standard input, never from the command line.
+
+    \b
+    carrel secret set conversation-42 API_KEY < key.txt
+    carrel secret set conversation-42 API_KEY key.txt
+    """
+    from carrel.cli.failures import note
+    from carrel.client import Client
+
+    if file == "-":
+        value = typer.prompt("value", hide_input=True).encode() if sys.stdin.isatty() else sys.stdin.buffer.read()
+    else:
+        try:
+            with open(file, "rb") as source:
+                value = source.read()
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
+    with Client() as client:
+        kept = client.secrets(context).put(name, value.rstrip(b"\r\n"))
+    note(f"{kept.name} is kept, version {kept.version}: /run/secrets/{kept.name}")
+
+
+@app.command("ls")
+def ls(context: Owner, json: options.Json = False) -> None:
+    """List the secrets of a context: names and versions, never values.
+
+    \b
+    carrel secret ls conversation-42
+    """
+    from carrel.cli.shown import age, print_json, print_table
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.secrets(context).list()
+    if json:
+        print_json([each.model_dump(mode="json") for each in found])
+        return
+    if found:
+        print_table(
+            ["NAME", "VERSION", "CHANGED"], [[each.name, str(each.version), age(each.updated_at)] for each in found]
+        )
+
+
+@app.command("rm")
+def remove(context: Owner, name: Name) -> None:
+    """Forget a secret. A running sandbox loses it at once.
+
+    \b
+    carrel secret rm conversation-42 API_KEY
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        client.secrets(context).delete(name)

@@ -1,0 +1,126 @@
+"""`token`: make, list and revoke tokens."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from carrel.models import TokenInfo
+
+app = typer.Typer(help="Tokens: who may do what, and where.", no_args_is_help=True)
+
+_UNITS = {"m": 60, "h": 3600, "d": 86_400}
+_COLOURS = {"good": "green", "expired": "bright_black", "revoked": "red"}
+
+
+@app.command("create")
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Who it is for; what they do is recorded under it.")],
+    kind: Annotated[str, typer.Option(help="person, agent or service.")],
+    scope: Annotated[list[str], typer.Option(help="read, operate, approve or administer; repeatable.")],
+    namespace: Annotated[
+        str | None, typer.Option(help="Only contexts of this namespace: what their ids have before the first colon.")
+    ] = None,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Only this context; repeatable.", autocompletion=options.contexts)
+    ] = None,
+    expires: Annotated[str | None, typer.Option(metavar="TIME", help="12h, 30d; by default it has no end.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Make a token. It is shown this once: put it where its owner finds it, as CARREL_TOKEN.
+
+    \b
+    carrel token create coder --kind agent --scope operate --namespace team --expires 30d
+    carrel token create ann --kind person --scope approve
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        made = client.tokens.create(
+            name, kind=kind, scopes=scope, namespace=namespace, contexts=context, expires=_duration(expires)
+        )
+    if json:
+        print_json(made.model_dump(mode="json"))
+        return
+    print(made.token)
+    note(f"{made.id} for {made.kind}:{made.name}; it is not shown again")
+
+
+@app.command("ls")
+def ls(
+    every: Annotated[bool, typer.Option("--all", "-a", help="Also those that were revoked or have expired.")] = False,
+    json: options.Json = False,
+) -> None:
+    """List tokens, newest first: everything about them but themselves.
+
+    \b
+    carrel token ls
+    """
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        found = [info for info in client.tokens.list() if every or _state(info) == "good"]
+    if json:
+        print_json([info.model_dump(mode="json") for info in found])
+    elif found:
+        _show(found)
+
+
+@app.command("revoke")
+def revoke(ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Ids that `carrel token ls` shows.")]) -> None:
+    """Make tokens worthless: at once on this server, within seconds on others.
+
+    \b
+    carrel token revoke tok-1f2e3d4c5b6a7988
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        for each in ids:
+            client.tokens.revoke(each)
+            print(f"revoked {each}")
+
+
+def _show(found: list[TokenInfo]) -> None:
+    from carrel.cli.shown import age, coloured, print_table
+
+    rows: list[list[str | Text]] = [
+        [
+            info.id,
+            f"{info.kind}:{info.name}",
+            ", ".join(info.scopes),
+            ", ".join(info.contexts) if info.contexts else f"{info.namespace}:*" if info.namespace else "everything",
+            coloured(state := _state(info), _COLOURS[state]),
+            age(info.created_at),
+            age(info.used_at) if info.used_at else "never",
+            f"{info.expires_at.astimezone():%Y-%m-%d %H:%M}" if info.expires_at else "never",
+        ]
+        for info in found
+    ]
+    print_table(["ID", "WHO", "SCOPES", "REACHES", "STATE", "AGE", "USED", "EXPIRES"], rows)
+
+
+def _state(info: TokenInfo) -> str:
+    if info.revoked_at is not None:
+        return "revoked"
+    return "expired" if info.expires_at is not None and info.expires_at <= datetime.now(UTC) else "good"
+
+
+def _duration(text: str | None) -> timedelta | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,6})([mhd])", text.strip())
+    if found is None or not int(found[1]):
+        raise typer.BadParameter(f"'{text}' is no duration such as 12h or 30d", param_hint="--expires")
+    return timedelta(seconds=int(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import io
+from datetime import UTC, datetime, timedelta
+
+import httpx
+
+from carrel.audit import verify
+from refusals import refused
+
+
+async def test_search_export_and_key(http: httpx.AsyncClient, governed: str) -> None:
+    for command in ("echo one", "echo two", "curl x"):
+        await http.post(f"{governed}/commands", json={"command": command})
+
+    async def found(**wanted: str) -> list[str]:
+        items = (await http.get("/v1/audit", params={"context_id": "team:a", **wanted})).json()["items"]
+        return [each["arguments"].get("command", each["name"]) for each in items]
+
+    assert await found(name="run_command") == ["curl x", "echo two", "echo one"]
+    assert await found(decision="deny") == ["curl x"]
+    assert await found(text="TWO") == ["echo two"]
+    assert await found(kind="shell", actor="administrator", limit="1") == ["curl x"]
+    now = datetime.now(UTC)
+    later = (now + timedelta(hours=1)).isoformat()
+    assert await found(since=later) == [] and len(await found(until=later)) == 5
+    assert len(await found(until=later.removesuffix("+00:00"))) == 5, "without a zone it is UTC"
+    first = (await http.get("/v1/audit", params={"limit": 2})).json()
+    second = (await http.get("/v1/audit", params={"limit": 2, "cursor": first["next"]})).json()
+    assert not {each["seq"] for each in first["items"]} & {each["seq"] for each in second["items"]}
+    refused(await http.get("/v1/audit", params={"decision": "perhaps"}), 400, "decision")
+    refused(await http.get("/v1/audit", params={"since": "yesterday"}), 400, "since")
+
+    key = (await http.get("/v1/audit/key")).json()["key"]
+    for params in ({}, {"compress": "1"}, {"context_id": "team:a"}):
+        exported = await http.get("/v1/audit/export", params=params)
+        kind = "application/zstd" if "compress" in params else "application/x-ndjson"
+        assert exported.headers["content-type"].startswith(kind)
+        assert verify(io.BytesIO(exported.content), keys=[key]).ok

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import APIRouter
+from fastapi.routing import APIRoute, APIWebSocketRoute
+
+from carrel.api import app as application
+from carrel.api.guard import THEMSELVES, GuardedRoute
+from carrel.client import AsyncSandbox
+from carrel.client._async.connection import AsyncConnection
+from carrel.client.locate import Address
+from carrel.errors import Denied
+from carrel.identity import COVERED, LISTED, scope_of
+from carrel.models import SandboxInfo
+from carrel.server import Running
+from governed import Known
+from refusals import Contract, refused
+
+ADMINISTER = {
+    "create_token", "get_token", "list_tokens", "revoke_token", "put_policy", "delete_policy",
+}  # fmt: skip
+"""What is deliberately for administrators only."""
+
+
+def test_every_operation_is_declared(contract: Contract) -> None:
+    found = {operation["operationId"] for _, _, operation in contract.operations()}
+    assert found <= set(COVERED), "declare its scope in identity.SCOPES"
+    assert {name for name in found if scope_of(name) == "administer"} == ADMINISTER
+    assert found >= THEMSELVES
+
+
+def test_every_route_is_guarded() -> None:
+    """A route that names a sandbox or a context is about that; any other is a list, asks itself, or is for all."""
+    sockets = []
+    for module in application._RESOURCES:
+        router: APIRouter = module.router
+        for route in router.routes:
+            if isinstance(route, APIWebSocketRoute):
+                sockets.append(route.path)
+                continue
+            assert isinstance(route, APIRoute) and type(route) is GuardedRoute, route
+            assert route.operation_id
+            if "{id}" in route.path or "{context_id}" in route.path:
+                assert route.operation_id not in THEMSELVES | LISTED
+            elif "{" in route.path:
+                assert route.operation_id in THEMSELVES
+    assert sockets == ["/v1/sandboxes/{id}/terminals"], "a socket asks for `permit` itself"
+
+
+def sent(method: str, path: str, operation: dict[str, Any], name: str) -> dict[str, Any]:
+    for place in ("id", "context_id"):
+        path = path.replace(f"{{{place}}}", name)
+    for place in ("cid", "snapshot_id"):
+        path = path.replace(f"{{{place}}}", "x")
+    needed = [each for each in operation.get("parameters", []) if each["in"] == "query" and each["required"]]
+    return {"method": method, "url": path, "params": {each["name"]: "x" for each in needed}}
+
+
+async def test_a_namespace_is_not_left(
+    http: httpx.AsyncClient, known: Known, contract: Contract, governed: str
+) -> None:
+    identity = (await http.get(governed)).json()["id"]
+    stranger = await known("other", "service", "administer", namespace="other")
+    for method, path, operation in contract.operations():
+        if "{id}" not in path and "{context_id}" not in path:
+            continue
+        told = []
+        for name in ("team:a", "team:absent", *([identity] if "{id}" in path else [])):
+            problem = refused(await stranger.request(**sent(method, path, operation, name)), 403, None)
+            assert problem["code"] == "denied_by_policy" and problem["rule"] == "reach"
+            assert "team:a'" not in problem["detail"] or name == "team:a"
+            told.append(problem["detail"].replace(name, ""))
+        assert len(set(told)) == 1, "what is there and what is not look the same"
+    refused(await stranger.post("/v1/sandboxes", json={"context_id": "team:a"}), 403, None)
+    refused(await stranger.post("/v1/sandboxes", json={}), 403, None)
+    refused(await stranger.get("/metrics"), 403, None)
+    for path in ("/v1/audit", "/v1/audit/export"):
+        refused(await stranger.get(path), 403, None)
+        refused(await stranger.get(path, params={"context_id": "team:a"}), 403, None)
+        assert (await stranger.get(path, params={"context_id": "other:x"})).status_code == 200
+    assert (await stranger.get("/v1/sandboxes")).json()["items"] == []
+    assert (await stranger.get("/v1/host")).status_code == 200
+    refused(await stranger.get("/v1/sandboxes/other:absent"), 404, "id")
+    made = await stranger.post("/v1/sandboxes", json={"context_id": "other:x", "trust": "high"})
+    assert made.status_code == 201
+    refused(await stranger.post(f"/v1/sandboxes/{made.json()['id']}/fork", json={"context_id": "team:b"}), 403, None)
+    assert [each["context_id"] for each in (await stranger.get("/v1/sandboxes")).json()["items"]] == ["other:x"]
+    assert {each["context_id"] for each in (await http.get("/v1/sandboxes")).json()["items"]} == {"other:x", "team:a"}
+
+
+async def test_scopes(http: httpx.AsyncClient, known: Known, contract: Contract, governed: str) -> None:
+    clients = {
+        "read": await known("r", "agent", "read"),
+        "operate": await known("o", "agent", "operate"),
+        "approve": await known("p", "person", "approve"),
+    }
+    covers = {"read": {"read"}, "operate": {"read", "operate"}, "approve": {"read", "approve"}}
+    for scope, client in clients.items():
+        for method, path, operation in contract.operations():
+            name = operation["operationId"]
+            if scope_of(name) not in covers[scope]:
+                problem = refused(await client.request(**sent(method, path, operation, "team:a")), 403, None)
+                assert problem["rule"] == f"scope({scope_of(name)})"
+    assert (await clients["read"].get(governed)).status_code == 200
+    assert (await clients["operate"].post(f"{governed}/commands", json={"command": "echo"})).status_code == 200
+
+
+async def test_a_token_for_some_contexts(known: Known, governed: str) -> None:
+    agent = await known("a", "agent", "operate", contexts=["team:a"])
+    assert (await agent.post(f"{governed}/commands", json={"command": "echo hi"})).json()["stdout"] == "hi\n"
+    refused(await agent.post("/v1/sandboxes", json={"context_id": "team:b"}), 403, None)
+    assert (await agent.get("/v1/audit", params={"context_id": "team:a"})).status_code == 200
+
+
+async def test_terminals_are_guarded(server: Running, http: httpx.AsyncClient, known: Known, governed: str) -> None:
+    info = SandboxInfo.model_validate((await http.get(governed)).json())
+    for client in (await known("r", "agent", "read"), await known("o", "agent", "operate", namespace="other")):
+        token = client.headers["authorization"].removeprefix("Bearer ")
+        connection = AsyncConnection(Address(server.url, token), 30)
+        with pytest.raises(Denied):
+            await AsyncSandbox(connection, info).terminal()
+        await connection.close()

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from carrel.audit import Filter, chain_of
+from carrel.config import Settings
+from carrel.control.plane import ControlPlane
+from carrel.errors import InvalidRequest, NotFound, Unsupported
+from carrel.models import CommandRequest, SandboxRequest
+
+VALUE = b"correct-horse-battery"
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"provider": "namespace"})})
+
+
+async def _cat(plane: ControlPlane, name: str = "PASSWORD") -> str:
+    command = (
+        f"wc -c < /run/secrets/{name}; cat /run/secrets/{name}; base64 /run/secrets/{name}; env; cat /proc/*/environ"
+    )
+    result = await plane.operations.run_command("c", CommandRequest(command=command))
+    assert VALUE.decode() not in result.stdout + result.stderr
+    return result.stdout
+
+
+async def test_a_secret_reaches_the_sandbox_and_nothing_else(plane: ControlPlane) -> None:
+    info = await plane.secrets.put("c", "PASSWORD", VALUE)
+    assert (info.name, info.version) == ("PASSWORD", 1)
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    shown = await _cat(plane)
+    assert shown.startswith(f"{len(VALUE)}\n[secret:PASSWORD]") and shown.count("[secret:PASSWORD]") == 2
+    await plane.operations.run_command("c", CommandRequest(command=f"echo {VALUE.decode()}"))
+    page = await plane.audit.search(Filter(chain=chain_of("c")), limit=100)
+    assert VALUE.decode() not in str(page.model_dump()) and "[secret:PASSWORD]" in str(page.model_dump())
+    taken = await plane.snapshots.take("c")
+    tar = b"".join([piece async for piece in await plane.snapshots.export("c", taken.id)])
+    assert VALUE not in tar
+    streamed = await plane.operations.start_command("c", CommandRequest(command="cat /run/secrets/PASSWORD; echo"))
+    chunks = [chunk.data async for chunk in plane.operations.command_output("c", streamed.id)]
+    assert VALUE not in b"".join(chunks) and b"[secret:PASSWORD]" in b"".join(chunks)
+
+
+async def test_a_secret_is_rotated_and_taken_away_while_the_sandbox_runs(plane: ControlPlane) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.secrets.put("c", "PASSWORD", b"first-value")
+    assert (await plane.secrets.put("c", "PASSWORD", VALUE)).version == 2
+    assert (await _cat(plane)).startswith(f"{len(VALUE)}\n")
+    assert [each.name for each in (await plane.secrets.list("c")).items] == ["PASSWORD"]
+    await plane.secrets.delete("c", "PASSWORD")
+    with pytest.raises(NotFound):
+        await plane.secrets.delete("c", "PASSWORD")
+    result = await plane.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
+    assert result.stdout == ""
+    assert (await plane.secrets.list("c")).items == []
+
+
+async def test_what_cannot_be_a_secret(plane: ControlPlane) -> None:
+    for name, value in (("a b", VALUE), ("OK", b"abc"), ("OK", b"x" * 70_000)):
+        with pytest.raises(InvalidRequest):
+            await plane.secrets.put("c", name, value)
+
+
+async def test_a_sandbox_without_a_place_for_them_does_not_start(settings: Settings) -> None:
+    plane = await ControlPlane.open(settings)
+    try:
+        await plane.secrets.put("c", "PASSWORD", VALUE)
+        with pytest.raises(Unsupported, match="no place for secrets"):
+            await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", provider="process", trust="high"))
+        assert plane.sessions.live() == []
+    finally:
+        await plane.close()
