@@ -102,7 +102,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     kind, location = str(first.get("type", "")), tuple(first.get("loc", ()))
     message = str(first.get("msg", "not valid"))
     field = _name(location) or "body"
-    if (kind in {"json_invalid", "model_attributes_type", "model_type", "dict_type"} and field in {"", "0"}) or (
+    if (kind in {"json_invalid", "model_attributes_type", "model_type", "dict_type"} and field in {"body", "0"}) or (
         kind == "json_invalid"
     ):
         why = str((first.get("ctx") or {}).get("error", message))[:200]
