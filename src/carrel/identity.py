@@ -310,7 +310,9 @@ class Tokens:
     def _check(self, grant: Grant, by: Identity) -> None:
         if not _NAME.fullmatch(grant.name):
             raise InvalidRequest(
-                "a name has 1 to 128 letters, digits and . _ @ -, and starts with a letter or digit", field="name"
+                "a name has 1 to 128 letters, digits and . _ @ -, and starts with a letter or digit",
+                field="name",
+                hint="for example coder-1",
             )
         if not grant.scopes:
             raise InvalidRequest("a token needs a scope", field="scopes", hint=f"they are: {', '.join(Scope)}")
@@ -323,13 +325,21 @@ class Tokens:
         if grant.namespace is not None and (":" in grant.namespace or not _NAME.fullmatch(grant.namespace)):
             raise InvalidRequest("this cannot be a namespace", field="namespace", hint="use letters, digits, . _ -")
         if grant.contexts is not None and not 0 < len(grant.contexts) <= MAX_CONTEXTS:
-            raise InvalidRequest(f"a token is for 1 to {MAX_CONTEXTS} contexts, or for all", field="contexts")
+            raise InvalidRequest(
+                f"a token is for 1 to {MAX_CONTEXTS} contexts, or for all",
+                field="contexts",
+                hint="leave it out for all",
+            )
         if grant.expires_at is not None and not grant.expires_at > self._clock():
-            raise InvalidRequest("the token would have expired already", field="expires_at")
+            raise InvalidRequest("the token would have expired already", field="expires_at", hint="name a later moment")
         if by.namespace is not None and grant.namespace != by.namespace:
-            raise InvalidRequest(f"you can give tokens for the namespace '{by.namespace}' only", field="namespace")
+            raise InvalidRequest(
+                f"you can give tokens for the namespace '{by.namespace}' only", field="namespace", hint="name it"
+            )
         if by.contexts is not None and not (grant.contexts is not None and by.contexts >= set(grant.contexts)):
-            raise InvalidRequest("you can give tokens for your own contexts only", field="contexts")
+            raise InvalidRequest(
+                "you can give tokens for your own contexts only", field="contexts", hint="name some of them"
+            )
         for context in grant.contexts or ():
             if not _CONTEXT.fullmatch(context):
                 raise InvalidRequest("this cannot be a context", field="contexts")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -9,7 +11,7 @@ import pytest
 
 from carrel.config import Settings
 from carrel.server import Running, running
-from governed import Known
+from governed import POLICY, Known
 from refusals import refused
 
 TOUCH = {"command": "echo x >> made; touch made"}
@@ -149,47 +151,33 @@ async def test_watching(known: Known, governed: str, kind: str) -> None:
     assert (await stranger.get("/v1/approvals")).json()["items"] == []
 
 
-async def test_a_restart_keeps_what_waits_and_lets_watchers_go(settings: Settings, server: Running) -> None:
-    """A second server on another directory, so that it can be ended and started again."""
-    chosen = settings.model_copy(update={"data_dir": f"{settings.data_dir}/again"})
-    policy = {"settings": {"permissions": {"allow": ["shell(echo:*)"]}}}
-    async with running(chosen) as first:
-        headers = {"authorization": f"Bearer {first.token}"}
-        async with httpx.AsyncClient(base_url=first.url, headers=headers, timeout=60) as root:
-            await root.put("/v1/contexts/c/policy", json=policy)
+async def test_a_restart_keeps_what_waits_and_lets_everybody_go(settings: Settings) -> None:
+    async with AsyncExitStack() as clients:
+
+        def client(server: Running, token: str | None) -> Awaitable[httpx.AsyncClient]:
+            headers = {"authorization": f"Bearer {token}"}
+            return clients.enter_async_context(httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60))
+
+        async with running(settings) as first:
+            root = await client(first, first.token)
+            await root.put("/v1/contexts/c/policy", json={"settings": POLICY})
             tokens = [
                 (await root.post("/v1/tokens", json={"name": name, "kind": kind, "scopes": [scope]})).json()["token"]
                 for name, kind, scope in (("coder", "agent", "operate"), ("ann", "person", "approve"))
             ]
             await root.post("/v1/sandboxes", json={"context_id": "c", "trust": "high"})
-            own = {"authorization": f"Bearer {tokens[0]}"}
-            answer = await root.post("/v1/sandboxes/c/commands", json={"command": "id"}, headers=own)
-            handle = answer.json()["approval"]
-            watching = root.stream("GET", "/v1/approvals/watch")
-            lines = (await watching.__aenter__()).aiter_lines()
-            assert json.loads(await anext(lines))["id"] == handle
-            waits = asyncio.ensure_future(
-                root.post("/v1/sandboxes/c/commands", json={"command": "id"}, headers={**own, "carrel-wait": "600"})
-            )
-            while len((await root.get("/v1/audit", params={"name": "run_command"})).json()["items"]) < 1:
-                await asyncio.sleep(0.02)
-            ending = asyncio.ensure_future(_rest(lines))
-            await asyncio.sleep(0)
-            first_url = first.url
-    assert await ending == [] and first_url
-    await asyncio.gather(waits, return_exceptions=True)
-    async with running(chosen) as second:
-        agent, ann = (
-            httpx.AsyncClient(base_url=second.url, headers={"authorization": f"Bearer {token}"}, timeout=60)
-            for token in tokens
-        )
-        async with agent, ann:
+            agent = await client(first, tokens[0])
+            path, wait = "/v1/sandboxes/c/commands", {"carrel-wait": "600"}
+            waiting = asyncio.ensure_future(agent.post(path, json={"command": "id"}, headers=wait))
+            watched = await clients.enter_async_context(root.stream("GET", "/v1/approvals/watch"))
+            lines = watched.aiter_lines()
+            handle = json.loads(await anext(lines))["id"]
+        assert (await waiting).json()["approval"] == handle, "who waits is told"
+        assert [line async for line in lines if line] == []
+        async with running(settings) as second:
+            agent, ann = await client(second, tokens[0]), await client(second, tokens[1])
             assert (await ann.get(f"/v1/approvals/{handle}")).json()["state"] == "pending"
             assert (await ann.post(f"/v1/approvals/{handle}/decide", json={"approve": True})).status_code == 200
             await agent.post("/v1/sandboxes", json={"context_id": "c"})
             given = {"carrel-approval": handle}
-            assert (await agent.post("/v1/sandboxes/c/commands", json={"command": "id"}, headers=given)).is_success
-
-
-async def _rest(lines: Any) -> list[str]:
-    return [line async for line in lines if line]
+            assert (await agent.post(path, json={"command": "id"}, headers=given)).json()["exit_code"] == 0

@@ -69,6 +69,7 @@ async def test_an_approval_and_the_name_of_a_request(http: httpx.AsyncClient) ->
     named = await http.get("/v1/sandboxes", headers={"x-request-id": "mine-1", "carrel-wait": "60"})
     assert named.headers["x-request-id"] == "mine-1"
     made_up = {
-        (await http.get("/v1/sandboxes", headers={"x-request-id": bad})).headers["x-request-id"] for bad in "é \\"
+        (await http.get("/v1/sandboxes", headers={"x-request-id": bad})).headers["x-request-id"]
+        for bad in ("a b", "", "\\")
     }
     assert len(made_up) == 3 and all(len(name) == 16 for name in made_up)

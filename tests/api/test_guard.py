@@ -21,6 +21,7 @@ from refusals import Contract, refused
 
 ADMINISTER = {
     "create_token", "get_token", "list_tokens", "revoke_token", "put_policy", "delete_policy",
+    "list_secrets", "put_secret", "delete_secret",
 }  # fmt: skip
 """What is deliberately for administrators only."""
 
@@ -53,7 +54,7 @@ def test_every_route_is_guarded() -> None:
 def sent(method: str, path: str, operation: dict[str, Any], name: str) -> dict[str, Any]:
     for place in ("id", "context_id"):
         path = path.replace(f"{{{place}}}", name)
-    for place in ("cid", "snapshot_id"):
+    for place in ("cid", "snapshot_id", "name"):
         path = path.replace(f"{{{place}}}", "x")
     needed = [each for each in operation.get("parameters", []) if each["in"] == "query" and each["required"]]
     return {"method": method, "url": path, "params": {each["name"]: "x" for each in needed}}

@@ -13,7 +13,10 @@ import carrel
 from carrel import client
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = ["Client", "Sandbox", "Commands", "Command", "Files", "Filespace", "Terminal", "OutputStream"]
+PAIRS = [
+    "Approvals", "Audit", "Client", "Sandbox", "Commands", "Command", "Files", "Filespace", "Policy", "Terminal",
+    "Tokens", "OutputStream",
+]  # fmt: skip
 SPECIAL = {
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",

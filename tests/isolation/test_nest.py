@@ -86,6 +86,31 @@ def test_a_child_becomes_what_was_asked_for(kind: str, workspaces: Path) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_refused_where_nothing_is_isolated(kind: str, workspaces: Path) -> None:
+    run(
+        kind,
+        workspaces,
+        """
+        from carrel.errors import PlatformError
+        from carrel.isolation.masks import Masks, pack
+        child = nest.hatch(rehearse=False)
+        before = len(os.listdir("/proc/self/fd"))
+        masks = pack(Masks(("base64",)))
+        try:
+            nest.furnish(child, Spec("s", "w1", masked=True), listener.fileno(), masks)
+        except PlatformError:
+            assert not isolate
+            kill(child.pid)
+        else:
+            assert isolate and heard(child) == b"ready"
+            assert json.loads(os.read(told, 4096))["fds"] < 12, "what masks are made from was left open"
+        os.close(masks)
+        bury(child)
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_supervisor_that_fails_ends_its_child(kind: str, workspaces: Path) -> None:
     run(
         kind,

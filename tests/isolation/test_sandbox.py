@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from carrel.isolation import linux, sandbox
+from carrel.isolation.masks import Masks
 from sandboxes import KINDS, Box, House
 
 needs_namespaces = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
@@ -58,6 +59,23 @@ async def test_the_supervisor_is_out_of_reach(inside: Box) -> None:
     assert result["exit_code"] != 0
     assert result["stdout"].replace("total 0", "").strip() == ""
     assert result["stderr"].count("ermission denied") >= 6
+
+
+@needs_namespaces
+async def test_masks_are_on_before_anything_runs_and_nothing_of_their_making_is_left(houses: dict[str, House]) -> None:
+    house = House("namespace", houses["namespace"].directory)
+    async with house.box() as plain, house.box(masks=Masks(("base64",), ("/etc/hosts",))) as worn:
+        mounts = [
+            (await box.supervisor.run("cat /proc/self/mountinfo"))["stdout"].splitlines() for box in (plain, worn)
+        ]
+        added = [line.split() for line in mounts[1][len(mounts[0]) :]]
+        assert sorted(line[4] for line in added) == ["/etc/hosts", "/usr/bin/base64"]
+        assert all({"ro", "nosuid", "nodev"} <= set(line[5].split(",")) for line in added)
+        assert (await worn.supervisor.run("ls / | sort"))["stdout"] == (await plain.supervisor.run("ls / | sort"))[
+            "stdout"
+        ]
+        assert (await worn.supervisor.run("base64 --version"))["exit_code"] == 126
+    await house.provider.close()
 
 
 def test_a_zygote_that_gives_up_before_the_ids_are_mapped() -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from carrel.errors import PlatformError
+from carrel.errors import InvalidRequest, PlatformError, Unsupported
+from carrel.providers import Capability, Masks
+from carrel.providers.zygotes import ZygoteClient
 from sandboxes import KINDS, ROOT, House, Supervisor, parent, provider, status, until
 
 
@@ -90,6 +92,61 @@ async def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None
     with pytest.raises(PlatformError, match="shorter path"):
         await house.provider.start(house.launch())
     await house.provider.close()
+
+
+async def test_masks_are_worn_or_refused(house: House) -> None:
+    launch = house.launch(masks=Masks(("base64",), refusal={"base64": "no"}))
+    if Capability.MASKS not in house.provider.capabilities():
+        with pytest.raises(Unsupported) as caught:
+            await house.provider.start(launch)
+        assert caught.value.extra["capabilities"] == ["masks"]
+    else:
+        for _ in range(3):  # the second time from what the zygote remembers, and from spares
+            handle = await house.provider.start(launch)
+            supervisor = Supervisor(str(handle["socket"]))
+            result = await supervisor.run("base64 --version")
+            assert (result["exit_code"], result["stdout"], result["stderr"]) == (126, "", "no\n")
+            await supervisor.http.aclose()
+            await house.provider.remove(handle)
+        async with house.box() as box:
+            assert (await box.supervisor.run("base64 --version"))["exit_code"] == 0
+    shutil.rmtree(launch.workspace)
+
+
+@pytest.mark.parametrize("bad", [Masks(("../x",)), Masks((), ("/proc/**",)), Masks(writable=("/etc",))])
+@pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
+async def test_masks_that_are_no_masks_start_nothing(houses: dict[str, House], bad: Masks) -> None:
+    house = House("namespace", houses["namespace"].directory)
+    launch = house.launch(masks=bad)
+    with pytest.raises((InvalidRequest, Unsupported)):
+        await house.provider.start(launch)
+    assert launch.id not in await house.provider.running()
+    await house.provider.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_zygote_checks_masks_itself(houses: dict[str, House], kind: str) -> None:
+    house = House(kind, houses[kind].directory)
+    launch = house.launch()
+    client = ZygoteClient(str(house.directory / "run"), str(house.directory / "ws"), plain=kind == "process")
+    listener, masks = os.memfd_create("listener"), os.memfd_create("masks")
+    body = {"id": launch.id, "workspace": os.path.basename(launch.workspace)}
+    try:
+        for content in (b"{}", b'{"programs": ["../x"], "hidden": [], "writable": null, "refusal": {}}'):
+            os.pwrite(masks, content, 0)
+            with pytest.raises(PlatformError, match="cannot be masked" if kind == "process" else "malformed|absolute"):
+                await client.request("start", (listener, masks), masked=True, **body)
+        for fds, more in (((listener,), {"masked": True}), ((listener, masks), {}), ((), {})):
+            with pytest.raises(PlatformError, match="carries"):
+                await client.request("start", fds, **more, **body)
+        assert launch.id not in await house.provider.running()
+        async with house.box() as box:
+            assert (await box.supervisor.run("echo on"))["stdout"] == "on\n"
+    finally:
+        os.close(listener)
+        os.close(masks)
+        await client.close()
+        await house.provider.close()
 
 
 async def test_thirty_at_once(house: House) -> None:

@@ -52,6 +52,7 @@ async def search_audit(
 ) -> Response:
     """Newest first. A page may have few or none and still a `next`."""
     require("search_audit", context_id)
+    await plane.audit.flush()  # whoever just did something finds it
     wanted = Filter(
         None if context_id is None else chain_of(context_id),
         actor,

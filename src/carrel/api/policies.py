@@ -45,7 +45,7 @@ async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -
     """Refused whole when a rule cannot be read. It holds from the next operation on."""
     arguments = body.model_dump(mode="json", exclude_unset=True)
     async with plane.operations.session_door("put_policy", arguments, "", "", context_id):
-        return as_json(await plane.policies.put(context_id, body, who().subject))
+        return as_json(await plane.put_policy(context_id, body, who().subject))
 
 
 @router.delete(

@@ -7,6 +7,7 @@ import time
 
 from carrel.control.connection import SupervisorConnection
 from carrel.errors import PlatformError
+from carrel.providers import Masks
 from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord
 
@@ -22,6 +23,7 @@ class LiveSandbox:
         "in_flight",
         "last_activity",
         "leased_until",
+        "masks",
         "oom_kills",
         "over_quota",
         "provider",
@@ -45,6 +47,8 @@ class LiveSandbox:
         """Whether it may have changed its files since the last snapshot."""
         self.to_push = False
         """Whether it may have changed its files since the last push to the filespace."""
+        self.masks: Masks | None = None
+        """What of the policy holds inside it since it started."""
         self.has_secrets = False
         """Whether it was given secrets, which may have to be taken away."""
         self.oom_kills = 0

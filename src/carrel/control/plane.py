@@ -17,6 +17,7 @@ from carrel.control.governor import Governor
 from carrel.control.janitor import Janitor
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandboxes
+from carrel.control.masking import masks_of
 from carrel.control.operations import Operations
 from carrel.control.ownership import Ownership
 from carrel.control.policies import Policies
@@ -29,9 +30,9 @@ from carrel.control.workspaces import MB, Workspaces
 from carrel.errors import CarrelError, ProviderUnavailable
 from carrel.identity import Tokens
 from carrel.metrics import Metrics
-from carrel.models import HostReport
+from carrel.models import HostReport, PolicyDocuments, PolicyInfo, SandboxRequest
 from carrel.policy.layers import Layer
-from carrel.providers import open_providers
+from carrel.providers import Masks, open_providers
 from carrel.providers.base import Provider
 from carrel.secrets import Vault
 from carrel.store import Database, FilespaceStore, SecretStore, SessionRecord, SessionStore
@@ -93,6 +94,7 @@ class ControlPlane:
         self.leasing = Leasing(live, self.store, ownership)
         self.secrets = Secrets(vault, SecretStore(database), live)
         self.sessions.on_started(self.secrets.give)
+        self.sessions.mask_with(self._masks)
         self.policies = Policies(PolicyStore(database), policy)
         self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
         self.approvals.add_rule = self.policies.add_rule
@@ -176,6 +178,23 @@ class ControlPlane:
             plane._webhook.start()
         plane._upkeep = asyncio.get_running_loop().create_task(plane.janitor.run())
         return plane
+
+    async def put_policy(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
+        """Change the policy of a context. The door follows it at once; what a running sandbox has masked changes when
+        it is restarted, which is done when asked for.
+        """
+        info = await self.policies.put(context_id, given, by)
+        box = next((box for box in self.sessions.live() if box.record.context_id == context_id), None)
+        if box is None or await self._masks(context_id) == box.masks:
+            return info
+        if not given.restart:
+            return info.model_copy(update={"restart_needed": True})
+        await self.sessions.stop(box.record.id, "its policy was changed")
+        await self.sessions.deploy_or_resume(SandboxRequest(context_id=context_id))
+        return info
+
+    async def _masks(self, context_id: str | None) -> Masks | None:
+        return masks_of(await self.policies.of(context_id), context_id)
 
     async def _adopt_chain(self, record: SessionRecord) -> None:
         """What the server before left open in the audit log of a context is closed, and told."""

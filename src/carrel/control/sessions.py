@@ -31,6 +31,7 @@ from carrel.errors import (
     RunsElsewhere,
 )
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
+from carrel.providers import Masks
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
 
@@ -64,6 +65,10 @@ class Sessions:
     def pull_with(self, pull: Sync) -> None:
         """How changes of a filespace come into a workspace before its sandbox starts."""
         self._starting.pull = pull
+
+    def mask_with(self, masks: Callable[[str | None], Awaitable[Masks | None]]) -> None:
+        """What says which programs and files a sandbox of a context must not reach."""
+        self._starting.masks = masks
 
     def on_started(self, call: Callable[[LiveSandbox], Awaitable[None]]) -> None:
         """What to call when a sandbox runs and nobody uses it yet."""

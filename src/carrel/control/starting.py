@@ -21,7 +21,8 @@ from carrel.control.terms import changes, launch, plan
 from carrel.control.workspaces import Provided, Workspaces
 from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
 from carrel.models import SandboxInfo, SandboxRequest
-from carrel.providers.base import Handle, Provider
+from carrel.providers import Masks
+from carrel.providers.base import Capability, Handle, Provider
 from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.starting")
@@ -34,6 +35,10 @@ async def no_sync(_record: SessionRecord, _path: str) -> None:
 
 async def _nothing(_record: SessionRecord) -> None:
     return
+
+
+async def _no_masks(_context: str | None) -> Masks | None:
+    return None
 
 
 async def _nothing_of(_box: LiveSandbox) -> None:
@@ -62,6 +67,8 @@ class Starting:
         self.closing = False
         """Set when the server ends: what is being started then is taken back."""
         self.pull: Sync = no_sync
+        self.masks: Callable[[str | None], Awaitable[Masks | None]] = _no_masks
+        """What a sandbox of a context must not reach."""
         self.on_started: Callable[[LiveSandbox], Awaitable[None]] = _nothing_of
         """Called when a sandbox runs and nobody uses it yet; when it raises, the start has failed."""
         self.on_moved: Callable[[SessionRecord], Awaitable[None]] = _nothing
@@ -94,11 +101,15 @@ class Starting:
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
             late = await self._pull(record, provided.path) if record.filespace else None
-            handle = await provider.start(launch(record, provider, provided.path))
+            masks = await self.masks(record.context_id)
+            if masks is not None:
+                provider.require(Capability.MASKS)
+            handle = await provider.start(launch(record, provider, provided.path, masks))
             await writing
             await self._workspaces.recorded(record)
             box = LiveSandbox(record, provider, handle, provided.path)
             box.leased_until = self._ownership.deadline(began)
+            box.masks = masks
             await self.on_started(box)
             if self.closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")

@@ -13,7 +13,7 @@ from carrel.config import Settings
 from carrel.control.lifecycle import LIVE, Event, next_state
 from carrel.errors import Conflict, InvalidRequest
 from carrel.models import Limits, Network, SandboxRequest, State
-from carrel.providers import choose
+from carrel.providers import Masks, choose
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Launch, Provider
 from carrel.store import SessionRecord
 
@@ -98,7 +98,7 @@ def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:
     return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}
 
 
-def launch(record: SessionRecord, provider: Provider, workspace: str) -> Launch:
+def launch(record: SessionRecord, provider: Provider, workspace: str, masks: Masks | None = None) -> Launch:
     """What the provider is told."""
     limits = record.limits
     return Launch(
@@ -110,6 +110,7 @@ def launch(record: SessionRecord, provider: Provider, workspace: str) -> Launch:
         disk_mb=limits.disk_mb if Capability.LIMIT_DISK in provider.capabilities() else None,
         processes=limits.processes,
         env=record.env,
+        masks=masks,
     )
 
 

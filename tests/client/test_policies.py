@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from carrel import Client
+from carrel.errors import Conflict, InvalidRequest
+from governed import POLICY
+
+
+def test_get_put_explain_delete(client: Client) -> None:
+    policy = client.policy(f"p:{uuid.uuid4().hex[:12]}")
+    assert policy.get().version == 0
+    sources = {"runtime": {"languages": ["bash"]}}
+    assert policy.put(settings=POLICY, sources=sources, version=0).version == 1
+    with pytest.raises(Conflict):
+        policy.put(settings=POLICY, version=0)
+    assert policy.put(sources=None).settings == POLICY, "what is not given stays"
+    assert policy.get().sources is None
+    assert policy.explain("curl x").verdict == "deny"
+    assert policy.explain(["id"], cwd="a").verdict == "ask"
+    with pytest.raises(InvalidRequest):
+        policy.put(settings={"permissions": {"allow": [object()]}})
+    with pytest.raises(InvalidRequest):
+        policy.put(settings={"permissions": {"allow": ["shell("]}})
+    policy.delete()
+    assert policy.get().settings is None

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from carrel.control.masking import masks_of, unmasked
+from carrel.control.plane import ControlPlane
+from carrel.errors import Denied
+from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest
+from carrel.policy import settings as document
+from carrel.policy.layers import Layer, Policy
+
+EXAMPLES = Path(__file__).parent.parent / "policy" / "examples"
+
+
+def _policy(allow: list[str], deny: list[str]) -> Policy:
+    text = json.dumps({"permissions": {"allow": allow, "deny": deny}})
+    return Policy.of([Layer("settings.json", document.load(text))], context_id="c", workspace="/workspace")
+
+
+def test_only_what_is_denied_outright_is_masked() -> None:
+    deny = ["shell(curl:*)", "shell(rm -rf /:*)", "shell(nc)", "file(read:/etc/shadow:*)", "file(read:/proc/**:*)"]
+    policy = _policy(["shell(ls:*)"], [*deny, "file(read:${WORKSPACE}/se\\*cret/**)"])
+    masks = masks_of(policy, "c")
+    assert masks is not None
+    assert masks.programs == ("curl",)
+    assert "/etc/shadow" in masks.hidden and "/workspace/se\\*cret" in masks.hidden
+    assert not any(path.startswith("/proc") for path in masks.hidden)
+    assert masks.writable is None
+    told = json.loads(masks.refusal["curl"])
+    assert (told["code"], told["rule"], told["retry"]) == ("denied_by_policy", "shell(curl:*)", False)
+    assert unmasked(policy) == ["file(read:/proc/**:*)"]
+
+
+@pytest.mark.parametrize(
+    ("allow", "writable"),
+    [
+        ([], None),
+        (["file(write:${WORKSPACE}/**)"], None),
+        (["file(write:${WORKSPACE}/data/**)", "file(write:${WORKSPACE}/notes.txt)"], ("/workspace/data/**", "/workspace/notes.txt")),
+        (["file(write:${WORKSPACE}/out/*.csv)"], ("/workspace/out/**",)),
+        (["file(write:/tmp/**)"], ()),
+    ],
+)  # fmt: skip
+def test_what_may_be_written(allow: list[str], writable: tuple[str, ...] | None) -> None:
+    masks = masks_of(_policy([*allow, "shell(ls:*)"], ["shell(curl:*)"]), "c")
+    assert masks is not None and masks.writable == writable
+
+
+def test_without_a_policy_there_is_nothing_to_mask() -> None:
+    assert masks_of(Policy.open(), None) is None
+    assert masks_of(_policy(["shell(ls:*)"], ["shell(rm -rf /:*)"]), "c") is None
+
+
+async def test_a_denied_program_cannot_be_run_from_a_script_either(plane: ControlPlane) -> None:
+    settings = {
+        "permissions": {
+            "allow": ["shell(sh:*)", "shell(python3:*)", "file(read:${WORKSPACE}/**)", "file(write:${WORKSPACE}/data/**)"],
+            "deny": ["shell(head:*)", "file(read:/etc/passwd)"],
+        }
+    }  # fmt: skip
+    await plane.policies.put("c", PolicyDocuments.model_validate({"settings": settings}), "person:ann")
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    with pytest.raises(Denied):
+        await plane.operations.run_command("c", CommandRequest(command="head -1 /dev/null"))
+    await plane.operations.write_file("c", "data/script", b"head -c 3 /dev/zero\n")
+    result = await plane.operations.run_command("c", CommandRequest(command="sh data/script"))
+    assert result.exit_code == 126
+    assert json.loads(result.stderr)["rule"] == "shell(head:*)"
+    code = "import subprocess; print(subprocess.run(['/usr/bin/head']).returncode); open('/etc/passwd')"
+    result = await plane.operations.run_command("c", CommandRequest(command=["python3", "-c", code]))
+    assert result.stdout == "126\n" and "PermissionError" in result.stderr
+    code = "open('data/x', 'w'); open('x', 'w')"
+    result = await plane.operations.run_command("c", CommandRequest(command=["python3", "-c", code]))
+    assert "Read-only file system: 'x'" in result.stderr
+
+
+async def test_a_changed_policy_holds_inside_after_a_restart(plane: ControlPlane) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    settings = {"permissions": {"allow": ["shell(sh:*)"], "deny": ["shell(head:*)"]}}
+    given = PolicyDocuments.model_validate({"settings": settings})
+    assert (await plane.put_policy("c", given, "person:ann")).restart_needed
+    request = CommandRequest(command=["sh", "-c", "eval 'hea'd' -c 1 /dev/zero'"])
+    with pytest.raises(Denied):
+        await plane.operations.run_command("c", CommandRequest(command="head x"))
+    restarted = await plane.put_policy("c", given.model_copy(update={"restart": True}), "person:ann")
+    assert not restarted.restart_needed
+    await plane.policies.delete("c")
+    assert (await plane.operations.run_command("c", request)).exit_code == 126
+    assert (
+        await plane.put_policy("c", PolicyDocuments.model_validate({"settings": None}), "person:ann")
+    ).restart_needed
