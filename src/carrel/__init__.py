@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from carrel.errors import (
         AlreadyExists,
+        ApprovalNeeded,
         ArchiveUnavailable,
         CarrelError,
         CommandFailed,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from carrel.models import (
+        ApprovalInfo,
         CommandInfo,
         CommandResult,
         FileInfo,
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlreadyExists",
+    "ApprovalInfo",
+    "ApprovalNeeded",
     "ArchiveUnavailable",
     "AsyncClient",
     "AsyncCommand",
@@ -111,6 +115,7 @@ __all__ = [
 ]
 
 _MODELS = {
+    "ApprovalInfo",
     "CommandInfo",
     "CommandResult",
     "FileInfo",

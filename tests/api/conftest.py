@@ -18,7 +18,7 @@ from refusals import Contract
 @pytest.fixture
 def settings() -> Iterator[Settings]:
     path = tempfile.mkdtemp(prefix="carrel-t-")
-    flags = {"data_dir": path, "port": 0, "max_body_mb": 1, "sandbox.allow_process": True}
+    flags = {"data_dir": path, "port": 0, "max_body_mb": 1, "sandbox.allow_process": True, "volumes": "directory"}
     yield load(flags, environ={})
     shutil.rmtree(path)
 

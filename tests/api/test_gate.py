@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from carrel.api.gate import _seconds
 from carrel.config import Settings
 from carrel.errors import InvalidRequest
 from carrel.server import Running, running
@@ -73,3 +76,11 @@ async def test_an_approval_and_the_name_of_a_request(http: httpx.AsyncClient) ->
         for bad in ("a b", "", "\\")
     }
     assert len(made_up) == 3 and all(len(name) == 16 for name in made_up)
+
+
+@given(st.binary(max_size=12) | st.floats().map(lambda value: str(value).encode()))
+def test_any_bytes_are_seconds_or_refused(text: bytes) -> None:
+    try:
+        assert 0 <= _seconds(text) <= 600
+    except InvalidRequest as error:
+        assert error.field == "Carrel-Wait"

@@ -20,7 +20,10 @@ COMMANDS = sorted(str(each.name) for each in app.registered_commands)
 
 def test_the_commands_are_these() -> None:
     expected = [
+        "approvals",
+        "approve",
         "cp",
+        "deny",
         "diff",
         "doctor",
         "download",
@@ -149,4 +152,4 @@ def test_completion_knows_the_commands() -> None:
     asked = {"_CARREL_COMPLETE": "complete_bash", "COMP_WORDS": "carrel s", "COMP_CWORD": "1"}
     carrel = Path(sys.executable).with_name("carrel")
     done = subprocess.run([carrel], env={**os.environ, **asked}, capture_output=True, check=True)
-    assert done.stdout.split() == [b"serve", b"sh", b"sync", b"stop", b"snapshot", b"snapshots"]
+    assert done.stdout.split() == [b"serve", b"sh", b"sync", b"stop", b"snapshot", b"snapshots", b"secret"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +76,28 @@ def test_explain_wants_the_right_document(alone: Carrel) -> None:
 def test_text_cannot_steer_the_terminal(alone: Carrel) -> None:
     done = alone("policy", "explain", "echo 'a\x1b[2J'; $x\x1b[2J", "--settings", SETTINGS)
     assert b"\x1b[2J" not in done.stdout
+
+
+def test_the_documents_of_a_context(carrel: Carrel, tmp_path: Path) -> None:
+    context = f"p-{uuid.uuid4().hex[:12]}"
+    done = carrel("policy", "set", context, "--settings", SETTINGS, "--sources", SOURCES)
+    assert done.returncode == 0, done.stderr
+    assert b"version 1 of" in done.stderr and b"warning: shell(bash:*)" in done.stderr
+    assert json.loads(done.stdout)["settings"] == json.loads(Path(SETTINGS).read_text())
+    info = json.loads(carrel("policy", "get", context, "--json").stdout)
+    assert (info["version"], info["updated_by"]) == (1, "administrator")
+    (tmp_path / "s.json").write_text("{}")
+    changed = json.loads(carrel("policy", "set", context, "--settings", str(tmp_path / "s.json"), "--json").stdout)
+    assert changed["settings"] == {} and changed["sources"] == info["sources"]
+    assert carrel("policy", "rm", context).returncode == 0
+    assert json.loads(carrel("policy", "get", context).stdout) == {"settings": None, "sources": None}
+
+
+def test_what_cannot_be_set(carrel: Carrel, tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    for text, words in (("[]", b"not a JSON object"), ("{", b"not JSON"), ('{"permisions": {}}', b"permissions")):
+        file.write_text(text)
+        done = carrel("policy", "set", "p", "--settings", str(file))
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+    assert carrel("policy", "set", "p").returncode == 2
+    assert carrel("policy", "set", "p", "--settings", "/nowhere").returncode == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from carrel.isolation import linux, stage
-from carrel.isolation.sandbox import BASE
+from carrel.isolation.sandbox import BASE, COVERS
 from sandboxes import KINDS
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
@@ -41,11 +41,12 @@ def seen(workspaces: Path, look: Callable[[], object]) -> None:
     assert reason is None, reason
 
 
-def test_it_holds_the_base_the_workspaces_and_proc_and_no_more(workspaces: Path) -> None:
+def test_it_holds_the_base_the_workspaces_covers_and_proc_and_no_more(workspaces: Path) -> None:
     before = Path("/proc/self/mountinfo").read_text()
 
     def look() -> None:
-        assert sorted(os.listdir("/")) == sorted(["proc", BASE.strip("/"), stage.WORKSPACES.strip("/")])
+        places = ("/proc", BASE, COVERS, stage.WORKSPACES)
+        assert sorted(os.listdir("/")) == sorted(place.strip("/") for place in places)
         assert os.getcwd() == "/"
         assert os.listdir(stage.WORKSPACES) == ["w1"]
         assert Path(stage.WORKSPACES, "w1", "file").read_text() == "kept"
@@ -98,7 +99,7 @@ def test_an_ordinary_user_becomes_root_of_a_namespace_of_its_own(workspaces: Pat
         assert (os.geteuid(), os.getegid()) == (0, 0)
         assert Path("/proc/self/uid_map").read_text().split() == ["0", str(uid), "1"]
         assert Path("/proc/self/setgroups").read_text() == "deny\n"
-        assert sorted(os.listdir("/")) == ["base", "proc", "workspaces"]
+        assert sorted(os.listdir("/")) == ["base", "covers", "proc", "workspaces"]
 
     reason = linux.attempt(action, timeout_s=20)
     assert reason is None, reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from carrel.policy.arguments import Argument, Unknown
-from carrel.policy.shell import Found
+from carrel.policy.findings import Found
 from carrel.policy.wrappers import base
 
 SECOND = ("the text does not follow the grammar", "two readings of the text differ")

@@ -31,6 +31,12 @@ def test_here_documents_that_bash_may_end_elsewhere_are_not_read(text: str) -> N
         read(text, Facts())
 
 
+@pytest.mark.parametrize("text", ["2\\\n> f a", "a 2\\\n>&1", "{x}\\\n> f a", "{\\\nx}> f a", "1\\\n2> f a"])
+def test_a_descriptor_is_not_read_over_a_line_continuation(text: str) -> None:
+    with pytest.raises(Unreadable):
+        read(text, Facts())
+
+
 def test_a_comment_ends_with_its_line() -> None:
     assert len(read("a # b; c\nd", Facts()).nodes) == 2
     assert len(read("a#b; c", Facts()).nodes) == 2

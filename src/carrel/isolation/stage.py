@@ -1,4 +1,4 @@
-"""The zygote's own small world: a mount namespace that holds the base root, the workspaces and `/proc`, and no more.
+"""The zygote's own small world: a mount namespace that holds the base root, workspaces, `/proc` and covers of masks.
 
 Each sandbox starts as a copy of it, so it is small for speed, and holds nothing of the host for safety.
 """

@@ -170,10 +170,9 @@ class Zygote:
             if self._stopping and op in {"start", "describe"}:
                 raise PlatformError("the zygote is stopping")
             if op == "start":
-                spec = sandbox.Spec(**body)
-                if len(fds) != (2 if spec.masked else 1):
+                if len(fds) != (2 if body.get("masked") else 1):
                     raise PlatformError("a start request carries one listening socket, and its masks if it has any")
-                self._start(connection, seq, spec, fds)
+                self._start(connection, seq, sandbox.Spec(**body), fds)
             elif op == "remove":
                 self._remove(connection, seq, body["id"])
             elif op == "end":  # a sandbox without isolation whose own zygote is gone

@@ -12,11 +12,12 @@ from typing import Literal
 
 from carrel.policy import interpreters, packages, remotes
 from carrel.policy.arguments import Argument
+from carrel.policy.findings import Command, FileUse, HostUse, normal
 from carrel.policy.layers import Policy
 from carrel.policy.packages import ReadFile
 from carrel.policy.remarks import Answer, Remark, strictest, strictness
 from carrel.policy.rules import Kind, Rule, behind_options, match_words
-from carrel.policy.shell import Command, FileUse, HostUse, find, normal
+from carrel.policy.shell import find
 from carrel.policy.sources import decide_domain
 from carrel.policy.syntax import Dialect
 from carrel.policy.variables import changes_what_runs

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from carrel.policy.characters import MAX_DEPTH
 from carrel.policy.lines import OPENING, LineReader, after, skeleton
 from carrel.policy.reading import NAME
 from carrel.policy.syntax import (
@@ -48,10 +49,13 @@ def read(
 
 
 class _Reader(LineReader):
+    _substitutions = 0
+
     def substitution(self) -> Block:
         outer, self.pending = self.pending, []
         self.depth += 1
-        if self.depth > 40:
+        self._substitutions += 1
+        if self.depth > MAX_DEPTH:
             raise Unreadable("the text is nested too deeply")
         start = self.at
         nodes = self.statements(_NO_STOPS, empty=True, closing=")")
@@ -60,6 +64,7 @@ class _Reader(LineReader):
         if self.pending or (outer and "\n" in self.text[start : self.at]):
             raise Unreadable("a here-document that reaches over a substitution")
         self.depth -= 1
+        self._substitutions -= 1
         self.pending = outer
         return Block(nodes, "sub")
 
@@ -367,6 +372,9 @@ class _Reader(LineReader):
 
     def coprocess(self) -> Node:
         """`coproc [name] command`; it runs in a child."""
+        if self._substitutions:
+            # Bash writes a substitution down anew before it runs it, and does not write a coprocess as it was.
+            raise Unreadable("a coprocess inside a substitution")
         self.blanks()
         start = self.at
         self.facts.assign_anything("COPROC", "coproc")

@@ -16,6 +16,7 @@ _CLOSING = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", "
 RESERVED = OPENING | _CLOSING | {"!", "time", "]]"}
 _OPERATORS = ("&>>", "&>", "<<<", "<<-", "<<", "<&", "<>", "<", ">>", ">&", ">|", ">")
 _DESCRIPTOR = re.compile(r"[0-9]+(?=[<>])|\{[A-Za-z_][A-Za-z0-9_]*\}(?=[<>])")
+_BROKEN_DESCRIPTOR = re.compile(r"(?:[0-9]|\\\n)+[<>]|\{(?:[A-Za-z0-9_]|\\\n)+\}(?:\\\n)*[<>]")
 
 
 class LineReader(WordReader):
@@ -132,6 +133,8 @@ class LineReader(WordReader):
             if found[0].startswith("{"):
                 self.only_bash("{name}>")
                 self.facts.assign_anything(found[0][1:-1], found[0])
+        elif _BROKEN_DESCRIPTOR.match(self.text, self.at):
+            raise Unreadable("a line continuation in front of a redirection")
         char = self.char()
         if char == "&" and not self.follows("&>"):
             self.at = start

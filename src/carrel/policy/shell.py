@@ -5,17 +5,16 @@ What cannot be known before it runs is a reason to ask. Knows nothing of rules; 
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from carrel.policy import grammar, witness
 from carrel.policy.arguments import Argument, Unknown, literal, shown, value
 from carrel.policy.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
 from carrel.policy.characters import check
+from carrel.policy.findings import Command, FileUse, Found, HostUse, normal
 from carrel.policy.syntax import (
     COUNTERS,
     Assignment,
@@ -40,49 +39,6 @@ MAX_DEPTH = 12
 
 _FREE = re.compile(r"/dev/(null|zero|full|u?random|tty|std(in|out|err)|fd/\d+)")
 _SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A program or shell builtin that may run. `via` names the programs that run it."""
-
-    arguments: tuple[Argument, ...]
-    via: tuple[str, ...] = ()
-    assigned: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The command as a person would write it."""
-        return " ".join(shown(argument) for argument in self.arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class FileUse:
-    """A file that a redirection opens; `path` is absolute, None when it is known only at run time."""
-
-    operation: Literal["read", "write"]
-    path: str | None
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class HostUse:
-    """A connection that a redirection to `/dev/tcp` or `/dev/udp` opens."""
-
-    host: str
-    port: str
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Everything a text could run or touch, and why a person must look."""
-
-    commands: tuple[Command, ...]
-    files: tuple[FileUse, ...]
-    hosts: tuple[HostUse, ...]
-    asks: tuple[str, ...]
-    opaque: tuple[str, ...]
-    """Commands in other places that it runs and that cannot be seen here: a file, standard input."""
 
 
 def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | None = None) -> Found:
@@ -298,14 +254,24 @@ class _Finder:
         target = value(redirect.target)
         if operator in {"<&", ">&"} and isinstance(target, str) and re.fullmatch(r"[0-9]*-?", target):
             return
-        if operator == "<&" and isinstance(target, Unknown):
-            return  # a descriptor, or nothing
+        if operator in {"<&", ">&"}:
+            self._expanded_twice(redirect.target)
+            if operator == "<&":
+                return  # a descriptor, or nothing
         operations: list[Literal["read", "write"]] = ["write"] if ">" in operator else ["read"]
         if operator == "<>":
             operations.append("read")
         for operation in operations:
             for path in self._paths(target):
                 self._opened_path(operation, path, redirect.target.source)
+
+    def _expanded_twice(self, target: Word) -> None:
+        """Bash expands the file behind `>&` once more, whatever quotes it stood in."""
+        for part in target.parts:
+            if isinstance(part, Expansion):
+                self.facts.evaluate(part.names, part.source)
+            elif set(part.text) & set("$`\\'\"*?[~{"):
+                self.facts.ask(f"a file name that is expanded twice: {target.source[:80]}")
 
     def _opened_path(self, operation: Literal["read", "write"], path: str | None, source: str) -> None:
         if path is not None and (found := _SOCKET.fullmatch(path)):
@@ -490,8 +456,3 @@ class _Finder:
 
 def _is_cd(node: Node) -> bool:
     return isinstance(node, Simple) and bool(node.words) and node.words[0].plain == "cd"
-
-
-def normal(path: str) -> str:
-    """An absolute path without `.`, `..` and doubled slashes. Links are not looked at: there is no disk here."""
-    return "/" + posixpath.normpath(path).lstrip("/")

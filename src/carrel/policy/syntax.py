@@ -173,9 +173,9 @@ class Facts:
         self.dangerous.setdefault(name, why)
 
     def evaluate(self, names: tuple[str, ...] | None, source: str) -> None:
-        """Note that these variables, or something known only at run time, are evaluated as arithmetic."""
+        """Note that variables, or something known only at run time, are evaluated as arithmetic or expanded again."""
         if names is None:
-            self.ask(f"arithmetic on what is known only at run time may run commands: {source[:80]}")
+            self.ask(f"what is known only at run time is evaluated, and may run commands: {source[:80]}")
         else:
             self.evaluated.update(names)
 

@@ -1,0 +1,67 @@
+"""Files of a workspace. They hold and check values; they do nothing."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from carrel.models.base import Answer, NoNul, Request
+
+
+class FileKind(StrEnum):
+    """What a directory entry is."""
+
+    FILE = "file"
+    DIRECTORY = "directory"
+    SYMLINK = "symlink"
+    OTHER = "other"
+
+
+class FileInfo(Answer):
+    """A file or directory. Names that are not UTF-8 carry surrogate escapes as `\\udcXX`."""
+
+    path: str
+    kind: FileKind
+    size: int
+    mode: str = Field(description="octal permissions")
+    modified_at: datetime
+    target: str | None = Field(default=None, description="where a symlink points")
+
+
+class FileList(Answer):
+    """Entries of a directory; `truncated` when there were more than the limit."""
+
+    items: list[FileInfo]
+    truncated: bool = False
+
+
+class EditRequest(Request):
+    """Replace `old` with `new`; fails unless `old` occurs exactly once (or `replace_all`)."""
+
+    path: NoNul = Field(min_length=1, max_length=4096)
+    old: str = Field(min_length=1)
+    new: str
+    replace_all: bool = False
+
+
+class EditResult(Answer):
+    """How many places were replaced, and the file after."""
+
+    replaced: int
+    file: FileInfo
+
+
+class MoveRequest(Request):
+    """Move or rename inside the workspace."""
+
+    source: NoNul = Field(min_length=1, max_length=4096)
+    destination: NoNul = Field(min_length=1, max_length=4096)
+    overwrite: bool = False
+
+
+class MkdirRequest(Request):
+    """Make a directory and its parents."""
+
+    path: NoNul = Field(min_length=1, max_length=4096)

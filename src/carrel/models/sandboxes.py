@@ -1,0 +1,126 @@
+"""Sandboxes and sessions. They hold and check values; they do nothing."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from carrel.models.base import MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul, Request
+
+
+class Trust(StrEnum):
+    """How far the code that will run is trusted; picks the least isolation that is acceptable."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+class Network(StrEnum):
+    """What a sandbox can reach."""
+
+    NONE = "none"
+    ALLOWLIST = "allowlist"
+    BRIDGE = "bridge"
+    HOST = "host"
+
+
+class State(StrEnum):
+    """The states of a session."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    IDLE_STOPPING = "idle_stopping"
+    STOPPED = "stopped"
+    ERROR = "error"
+    TERMINATED = "terminated"
+
+
+class Limits(Request):
+    """What a sandbox may use. A limit that is asked for and cannot be enforced is refused."""
+
+    cpus: float | None = Field(default=None, gt=0, le=1024, description="CPU cores")
+    memory_mb: int | None = Field(default=None, ge=32, le=1_048_576, description="memory of all its processes")
+    disk_mb: int | None = Field(default=None, ge=1, le=1_048_576, description="bytes in the workspace")
+    processes: int | None = Field(default=None, ge=8, le=32_768, description="processes and threads")
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S, description="default deadline of a command")
+
+
+class SandboxRequest(Request):
+    """What `deploy_or_resume` takes. Without `context_id` the sandbox is ephemeral: nothing is kept."""
+
+    context_id: ContextId | None = None
+    provider: str = Field(default="auto", max_length=64)
+    trust: Trust = Trust.MEDIUM
+    network: Network | None = Field(default=None, description="None: the server's default, as far as it holds")
+    limits: Limits = Field(default_factory=Limits)
+    env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
+    labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32)
+    filespace: bool | None = Field(
+        default=None, description="keep the workspace in sync with the context's filespace; None: the server's default"
+    )
+
+
+class SandboxInfo(Answer):
+    """A session and its sandbox as the API shows them."""
+
+    id: str
+    context_id: str | None
+    ephemeral: bool
+    state: State
+    provider: str
+    isolation_level: int
+    unsafe: bool = Field(description="true when the provider does not isolate at all")
+    trust: Trust
+    network: Network
+    limits: Limits
+    labels: dict[str, str]
+    created_at: datetime
+    last_activity_at: datetime
+    error: str | None = None
+    node: str | None = Field(default=None, description="the server that has the session")
+    filespace: bool = Field(default=False, description="whether the workspace is kept in sync with the filespace")
+    snapshot: str | None = Field(default=None, description="the newest good snapshot")
+    notice: str | None = Field(
+        default=None, description="what a person should know though work goes on, such as an archive out of reach"
+    )
+
+
+class SandboxPage(Answer):
+    """A page of sandboxes; `next` is the cursor of the following page."""
+
+    items: list[SandboxInfo]
+    next: str | None = None
+
+
+class TerminateRequest(Request):
+    """Why a sandbox ends."""
+
+    reason: str = Field(default="", max_length=1000)
+    delete_files: bool = Field(default=False, description="delete a durable workspace too")
+    snapshot: bool | None = Field(
+        default=None, description="take a last snapshot of the workspace; None: unless its files are deleted"
+    )
+
+
+class SupervisorHealth(Answer):
+    """What a supervisor says of itself. It comes from inside the sandbox, so it proves nothing."""
+
+    status: Literal["ok"]
+    state: Literal["idle", "busy"]
+    commands_running: int
+    capacity: int
+    uptime_s: float
+
+
+class WorkspaceUsage(Answer):
+    """What a workspace holds against what it may."""
+
+    context_id: str | None
+    bytes: int
+    limit_bytes: int | None
+    measured_at: datetime
+    enforced_by: Literal["kernel", "watch"] = Field(description="who stops a write beyond the limit")

@@ -1,0 +1,109 @@
+"""Snapshots, forks and filespaces. They hold and check values; they do nothing."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from carrel.models.base import Answer, ContextId, Request
+
+
+class SnapshotInfo(Answer):
+    """An immutable picture of a workspace. Only a ready one can be restored."""
+
+    id: str
+    context_id: str
+    status: Literal["creating", "ready", "failed"]
+    created_at: datetime
+    parent: str | None = None
+    bytes: int | None = Field(default=None, description="what the workspace held")
+    new_bytes: int | None = Field(default=None, description="what this snapshot added to the storage")
+    files: int | None = None
+    error: str | None = None
+    reason: Literal["request", "checkpoint", "stop", "fork"] = Field(
+        default="request", description="why it was taken; carrel keeps only the newest of those nobody asked for"
+    )
+    archived: bool = Field(default=False, description="whether it is in the archive, so that any server can restore it")
+
+
+class SnapshotPage(Answer):
+    """A page of snapshots, newest first; `next` is the cursor of the following page."""
+
+    items: list[SnapshotInfo]
+    next: str | None = None
+
+
+class RestoreRequest(Request):
+    """Which snapshot's files the workspace gets."""
+
+    snapshot_id: str = Field(min_length=1, max_length=64)
+
+
+class ForkRequest(Request):
+    """The new context, and the snapshot it starts from; without one a snapshot is taken now."""
+
+    context_id: ContextId
+    snapshot_id: str | None = Field(default=None, min_length=1, max_length=64)
+
+
+class FileChange(Answer):
+    """One path that differs between two snapshots."""
+
+    path: str
+    kind: Literal["added", "removed", "changed"]
+
+
+class FileChanges(Answer):
+    """What leads from one snapshot to another; `truncated` when there were more than the limit."""
+
+    items: list[FileChange]
+    truncated: bool = False
+
+
+class SyncDirection(StrEnum):
+    """Which way files go between a workspace and its filespace."""
+
+    PUSH = "push"
+    PULL = "pull"
+    BOTH = "both"
+
+
+class SyncRequest(Request):
+    """Push the workspace's changes to the filespace, pull the filespace's into the workspace, or both."""
+
+    direction: SyncDirection = SyncDirection.BOTH
+
+
+class SyncSummary(Answer):
+    """What a sync did. `conflicts` are paths that both sides had changed: the later write won."""
+
+    direction: SyncDirection
+    pushed: int = Field(description="files written to the filespace")
+    pushed_bytes: int
+    push_deleted: int = Field(description="files deleted in the filespace")
+    pulled: int = Field(description="files written to the workspace")
+    pulled_bytes: int
+    pull_deleted: int = Field(description="files deleted in the workspace")
+    conflicts: list[str] = Field(default_factory=list, description="at most 100 paths")
+    skipped: int = Field(description="links, sockets and other things a filespace does not hold")
+    duration_ms: float
+
+
+class FilespaceFile(Answer):
+    """One file of a filespace."""
+
+    path: str
+    size: int
+    mode: str = Field(description="octal permissions")
+    hash: str
+    updated_at: datetime
+
+
+class FilespacePage(Answer):
+    """Files of a filespace in the order of their paths; `next` is the cursor of the following page."""
+
+    items: list[FilespaceFile]
+    next: str | None = None

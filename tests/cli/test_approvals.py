@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from governed import POLICY
+
+Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+@pytest.fixture
+def people(carrel: Carrel) -> dict[str, dict[str, str]]:
+    """Environments of an agent and of a person who may approve."""
+
+    def token(name: str, kind: str, scope: str) -> dict[str, str]:
+        made = carrel("token", "create", name, "--kind", kind, "--scope", scope)
+        return {"CARREL_TOKEN": made.stdout.decode().strip()}
+
+    return {"agent": token("coder", "agent", "operate"), "ann": token("ann", "person", "approve")}
+
+
+@pytest.fixture
+def context(carrel: Carrel, tmp_path: Path) -> Iterator[str]:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(POLICY))
+    assert carrel("policy", "set", name, "--settings", str(file)).returncode == 0
+    yield name
+    carrel("rm", "--files", "--yes", name)
+
+
+def waits(carrel: Carrel, context: str, *words: str) -> str:
+    found = json.loads(carrel("approvals", "--json", "--context", context, *words).stdout)
+    return str(found[0]["id"])
+
+
+def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str, str]], context: str) -> None:
+    refused = carrel("exec", context, "--", "touch", "a b", env=people["agent"])
+    first, second = refused.stderr.decode().splitlines()
+    handle = waits(carrel, context)
+    assert refused.returncode == 1 and first.startswith("error: a person has to decide")
+    again = f"carrel exec --approval {handle} {context} -- touch 'a b'"
+    assert second == f"hint: `carrel approve {handle}` lets it; then `{again}`"
+
+    shown = carrel("approvals", env=people["ann"]).stdout.decode()
+    assert handle in shown and "agent:coder" in shown and "touch a b" in shown
+    mine = carrel("approve", handle, env=people["agent"])
+    assert mine.returncode == 1 and b"agents may not" in mine.stderr
+    done = carrel("approve", handle, "apr-0", "-m", "fine", env=people["ann"])
+    assert done.returncode == 1 and done.stdout.decode() == f"approved {handle} touch a b\n"
+    assert b"error: apr-0: there is no approval" in done.stderr
+    words = ["exec", "--approval", handle, context, "--", "touch", "a b"]
+    assert carrel(*words, env=people["agent"]).returncode == 0
+    used = carrel(*words, env=people["agent"])
+    assert used.returncode == 1 and b"used already" in used.stderr
+    assert carrel("approvals", "--context", context).stderr == b"nothing waits for a person\n"
+    assert waits(carrel, context, "--all") == handle
+
+
+def test_deny_rule_and_context(carrel: Carrel, people: dict[str, dict[str, str]], context: str) -> None:
+    carrel("exec", context, "--", "id", env=people["agent"])
+    handle = waits(carrel, context)
+    assert carrel("deny", handle, "-m", "ask me first", env=people["ann"]).stdout.startswith(b"denied")
+    told = carrel("exec", "--approval", handle, context, "--", "id", env=people["agent"])
+    assert told.returncode == 1 and b"ask me first" in told.stderr
+    carrel("exec", context, "--", "id", env=people["agent"])
+    both = carrel("approve", waits(carrel, context), "--for-context", "--rule", "shell(id:*)", env=people["ann"])
+    assert both.returncode == 2
+    done = carrel("approve", waits(carrel, context), "--rule", "shell(id:*)", "--json", env=people["ann"])
+    assert json.loads(done.stdout)["decided"][0]["rule"] == "shell(id:*)"
+    assert carrel("exec", context, "--", "id", "-u", env=people["agent"]).returncode == 0
+    carrel("exec", context, "--", "uname", env=people["agent"])
+    assert carrel("approve", waits(carrel, context), "--for-context", env=people["ann"]).returncode == 0
+    for _ in range(2):
+        assert carrel("exec", context, "--", "uname", env=people["agent"]).stdout == b"Linux\n"
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_watching_and_waiting(
+    carrel: Carrel, data_dir: Path, people: dict[str, dict[str, str]], context: str, words: list[str]
+) -> None:
+    environ = {**os.environ, "CARREL_DATA_DIR": str(data_dir), **people["ann"]}
+    command = [sys.executable, "-m", "carrel", "approvals", "--watch", "--context", context, *words]
+    watching = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+    run = [sys.executable, "-m", "carrel", "exec", "--wait", "60", context, "--", "uname"]
+    waiting = subprocess.Popen(
+        run, env={**environ, **people["agent"]}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    assert watching.stdout is not None
+    try:
+        line = watching.stdout.readline()
+        handle = waits(carrel, context)
+        assert handle.encode() in line
+        if words:
+            assert json.loads(line)["state"] == "pending"
+        assert carrel("approve", handle, env=people["ann"]).returncode == 0
+        assert b"approved" in watching.stdout.readline()
+        assert waiting.communicate(timeout=60)[0] == b"Linux\n" and waiting.returncode == 0
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 130
+    finally:
+        for process in (watching, waiting):
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
