@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from carrel.models import Limits
+from carrel.models import CommandRequest, Limits
 
 
 @given(st.text(max_size=12), st.text(max_size=12))
