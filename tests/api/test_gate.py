@@ -12,8 +12,8 @@ from carrel.server import Running, running
 
 
 async def test_without_the_token(server: Running) -> None:
-    for given in (None, "Bearer wrong", "Basic x", "Bearer", f"Basic {server.token}"):
-        await refused(server, {} if given is None else {"authorization": given})
+    for shown in (None, "Bearer wrong", "Basic x", "Bearer", f"Basic {server.token}"):
+        await refused(server, {} if shown is None else {"authorization": shown})
 
 
 async def refused(server: Running, headers: dict[str, str]) -> None:

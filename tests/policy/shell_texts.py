@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 
 COMMANDS = ["a", "b", "c", "d", "e", "g", "h", "ls", "cat", "grep", "curl", "rm", "git", "foo", "bar"]
 ODD = ["сurl", "ｌs", "cu\u200drl", "l\u00a0s", "naïve", "'a b'", "a\\ b", "\\-x", "'{a'", "'#a'", "\\{a,b\\}", "'a;b'"]
-VARIABLES = ["x", "y", "n", "i", "arr"]
+PART = re.compile("«(\\w+)»")
 NOISE = [
     *list("\"'`$(){}[]<>|&;#\\\n \t*?~!=,.:-+@^%/"),
     "$(",
@@ -78,9 +80,33 @@ class Maker:
             text = text[:at] + "\\\n" + text[at:]
         return text
 
-    def pick(self, *options: str) -> str:
-        """One of the texts."""
-        return self.random.choice(options)
+    def pick(self, *options: str, **parts: Callable[[], str]) -> str:
+        """One of the texts, with a part made for every «name» in it."""
+        made = self.random.choice(options)
+        while "«" in made:
+            made = PART.sub(lambda found: (parts.get(found[1]) or getattr(self, found[1]))(), made)
+        return made
+
+    def name(self) -> str:
+        """The name of a program."""
+        return self.random.choice(COMMANDS)
+
+    def one(self) -> str:
+        """A statement."""
+        return self.list_(1)
+
+    def two(self) -> str:
+        """A statement or two."""
+        return self.list_(self.random.choice([1, 2]))
+
+    def text_in_quotes(self) -> str:
+        """Commands as they stand between single quotes."""
+        made = self.inner() if self.depth < 4 else self.started()
+        return made.replace("'", "'\\''")
+
+    def started(self) -> str:
+        """A program that another one starts."""
+        return f"{self.name()} {self.plain()}".strip()
 
     def list_(self, count: int) -> str:
         """Statements."""
@@ -107,7 +133,7 @@ class Maker:
     def command(self) -> str:
         """A word in command position."""
         kind = self.random.random()
-        name = self.random.choice(COMMANDS)
+        name = self.name()
         if kind < 0.6:
             return name
         if kind < 0.7 and self.functions:
@@ -115,9 +141,9 @@ class Maker:
         if kind < 0.85:
             at = self.random.randint(0, len(name))
             return self.pick(
-                f"'{name}'", f'"{name}"', f"\\{name}", f"{name[:at]}''{name[at:]}", f'{name[:at]}"{name[at:]}"',
-                f"$'{name}'", f'$"{name}"', f"{name[:at]}\\\n{name[at:]}", f"$'\\x{ord(name[0]):x}'{name[1:]}",
-                f"{{{name},-v}}", f"{{{name},}}", f"{name[:at]}{{,}}{name[at:]}", f"/stubs/{name}",
+                "'«name»'", '"«name»"', "\\«name»", f"{name[:at]}''{name[at:]}", f'{name[:at]}"{name[at:]}"',
+                "$'«name»'", '$"«name»"', f"{name[:at]}\\\n{name[at:]}", f"$'\\x{ord(name[0]):x}'{name[1:]}",
+                "{«name»,-v}", "{«name»,}", f"{name[:at]}{{,}}{name[at:]}", "/stubs/«name»",
             )  # fmt: skip
         if kind < 0.92:
             return self.random.choice(ODD)
@@ -148,7 +174,7 @@ class Maker:
             "",
             "x=1 ",
             "IFS=: ",
-            f"y={self.word()} ",
+            "y=«word» ",
             "! ",
             "time ",
             "command ",
@@ -195,13 +221,13 @@ class Maker:
             if self.depth > 6 or self.random.random() < 0.5:
                 return plain
             return self.pick(
-                "$x", '"$x"', "${x}", '"${x}"', f"$({self.inner()})", f"`{self.ticked()}`", f'"$({self.inner()})"',
-                f'"a`{self.ticked()}`"', f"${{x:-{self.word()}}}", f'"${{x:-$({self.inner()})}}"', "${#x}", "${x%.*}",
-                f"${{x/a/{self.plain()}}}", f"<({self.inner()})", f">({self.inner()})", f"$(({self.arithmetic()}))",
-                "${arr[@]}", '"${arr[@]}"', f"${{arr[{self.arithmetic()}]}}", "${arr[$i]}", "${!x}", "${x^^}", "${x:1:2}", "$@", '"$*"',
-                f"pre{self.plain()}$x'post'", f'"a{self.plain_in_quotes()}"', f"${{x:+`{self.ticked()}`}}",
-                f'"$(({self.arithmetic()}))"', "$(<f)", f"$(( $({self.inner()}) ))", f'$"b$({self.inner()})"', "${x@Q}",
-                f"{{$x,$({self.inner()})}}", f'"${{x:="{self.plain()}"}}"', "$((1))",
+                "$x", '"$x"', "${x}", '"${x}"', "$(«inner»)", "`«ticked»`", '"$(«inner»)"',
+                '"a`«ticked»`"', "${x:-«word»}", '"${x:-$(«inner»)}"', "${#x}", "${x%.*}",
+                "${x/a/«plain»}", "<(«inner»)", ">(«inner»)", "$((«arithmetic»))",
+                "${arr[@]}", '"${arr[@]}"', "${arr[«arithmetic»]}", "${arr[$i]}", "${!x}", "${x^^}", "${x:1:2}", "$@", '"$*"',
+                "pre«plain»$x'post'", '"a«plain_in_quotes»"', "${x:+`«ticked»`}",
+                '"$((«arithmetic»))"', "$(<f)", "$(( $(«inner») ))", '$"b$(«inner»)"', "${x@Q}",
+                "{$x,$(«inner»)}", '"${x:="«plain»"}"', "$((1))",
             )  # fmt: skip
         finally:
             self.depth -= 1
@@ -230,18 +256,17 @@ class Maker:
 
     def ticked(self) -> str:
         """The commands between backquotes."""
-        name = self.random.choice(COMMANDS)
         return self.pick(
-            name,
-            f"{name} x",
-            f"{name} '$y'",
-            f"{name}; b",
-            f"{name} \\`b\\`",
-            f"{name} $(c)",
-            f"{name} | d",
-            f'{name} "e f"',
-            f"\\{name}",
-            f"{name} \\\\g",
+            "«name»",
+            "«name» x",
+            "«name» '$y'",
+            "«name»; b",
+            "«name» \\`b\\`",
+            "«name» $(c)",
+            "«name» | d",
+            '«name» "e f"',
+            "\\«name»",
+            "«name» \\\\g",
         )
 
     def arithmetic(self) -> str:
@@ -283,9 +308,9 @@ class Maker:
     def assignment(self) -> str:
         """Assignments, some of which change what runs."""
         return self.pick(
-            f"x={self.word()}", "x='a[$(pwned)]'", "n=3", "arr=(a b 'c d')", f"arr=({self.word()} {self.word()})", "arr[1]=b",
-            f"arr[{self.arithmetic()}]={self.word()}", "x+=b", "y=ls", "declare x=1", f"export y={self.word()}", "local z=1",
-            "declare -i n", "x=$y", "read x", "readonly q=1", "declare -a arr", "export x", "unset x", "PATH=/stubs", f"x=$({self.inner()})",
+            "x=«word»", "x='a[$(pwned)]'", "n=3", "arr=(a b 'c d')", "arr=(«word» «word»)", "arr[1]=b",
+            "arr[«arithmetic»]=«word»", "x+=b", "y=ls", "declare x=1", "export y=«word»", "local z=1",
+            "declare -i n", "x=$y", "read x", "readonly q=1", "declare -a arr", "export x", "unset x", "PATH=/stubs", "x=$(«inner»)",
             "printf -v x '%s' b", "let n=1+1", "declare -A m", "m[k]=v", "typeset x", "i=0", "x=`b`", "set -- a b", "set -e", "shift",
             "SECONDS='arr[$(pwned)]'", "((x))", "((i++))", "[[ $x -eq 1 ]]", "let x", "x=; y=", "readarray arr < f", "getopts ab x",
         )  # fmt: skip
@@ -298,7 +323,7 @@ class Maker:
             "2>&1",
             "< f",
             "<<< x",
-            f"<<< {self.word()}",
+            "<<< «word»",
             "&> f",
             "> /dev/null",
             "2>/dev/null",
@@ -306,100 +331,105 @@ class Maker:
             ">| f",
             "3>&1",
             "{fd}> f",
-            f"< <({self.inner()})",
-            f"> >({self.inner()})",
+            "< <(«inner»)",
+            "> >(«inner»)",
             ">&2",
             "2>&-",
-            f'> "$({self.inner()})"',
+            '> "$(«inner»)"',
             "&>> f",
             ">f<f",
+            ">& '$(pwned)'",
+            '>& "$x"',
+            ">& f",
         )
         return self.pick(
-            f"{self.simple()} {redirect}", f"{redirect} {self.simple()}", f"{{ {self.simple()}; }} {redirect}", redirect
+            "«simple» «redirect»",
+            "«redirect» «simple»",
+            "{ «simple»; } «redirect»",
+            redirect,
+            redirect=lambda: redirect,
         )
 
     def wrapped(self) -> str:
         """A program that runs another."""
-        inner = f"{self.random.choice(COMMANDS)} {self.plain()}".strip()
-        text = self.inner().replace("'", "'\\''") if self.depth < 4 else inner
         return self.pick(
-            f"env {inner}", f"env -i x=1 {inner}", f"env -u HOME {inner}", f"timeout 1 {inner}", f"timeout -k 1 1 {inner}",
-            f"nice -n 5 {inner}", f"nohup {inner}", f"setsid {inner}", f"stdbuf -oL {inner}", f"a | xargs {inner}",
-            f"a | xargs -I{{}} {inner} {{}}", f"a | xargs -n1 -- {inner}", f"find . -exec {inner} {{}} \\;", f"bash -c '{text}'",
-            f"find . -maxdepth 0 -exec {inner} {{}} + -o -name x", f"bash -c \"{inner}\"", f"bash -ec '{text}' _ x y", f"dash -c '{inner}'",
-            f"sh -c '{inner}; b'", f"env bash -c '{text}'", f"timeout 1 env nice {inner}", f"bash <<< '{inner}'", f"echo {inner} | bash",
-            f"env $x {inner}", f"xargs -a f {inner}", "a | xargs", f"a | xargs sh -c '{inner}' _", "a | xargs sh -c", f"env -S '{inner}'",
-            f"command {inner}", f"exec {inner}", f"exec -a z {inner}", f"command -v {inner}", f"command -p {inner}", "bash f", f"bash -c {self.word()}",
-            f"env PATH=/stubs {inner}", "sh -c 'a {b,c} $y'", "sh -c '[[ a && b ]]'", "sh -c 'a &>f'", "sh -c '((b))'", "sh -c '{ls,-l}'",
+            "env «started»", "env -i x=1 «started»", "env -u HOME «started»", "timeout 1 «started»", "timeout -k 1 1 «started»",
+            "nice -n 5 «started»", "nohup «started»", "setsid «started»", "stdbuf -oL «started»", "a | xargs «started»",
+            "a | xargs -I{} «started» {}", "a | xargs -n1 -- «started»", "find . -exec «started» {} \\;", "bash -c '«text_in_quotes»'",
+            "find . -maxdepth 0 -exec «started» {} + -o -name x", "bash -c \"«started»\"", "bash -ec '«text_in_quotes»' _ x y", "dash -c '«started»'",
+            "sh -c '«started»; b'", "env bash -c '«text_in_quotes»'", "timeout 1 env nice «started»", "bash <<< '«started»'", "echo «started» | bash",
+            "env $x «started»", "xargs -a f «started»", "a | xargs", "a | xargs sh -c '«started»' _", "a | xargs sh -c", "env -S '«started»'",
+            "command «started»", "exec «started»", "exec -a z «started»", "command -v «started»", "command -p «started»", "bash f", "bash -c «word»",
+            "env PATH=/stubs «started»", "sh -c 'a {b,c} $y'", "sh -c '[[ a && b ]]'", "sh -c 'a &>f'", "sh -c '((b))'", "sh -c '{ls,-l}'",
         )  # fmt: skip
 
     def compound(self) -> str:
         """A compound command."""
-        one, two = self.list_(1), self.list_(self.random.choice([1, 2]))
         return self.pick(
-            f"( {one} )", f"({one})", f"{{ {one}; }}", f"{{ {one}\n}}", f"if {one}; then {two}; fi", f"if {one}\nthen\n{two}\nelse {one}\nfi",
-            f"for i in {self.word()} {self.word()}; do {two}; done", f"for i; do {two}; done", "for i in a b; do $i; done",
-            f"while {one}; do {two}; break; done", f"until {one}; do {two}; done", f"case {self.word()} in {self.case_word()}) {two};; *) {one};; esac",
-            f"case x in (a|x) {one} ;; esac", f"[[ {self.word()} == {self.word()} ]] && {one}", f"[[ -n {self.word()} || -z $x ]]",
-            f"[ {self.word()} = x ] && {one}", f"test -n {self.word()}", f"coproc {one}", f"coproc N {{ {two}; }}", f"select s in a b; do {one}; done",
-            f"for ((i=0;i<2;i++)); do {one}; done", f"(( {self.arithmetic()} )) || {one}", f"time {{ {one}; }}", f"! ( {one} )", f"[[ x =~ ^(x|y)$ ]] && {one}",
-            f"{{ {{ {one}; }} }}", f"(({self.arithmetic()}))", f"(({one}))", f"( ( {one} ) )", f"case x in a) {one};& x) {two};; esac", f"if [[ $x ]]; then {one}; elif {two}; then b; fi",
+            "( «one» )", "(«one»)", "{ «one»; }", "{ «one»\n}", "if «one»; then «two»; fi", "if «one»\nthen\n«two»\nelse «one»\nfi",
+            "for i in «word» «word»; do «two»; done", "for i; do «two»; done", "for i in a b; do $i; done",
+            "while «one»; do «two»; break; done", "until «one»; do «two»; done", "case «word» in «case_word») «two»;; *) «one»;; esac",
+            "case x in (a|x) «one» ;; esac", "[[ «word» == «word» ]] && «one»", "[[ -n «word» || -z $x ]]",
+            "[ «word» = x ] && «one»", "test -n «word»", "coproc «one»", "coproc N { «two»; }", "select s in a b; do «one»; done",
+            "for ((i=0;i<2;i++)); do «one»; done", "(( «arithmetic» )) || «one»", "time { «one»; }", "! ( «one» )", "[[ x =~ ^(x|y)$ ]] && «one»",
+            "{ { «one»; } }", "((«arithmetic»))", "((«one»))", "( ( «one» ) )", "case x in a) «one»;& x) «two»;; esac", "if [[ $x ]]; then «one»; elif «two»; then b; fi",
         )  # fmt: skip
 
     def case_word(self) -> str:
         """A pattern of a case."""
-        return self.pick("a", "pwned", "'x y'", "a|b", "*", "[a-z]*", '"$x"', f"$({self.command()})", "?", "esac")
+        return self.pick("a", "pwned", "'x y'", "a|b", "*", "[a-z]*", '"$x"', "$(«command»)", "?", "esac")
 
     def function(self) -> str:
         """A function, and perhaps its call."""
         name = self.pick("f", "k", "fn", "ls", "a")
-        body = self.list_(self.random.choice([1, 2]))
+        body = self.two()
         self.functions.append(name)
         made = self.pick(
-            f"{name}() {{ {body}; }}",
-            f"{name} () ( {body} )",
-            f"function {name} {{ {body}; }}",
-            f"{name}()\n{{\n{body}\n}}",
-            f"{name}() if a; then {body}; fi",
+            "«name»() { «body»; }",
+            "«name» () ( «body» )",
+            "function «name» { «body»; }",
+            "«name»()\n{\n«body»\n}",
+            "«name»() if a; then «body»; fi",
+            name=lambda: name,
+            body=lambda: body,
         )
         return made + self.pick(
             "",
-            f"; {name} x",
-            f"\n{name}",
-            f"; ({name})",
-            f"; unset -f {name}; {name}",
-            f"; command {name}",
-            f"; export -f {name}; bash -c {name}",
+            "; «name» x",
+            "\n«name»",
+            "; («name»)",
+            "; unset -f «name»; «name»",
+            "; command «name»",
+            "; export -f «name»; bash -c «name»",
+            name=lambda: name,
         )
 
     def evaluated(self) -> str:
         """Text that runs as text."""
-        text = self.inner().replace("'", "'\\''")
         return self.pick(
-            f"eval '{text}'",
-            f'eval "{self.random.choice(COMMANDS)} x"',
+            "eval '«text_in_quotes»'",
+            'eval "«name» x"',
             "eval $x",
-            f"eval {self.simple()}",
+            "eval «simple»",
             'eval "$(a)"',
             ". ./f",
             "source f",
-            f"eval -- '{text}'",
+            "eval -- '«text_in_quotes»'",
             "eval",
-            f"eval \\{self.random.choice(COMMANDS)}",
+            "eval \\«name»",
         )
 
     def trapped(self) -> str:
         """Text that runs later."""
-        text = self.list_(1).replace("'", "'\\''")
         return self.pick(
-            f"trap '{text}' EXIT",
-            f"trap '{text}' ERR; a",
+            "trap '«text_in_quotes»' EXIT",
+            "trap '«text_in_quotes»' ERR; a",
             "trap - EXIT",
             "trap $x EXIT",
-            f"trap {self.random.choice(COMMANDS)} DEBUG",
+            "trap «name» DEBUG",
             "trap '' INT",
             "trap f EXIT",
-            f"trap -- '{text}' 0",
+            "trap -- '«text_in_quotes»' 0",
         )
 
     def here(self) -> str:
@@ -408,11 +438,11 @@ class Maker:
             self.pick(
                 "text",
                 "$x",
-                f"$({self.random.choice(COMMANDS)})",
-                f"`{self.random.choice(COMMANDS)}`",
+                "$(«name»)",
+                "`«name»`",
                 "\\$(a)",
                 "'$(b)'",
-                f"${{x:-$({self.random.choice(COMMANDS)})}}",
+                "${x:-$(«name»)}",
                 '"',
                 "'",
                 "E2",
@@ -427,8 +457,9 @@ class Maker:
         end = self.pick("E", "E", "'E'", '"E"', "\\E")
         name = self.random.choice([*COMMANDS, "bash", "cat"])
         return self.pick(
-            f"{name} <<{end}\n{body}\nE\n{self.simple()}", f"{name} <<-{end}\n\t{body}\n\tE\n{self.simple()}", f"{name} <<{end} | {self.simple()}\n{body}\nE\n",
-            f"{name} <<{end} && {{\n{body}\nE\n{self.simple()}; }}", f"$({name} <<{end}\n{body}\nE\n)", f"{name} <<{end} <<F\n{body}\nE\n{body}\nF\na",
+            "«name» <<«end»\n«body»\nE\n«simple»", "«name» <<-«end»\n\t«body»\n\tE\n«simple»", "«name» <<«end» | «simple»\n«body»\nE\n",
+            "«name» <<«end» && {\n«body»\nE\n«simple»; }", "$(«name» <<«end»\n«body»\nE\n)", "«name» <<«end» <<F\n«body»\nE\n«body»\nF\na",
+            name=lambda: name, end=lambda: end, body=lambda: body,
         )  # fmt: skip
 
     def odd(self) -> str:
@@ -439,7 +470,7 @@ class Maker:
             "[ -v 'a[$(pwned)]' ]", "printf -v 'a[$(pwned)]' x", "read 'a[$(pwned)]' <<< 1", "unset 'a[$(pwned)]'", "declare 'a[$(pwned)]=1'",
             "x='-v a[$(pwned)]'; [ $x ]", "PS4='$(pwned)'; set -x; :", "x='$(pwned)'; echo \"${x@P}\"", "compgen -W '$(pwned)'", "mapfile -C pwned -c 1 <<< x",
             "BASH_CMDS[ls]=/stubs/rm; ls", "exec > f; a", "echo {a,b}{1..2}", "let 'a[$(pwned)]=1'", "declare -i z='a[$(pwned)]'", "a=1 b=2 c", "echo a >f; bash f",
-            "x=ls; y='$x'; eval $y", "printf '%s' $(a)", "coproc a; wait", "echo $(( $(a) ))", "wait", "type a", "jobs -x a", "for f in *; do b \"$f\"; done",
+            "x=ls; y='$x'; eval $y", "printf '%s' $(a)", "coproc a; wait", "((PATH=5)); ls", "unset PATH; ls", "f() { local PATH; ls; }; f", "echo $(( $(a) ))", "wait", "type a", "jobs -x a", "for f in *; do b \"$f\"; done",
             "local x=$(a)", "export x=$(a) y=`b`", "x=(`a` $(b))", "echo \"$(a \"$(b \"$(c)\")\")\"", "echo $(case x in x) a;; esac)", "echo $(( 1 + $(a; echo 2) ))",
             "a <(b) >(c)", "a 2> >(b)", "< <(a) b", "echo ${x:-<(a)}", "a=b{c,d}", "echo \\\n\\\na", "#a\nb", "a #b", "a;#b\nc", "echo a#`b`", ": ${x:=$(a)}",
             "a&&b||c", "a&b&c", "!a", "! a", "{a;}", "{ a;}", "(a)|(b)", "a|b|&c", "if a;then b;fi;c", "x=a;$x", "command $x", "\\command a", "'exec' a", "e\\val 'a b'",
