@@ -72,7 +72,9 @@ class Governor:
 
     async def _refused(self, operation: Operation, decision: Decision, error: Denied, began: float) -> None:
         ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=error.detail[:500])
-        self._audit.record(await self._entry(operation, decision, None), ending)
+        approval = error.extra.get("approval")
+        named = approval if isinstance(approval, str) else None
+        self._audit.record(await self._entry(operation, decision, named), ending)
 
     async def _entry(self, operation: Operation, decision: Decision, approval: str | None) -> Entry:
         who = caller.get()
