@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from carrel.control.door import Operation
+from carrel.control.plane import ControlPlane
 from carrel.control.policies import Policies, read_below
-from carrel.errors import Conflict, InvalidRequest, PlatformError
-from carrel.models import PolicyDocuments
+from carrel.errors import Conflict, Denied, InvalidRequest, LimitExceeded, PlatformError
+from carrel.models import CommandRequest, Limits, PolicyDocuments, SandboxRequest
 from carrel.store import Database
 from carrel.store.policies import PolicyStore
 
@@ -151,3 +152,15 @@ async def test_explaining(policies: Policies) -> None:
         ("echo", "allow"),
         ("curl", "deny"),
     ]
+
+
+async def test_the_limits_of_the_sources_hold(plane: ControlPlane) -> None:
+    sources = {"runtime": {"max_execution_time_seconds": 20, "max_memory_mb": 256}}
+    await plane.policies.put("c", PolicyDocuments(sources=sources), "person:ann")
+    with pytest.raises(LimitExceeded, match="memory_mb = 256"):
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", limits=Limits(memory_mb=512)))
+    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    assert (info.limits.memory_mb, info.limits.timeout_s) == (256, 20)
+    with pytest.raises(Denied, match="20 seconds at most"):
+        await plane.operations.run_command("c", CommandRequest(command="true", timeout=21))
+    assert (await plane.operations.run_command("c", CommandRequest(command="true", timeout=19))).ok

@@ -112,7 +112,9 @@ Redactors = Callable[[str | None], Awaitable[Redactor]]
 
 def _asked(request: CommandRequest) -> dict[str, object]:
     """Everything of a command that decides what it does."""
-    return request.model_dump(include={"command", "cwd", "env", "stdin", "interactive"}, exclude_defaults=True)
+    return request.model_dump(
+        include={"command", "cwd", "env", "stdin", "interactive", "timeout"}, exclude_defaults=True
+    )
 
 
 class Operations:

@@ -94,8 +94,8 @@ class ControlPlane:
         self.leasing = Leasing(live, self.store, ownership)
         self.secrets = Secrets(vault, SecretStore(database), live)
         self.sessions.on_started(self.secrets.give)
-        self.sessions.mask_with(self._masks)
         self.policies = Policies(PolicyStore(database), policy)
+        self.sessions.govern_with(self.policies.fit, self._masks)
         self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
         self.approvals.add_rule = self.policies.add_rule
         self.approvals.redact = self.secrets.clean

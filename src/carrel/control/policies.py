@@ -12,17 +12,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.door import Decision, Operation
-from carrel.errors import InvalidRequest, PlatformError
-from carrel.models import ExplainedPart, Explanation, PolicyDocuments, PolicyInfo, PolicyWarning
+from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
+from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy import settings as settings_document
 from carrel.policy import sources as sources_document
 from carrel.policy.decide import Verdict, decide_environment, decide_file, decide_mcp, decide_network, decide_shell
 from carrel.policy.layers import Layer, Policy
 from carrel.policy.syntax import Dialect
+from carrel.store import SessionRecord
 from carrel.store.policies import PolicyRecord, PolicyStore
 from carrel.workspaces.volumes.kernel import Directories, open_for_reading
 
@@ -99,6 +100,26 @@ class Policies:
             return Decision()
         verdict = _verdict(policy, operation, workspace)
         return Decision(verdict.verdict, verdict.rule, verdict.source, verdict.reason, verdict.hint)
+
+    async def fit(self, record: SessionRecord, asked: Limits) -> SessionRecord:
+        """A session within the limits of its policy; what was asked for beyond them is refused."""
+        policy = await self.of(record.context_id)
+        caps = {
+            "memory_mb": policy.limits.max_memory_mb,
+            "timeout_s": policy.limits.max_execution_time_seconds,
+        }
+        changes: dict[str, int] = {}
+        for name, most in caps.items():
+            given, now = getattr(asked, name), getattr(record.limits, name)
+            if most is not None and given is not None and given > most:
+                raise LimitExceeded(
+                    f"the policy of this context allows {name} = {most} at most",
+                    field=f"limits.{name}",
+                    hint="ask for less, or let the sources of the policy be changed",
+                )
+            if most is not None and now is not None and now > most:
+                changes[name] = most
+        return replace(record, limits=record.limits.model_copy(update=changes)) if changes else record
 
     async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
         """What the policy says of a command, part by part."""
@@ -201,6 +222,11 @@ def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Ver
         def read(path: str) -> str | None:
             return None if workspace is None else read_below(workspace, path)
 
+        most, timeout = policy.limits.max_execution_time_seconds, arguments.get("timeout")
+        if most is not None and isinstance(timeout, int | float) and timeout > most:
+            reason = f"a command of this agent may take {most} seconds at most"
+            hint = f"ask for {most} seconds or less, or leave the deadline out"
+            return Verdict("deny", reason, "runtime.max_execution_time_seconds", policy.sources[-1][0], hint)
         place = _absolute(cwd if isinstance(cwd, str) else None)
         verdict = decide_shell(policy, given, cwd=place, dialect=DIALECT, read_file=read)
         env = arguments.get("env")

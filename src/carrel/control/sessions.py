@@ -30,7 +30,7 @@ from carrel.errors import (
     PlatformError,
     RunsElsewhere,
 )
-from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
+from carrel.models import Limits, SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.providers import Masks
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
@@ -66,8 +66,13 @@ class Sessions:
         """How changes of a filespace come into a workspace before its sandbox starts."""
         self._starting.pull = pull
 
-    def mask_with(self, masks: Callable[[str | None], Awaitable[Masks | None]]) -> None:
-        """What says which programs and files a sandbox of a context must not reach."""
+    def govern_with(
+        self,
+        fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]],
+        masks: Callable[[str | None], Awaitable[Masks | None]],
+    ) -> None:
+        """What brings a session within its policy's limits, and says which programs and files it must not reach."""
+        self._starting.fit = fit
         self._starting.masks = masks
 
     def on_started(self, call: Callable[[LiveSandbox], Awaitable[None]]) -> None:

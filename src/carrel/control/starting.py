@@ -20,7 +20,7 @@ from carrel.control.ownership import Ownership
 from carrel.control.terms import changes, launch, plan
 from carrel.control.workspaces import Provided, Workspaces
 from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
-from carrel.models import SandboxInfo, SandboxRequest
+from carrel.models import Limits, SandboxInfo, SandboxRequest
 from carrel.providers import Masks
 from carrel.providers.base import Capability, Handle, Provider
 from carrel.store import SessionRecord, SessionStore
@@ -35,6 +35,10 @@ async def no_sync(_record: SessionRecord, _path: str) -> None:
 
 async def _nothing(_record: SessionRecord) -> None:
     return
+
+
+async def _as_it_is(record: SessionRecord, _asked: Limits) -> SessionRecord:
+    return record
 
 
 async def _no_masks(_context: str | None) -> Masks | None:
@@ -67,6 +71,8 @@ class Starting:
         self.closing = False
         """Set when the server ends: what is being started then is taken back."""
         self.pull: Sync = no_sync
+        self.fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]] = _as_it_is
+        """Brings a session within the limits of its policy, or refuses what was asked for."""
         self.masks: Callable[[str | None], Awaitable[Masks | None]] = _no_masks
         """What a sandbox of a context must not reach."""
         self.on_started: Callable[[LiveSandbox], Awaitable[None]] = _nothing_of
@@ -81,6 +87,7 @@ class Starting:
         began = time.monotonic()
         node = self._ownership.node
         record, provider = plan(request, existing, key, self._settings, self._providers, node)
+        record = await self.fit(record, request.limits)
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:
             raise LimitExceeded(
                 f"{self._settings.max_sandboxes} sandboxes run already",
