@@ -175,6 +175,12 @@ async def test_a_caller_may_wait(approvals: Approvals, decision: ApprovalDecisio
         assert all(isinstance(result, Denied) for result in results)
 
 
+async def test_many_who_ask_for_the_same_at_once_wait_for_one_decision(approvals: Approvals) -> None:
+    results = await asyncio.gather(*(approvals.settle(PUSH, ASK) for _ in range(10)), return_exceptions=True)
+    assert len({result.approval for result in results if isinstance(result, ApprovalNeeded)}) == 1
+    assert len((await approvals.page()).items) == 1
+
+
 async def test_waiting_ends(approvals: Approvals) -> None:
     caller.set(Caller(AGENT, wait_s=0.05))
     with pytest.raises(ApprovalNeeded):

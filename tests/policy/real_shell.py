@@ -32,6 +32,7 @@ for file in /texts/*; do
   cd "/work/$number"
   [[ $number == *[02468] ]] && export PATH=/real:/stubs || export PATH=/stubs
   /driver/timeout -s KILL "$2" "/bin/$shell" -c "$text" 9>"/log/$number" </dev/null >/dev/null 2>&1
+  kill -s KILL -- -1 2>/dev/null  # what the text left running, however much that is
 done
 :
 """

@@ -67,6 +67,7 @@ class Approvals:
         self._ttl_s = ttl_s
         self._clock = clock
         self._changed = asyncio.Event()
+        self._asking = asyncio.Lock()
         self._closed = False
         self.door: Door | None = None
         """Where decisions are recorded."""
@@ -87,9 +88,10 @@ class Approvals:
             if granted is not None:
                 return granted.id
         now = self._clock()
-        record = await self._store.pending(operation.context_id, name, now)
-        if record is None:
-            record = await self._ask(operation, decision, name, who, now)
+        async with self._asking:  # two who ask for the same at once wait for the same decision
+            record = await self._store.pending(operation.context_id, name, now)
+            if record is None:
+                record = await self._ask(operation, decision, name, who, now)
         if who.wait_s > 0:
             record = await self._wait(record, who)
             if record.state is not ApprovalState.PENDING:
