@@ -33,12 +33,17 @@ def fits(predicted: Sequence[Argument], ran: Sequence[str]) -> bool:
     return len(ran) in places
 
 
-def unpredicted(found: Found, ran: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The commands that ran and were not predicted; none when the text asks anyway.
+def is_judged(found: Found) -> bool:
+    """Whether the prediction claims to be complete.
 
     What only the second reading objects to is judged as if it had not: the first must hold on its own.
     """
-    if found.opaque or any(not reason.startswith(SECOND) for reason in found.asks):
+    return not found.opaque and all(reason.startswith(SECOND) for reason in found.asks)
+
+
+def unpredicted(found: Found, ran: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The commands that ran and were not predicted; none when the text asks anyway."""
+    if not is_judged(found):
         return []
     predicted = [
         (base(first), *command.arguments[1:])

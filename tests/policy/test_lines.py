@@ -19,6 +19,12 @@ def test_operators_and_targets() -> None:
     assert [each.target.source for each in found] == ["b", "c", "d", "e", "f", "g", "h", "1", "i", "j"]
 
 
+def test_closing_a_descriptor_takes_no_more_than_the_dash() -> None:
+    node = read("a >&-v 2>& --", Facts()).nodes[0]
+    assert isinstance(node, Simple)
+    assert [word.source for word in node.words] == ["a", "v", "-"]
+
+
 def test_here_documents_get_their_bodies() -> None:
     plain, quoted = redirects("a <<E <<-'F'\n$(b)\nE\n\t$(c)\n\tF\n")
     assert any(not isinstance(part, Text) for part in plain.body)

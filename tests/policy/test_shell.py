@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from real_shell import RealShell
-from shell_checking import unpredicted
+from shell_checking import is_judged, unpredicted
 from shell_texts import NOISE, texts
 
 from carrel.policy.characters import MAX_TEXT
@@ -62,16 +62,18 @@ def test_the_corpus_is_read_as_it_says(theme: str) -> None:
 def test_real_shells_run_nothing_of_the_corpus_that_was_not_predicted(
     real_shell: RealShell, shell: str, dialect: str
 ) -> None:
-    every = [text for _, _, text in ENTRIES]
+    found = [(text, find(text, dialect="sh" if dialect == "sh" else "bash", cwd="/work")) for _, _, text in ENTRIES]
+    judged = [(text, each) for text, each in found if is_judged(each)]
+    assert len(judged) > len(ENTRIES) * (0.6 if shell == "bash" else 0.4)
     # Shifted by one the second time: the real wrappers are in the path of every other text.
     for shift in (0, 1) if shell == "bash" else (0,):
-        shifted = every[shift:] + every[:shift]
-        ran = real_shell.run(shifted, shell)
-        assert sum(bool(each) for each in ran) > len(every) / 2
+        shifted = judged[shift:] + judged[:shift]
+        ran = real_shell.run([text for text, _ in shifted], shell)
+        assert sum(bool(each) for each in ran) > len(judged) / 2
         wrong = [
             (text, missed)
-            for text, each in zip(shifted, ran, strict=True)
-            if (missed := unpredicted(find(text, dialect="sh" if dialect == "sh" else "bash", cwd="/work"), each))
+            for (text, each), programs in zip(shifted, ran, strict=True)
+            if (missed := unpredicted(each, programs))
         ]
         assert not wrong
 
@@ -82,14 +84,15 @@ def test_real_shells_run_nothing_generated_that_was_not_predicted(
     real_shell: RealShell, shell: str, share: float
 ) -> None:
     made = texts(int(COUNT * share), SEED * 1_000_000)
-    found = [find(text, dialect="bash" if shell == "bash" else "sh", cwd="/work") for text in made]
-    ran = real_shell.run(made, shell)
-    judged = sum(not each.asks for each in found)
-    print(f"{len(made)} texts, {judged} without a question, {sum(map(len, ran))} programs ran")
-    assert judged > len(made) * (0.3 if shell == "bash" else 0.1)
+    found = [(text, find(text, dialect="bash" if shell == "bash" else "sh", cwd="/work")) for text in made]
+    # What asks is not run: whatever it did would be no surprise.
+    judged = [(text, each) for text, each in found if is_judged(each)]
+    ran = real_shell.run([text for text, _ in judged], shell)
+    print(f"{len(made)} texts, {len(judged)} without a question, {sum(map(len, ran))} programs ran")
+    assert len(judged) > len(made) * (0.3 if shell == "bash" else 0.1)
     wrong = [
         (text, missed)
-        for text, each, programs in zip(made, found, ran, strict=True)
+        for (text, each), programs in zip(judged, ran, strict=True)
         if (missed := unpredicted(each, programs))
     ]
     assert not wrong
@@ -160,6 +163,17 @@ def test_where_the_directory_is_not_known_neither_is_the_file() -> None:
         assert [use.path for use in find(text, cwd="/w").files] == [None], text
     assert find("while a; do cd x; b > f; done", cwd="/w").asks
     assert [use.path for use in find("(cd x); a > f", cwd="/w").files] == ["/w/f"]
+
+
+def test_a_definition_that_an_error_could_skip_is_not_certain_on_the_next_line() -> None:
+    def names(text: str) -> set[object]:
+        return {command.arguments[0] for command in find(text).commands}
+
+    assert names("a ${!x}; f() { b; }\nf") == {"a", "b", "f"}
+    assert names("a ${!x}; f() { b; }; f") == {"a", "b"}
+    assert names("a; f() { b; }\nf") == {"a", "b"}
+    assert names("a $x\nf() { b; }\nf") == {"a", "b"}
+    assert names("g() { a ${!x}; }; g; f() { b; }\nf") == {"a", "b", "f"}
 
 
 def test_what_it_is_run_by_is_told() -> None:

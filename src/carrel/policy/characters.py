@@ -13,6 +13,10 @@ from carrel.policy.syntax import Dialect, Facts, Redirect, Unreadable
 
 MAX_TEXT = 65_536
 MAX_DEPTH = 40
+_ENDS = frozenset({"", " ", "\t", "\n"})
+_PLAIN = _ENDS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:,+@%^-")
+_JOINS_ON = frozenset("$\\<>{[!#`")
+"""Characters that mean something else together with what follows."""
 _BIDI = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _ESCAPES = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _NUMERIC_ESCAPE = re.compile(r"([0-7]{1,3})|x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})")
@@ -56,9 +60,24 @@ class Characters:
     def char(self) -> str:
         """The next character, line continuations skipped; empty at the end."""
         text = self.text
-        while text.startswith("\\\n", self.at):
-            self.at += 2
+        if text.startswith("\\\n", self.at):
+            before = text[self.at - 1 : self.at]
+            while text.startswith("\\\n", self.at):
+                self.at += 2
+            behind = text[self.at : self.at + 1]
+            if before not in _ENDS and (before in _JOINS_ON or behind not in _PLAIN):
+                raise Unreadable("a line continuation inside a token")
         return text[self.at] if self.at < len(text) else ""
+
+    def opens(self) -> bool:
+        """Whether a parenthesis follows the next character, as in `<(`."""
+        at = self.at + 1
+        if self.text.startswith("\\\n", at):
+            while self.text.startswith("\\\n", at):
+                at += 2
+            if self.text.startswith("(", at):
+                raise Unreadable("a line continuation in front of a parenthesis")
+        return self.text.startswith("(", at)
 
     def take(self, token: str) -> bool:
         """Consume a token if it is next."""

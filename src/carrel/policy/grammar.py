@@ -40,12 +40,13 @@ def read(
 ) -> Block:
     """The commands of a text. Raises `Unreadable` where Bash might read it otherwise."""
     reader = _Reader(text, facts, dialect, depth=depth, origin=origin)
-    nodes = reader.statements(_NO_STOPS, empty=True)
+    lines: list[int] = []
+    nodes = reader.statements(_NO_STOPS, empty=True, lines=lines)
     if reader.char():
         raise Unreadable(f"'{reader.char()}' does not belong there")
     if reader.pending:
         raise Unreadable("a here-document has no body")
-    return Block(nodes)
+    return Block(nodes, lines=tuple(lines))
 
 
 class _Reader(LineReader):
@@ -76,17 +77,27 @@ class _Reader(LineReader):
 
     # --- lists
 
-    def statements(self, stops: frozenset[str], *, empty: bool = False, closing: str = "") -> tuple[Node, ...]:
-        """Statements up to a reserved word of `stops`, a closing parenthesis, `;;` or the end."""
+    def statements(
+        self, stops: frozenset[str], *, empty: bool = False, closing: str = "", lines: list[int] | None = None
+    ) -> tuple[Node, ...]:
+        """Statements up to a reserved word of `stops`, a closing parenthesis, `;;` or the end.
+
+        `lines` gets the number of the line of each: what Bash reads at once, and drops at once after an error.
+        """
         nodes: list[Node] = []
+        line = 0
         while True:
+            start = self.at
             self.newlines()
+            line += "\n" in self.text[start : self.at]
             char = self.char()
             if not char or char == ")" or self.follows(";;") or self.follows(";&"):
                 break
             if self.glimpse() in stops:
                 break
             nodes += self.and_or()
+            if lines is not None:
+                lines.append(line)
             self.blanks()
             char = self.char()
             if self.follows(";;") or self.follows(";&"):
@@ -119,7 +130,7 @@ class _Reader(LineReader):
             self.newlines()
             found.append(self.pipeline())
         if not only_and:
-            return [Block((found[0], Block(tuple(found[1:]), "maybe")))]
+            return [Block((found[0], *(Block((each,), "maybe") for each in found[1:])))]
         node = found.pop()
         while found:
             node = Block((found.pop(), Block((node,), "maybe", given=True)))
@@ -352,7 +363,7 @@ class _Reader(LineReader):
             if char in "()<>":
                 if char in "()" and self.at and self.text[self.at - 1] not in " \t\n()":
                     raise Unreadable("a pattern in '[[' that is not understood")
-                if char in "<>" and self.text[self.at + 1 : self.at + 2] == "(":
+                if char in "<>" and self.opens():
                     raise Unreadable("a process substitution in '[['")
                 self.at += 1
                 continue

@@ -128,7 +128,7 @@ class LineReader(WordReader):
         self.char()
         if found := _DESCRIPTOR.match(self.text, self.at):
             self.at = found.end()
-            if self.text[self.at + 1 : self.at + 2] == "(":
+            if self.opens():
                 raise Unreadable("a number right in front of a process substitution")
             if found[0].startswith("{"):
                 self.only_bash("{name}>")
@@ -139,7 +139,7 @@ class LineReader(WordReader):
         if char == "&" and not self.follows("&>"):
             self.at = start
             return None
-        if not char or char not in "&<>" or (self.text[self.at + 1 : self.at + 2] == "(" and char != "&"):
+        if not char or char not in "&<>" or (self.opens() and char != "&"):
             self.at = start
             return None
         operator = next((each for each in _OPERATORS if self.take(each)), None)
@@ -150,6 +150,9 @@ class LineReader(WordReader):
             self.only_bash(operator)
         while (char := self.char()) and char in BLANK:
             self.at += 1
+        if operator in {"<&", ">&"} and self.take("-"):
+            # The dash is whole: what follows without a blank is a word of its own.
+            return Redirect(operator, Word((Text("-", quoted=False),), -1, "-"))
         target = self.word()
         if target is None:
             raise Unreadable("a redirection without a target")

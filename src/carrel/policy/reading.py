@@ -63,7 +63,7 @@ class WordReader(Characters, ABC):
             if not char:
                 break
             if char in META:
-                if char in "<>" and self.text[self.at + 1 : self.at + 2] == "(":
+                if char in "<>" and self.opens():
                     flush()
                     parts.append(self._process_substitution())
                     continue
@@ -178,6 +178,8 @@ class WordReader(Characters, ABC):
         start = self.at
         self.at += 2
         program = self.substitution()
+        if not program.nodes:
+            raise Unreadable("an empty process substitution")
         return Expansion(self.text[start : self.at], quoted=True, programs=(program,))
 
     def _backquote(self, *, quoted: bool) -> Expansion:
@@ -193,6 +195,8 @@ class WordReader(Characters, ABC):
             if char == "`":
                 break
             if char == "\\" and (following := text[self.at + 1 : self.at + 2]):
+                if following == "\n":
+                    raise Unreadable("a line continuation in backquotes")
                 if following in "$`\\":
                     self.at += 1
                     char = following
@@ -312,7 +316,7 @@ class WordReader(Characters, ABC):
                     parts.append(Text(self.single(), quoted=True))
                     continue
                 raise Unreadable("quotes or braces inside an expansion")
-            if char in "<>" and self.text[self.at + 1 : self.at + 2] == "(":
+            if char in "<>" and self.opens():
                 raise Unreadable("a process substitution inside an expansion")
             if char == "\n":
                 self.no_line_end_in(char)

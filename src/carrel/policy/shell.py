@@ -14,6 +14,7 @@ from carrel.policy import grammar, witness
 from carrel.policy.arguments import Argument, Unknown, literal, shown, value
 from carrel.policy.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
 from carrel.policy.characters import check
+from carrel.policy.doubts import Doubts
 from carrel.policy.findings import Command, FileUse, Found, HostUse, normal
 from carrel.policy.syntax import (
     COUNTERS,
@@ -159,7 +160,10 @@ class _Finder:
     def _block(self, block: Block) -> None:
         functions, directories, seen = dict(self.functions), self._directories, len(self.files)
         self._redirects(block.redirects)
+        doubtful = Doubts(block)
         for number, node in enumerate(block.nodes):
+            for name in doubtful.before(number, self.functions):
+                self.functions.pop(name, None)
             if isinstance(node, Block) and node.given and number and _is_cd(block.nodes[number - 1]):
                 left, self._directories = self._directories, self._entered
                 self._node(node)

@@ -117,6 +117,8 @@ class Block:
     redirects: tuple[Redirect, ...] = ()
     given: bool = False
     """Runs only when the node in front of it succeeded."""
+    lines: tuple[int, ...] = ()
+    """For a whole text: on which of its lines each node stands."""
 
 
 Node = Simple | Bare | Function | Block
