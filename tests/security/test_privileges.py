@@ -2,6 +2,8 @@
 
 import pytest
 
+from places import volumes
+
 
 def test_capabilities(attacker):
     """Find a capability left over, in any set."""
@@ -99,10 +101,10 @@ def test_own_setuid_program(attacker):
 def test_setuid_file_on_the_host(attacker):
     """Leave a setuid file of root's on the host's disk."""
     attacker.box.commands.run("cp /usr/bin/id id && chmod 6755 id", check=True)
-    workspace = attacker.server.data_dir / "storage" / "volumes" / f"eph-{attacker.box.id}"
+    workspace = volumes(attacker.server.data_dir) / f"eph-{attacker.box.id}"
     assert (workspace / "id").stat().st_uid != 0
     # Nobody but the server's own user can reach it there, so the bit serves nobody.
-    assert (attacker.server.data_dir / "storage" / "volumes").stat().st_mode & 0o077 == 0
+    assert volumes(attacker.server.data_dir).stat().st_mode & 0o077 == 0
 
 
 def test_file_capabilities(attacker):

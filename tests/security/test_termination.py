@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from places import volumes
+
 HARD_TO_KILL = """
 import os, signal, sys, time
+
 for number in range(1, 65):
     try: signal.signal(number, signal.SIG_IGN)
     except (OSError, ValueError): pass
@@ -82,7 +85,7 @@ def test_write_after_the_end(attacker, marker):
     """Keep writing to the workspace after the sandbox has ended."""
     box = attacker.another(f"ending-{marker}")
     daemon(box, marker)
-    place = next((attacker.server.data_dir / "storage" / "volumes").glob(f"ctx-ending-{marker}"))
+    place = next(volumes(attacker.server.data_dir).glob(f"ctx-ending-{marker}"))
     box.terminate()
     before = (place / "beat").stat().st_size
     assert alive(marker) == []
