@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,14 @@ def test_a_refused_request_is_an_error(tmp_path: Path) -> None:
             kernel.control(fd, 0x9400, bytearray(8))
     finally:
         os.close(fd)
+
+
+def test_who_writes_back_is_gone_afterwards_also_when_it_failed(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(RuntimeError), kernel.writing_back(fd):
+            (tmp_path / "file").write_bytes(b"x" * 1000)
+            raise RuntimeError
+    finally:
+        os.close(fd)
+    assert not [each for each in threading.enumerate() if each.name == "carrel-write-back"]

@@ -379,8 +379,9 @@ class DirectoryDriver(VolumeDriver):
         try:
             if self._owner is not None:
                 os.chown(aside, self._owner, self._owner)
-            yield aside
             with opened(aside) as fd:
+                with kernel.writing_back(fd):
+                    yield aside
                 kernel.sync(fd)  # what is given the volume's name must outlive a crash of the host
             if not os.path.lexists(path):
                 os.rename(aside, path)

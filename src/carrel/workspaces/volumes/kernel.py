@@ -10,9 +10,10 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -20,6 +21,7 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _FICLONE = 0x40049409
 _RENAME_EXCHANGE = 2
 _KEPT_OPEN = 96
+_WRITE_BACK_S = 0.2
 _NR_CACHESTAT = 451
 _DIRTY, _IN_WRITEBACK = 1, 2
 _WHOLE_FILE = (ctypes.c_uint64 * 2)(0, 0)
@@ -85,6 +87,24 @@ def clone(source: int, target: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def writing_back(fd: int) -> Iterator[None]:
+    """Write what is made on the file system meanwhile back as it comes: a `sync` at the end then waits for little."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(_WRITE_BACK_S):
+            _libc.syncfs(fd)  # what fails here fails again at the end, and is told then
+
+    thread = threading.Thread(target=run, name="carrel-write-back", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def open_for_reading(name: str, parent: int, flags: int = FILE) -> int:
