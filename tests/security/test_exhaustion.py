@@ -230,7 +230,8 @@ def test_disk_by_a_daemon(attacker):
     def stopped():
         before = size(place)
         time.sleep(0.5)
-        return (before > 20 * 1024 * 1024 and size(place) <= before) or not place.exists()
+        # Where the kernel holds the cap it gets no further than that, and goes on in vain.
+        return (before > 15 * 1024 * 1024 and size(place) <= before) or not place.exists()
 
     assert until(stopped, 20), f"it still writes: {size(place)} bytes"
 
