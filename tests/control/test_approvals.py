@@ -115,7 +115,7 @@ async def test_what_nobody_decides_expires(approvals: Approvals, clock: Clock) -
     handle = await _ask(approvals)
     clock.now += 61
     assert (await approvals.get(handle)).state is ApprovalState.EXPIRED
-    with pytest.raises(Denied, match="nobody decided in time"):
+    with pytest.raises(Denied, match="not decided"):
         await _with(approvals, handle)
     with pytest.raises(Conflict, match="expired already"):
         await approvals.decide(handle, YES, PERSON)
@@ -130,24 +130,55 @@ async def test_for_the_context_it_need_not_be_asked_again(approvals: Approvals) 
     await _ask(approvals, Operation("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-2", "other"))
 
 
+class Kept:
+    """Rules, as a server keeps them."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[str, str, str]] = []
+
+    async def check_rule(self, context_id: str, rule: str) -> None:
+        if not rule.startswith("shell("):
+            raise InvalidRequest("no rule", field="rule")
+
+    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
+        self.added.append((context_id, rule, by))
+
+
 async def test_as_a_rule(approvals: Approvals) -> None:
-    added: list[tuple[str, str, str]] = []
-
-    async def add(context: str, rule: str, who: str) -> None:
-        added.append((context, rule, who))
-
     handle = await _ask(approvals)
     wanted = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
     with pytest.raises(InvalidRequest, match="needs a rule"):
         await approvals.decide(handle, wanted.model_copy(update={"rule": None}), PERSON)
     with pytest.raises(InvalidRequest, match="keeps no rules"):
         await approvals.decide(handle, wanted, PERSON)
-    approvals.add_rule = add
+    approvals.rules = kept = Kept()
+    with pytest.raises(InvalidRequest, match="no rule"):
+        await approvals.decide(handle, wanted.model_copy(update={"rule": "nonsense"}), PERSON)
+    assert (await approvals.get(handle)).state is ApprovalState.PENDING
     assert (await approvals.decide(handle, wanted, PERSON)).rule == "shell(git push:*)"
-    assert added == [("c", "shell(git push:*)", "person:ann")]
+    assert kept.added == [("c", "shell(git push:*)", "person:ann")]
     fleeting = Operation("shell", "run_command", PUSH.arguments, "agent:coder", "eph-1", None)
     with pytest.raises(InvalidRequest, match="no context"):
         await approvals.decide(await _ask(approvals, fleeting), wanted, PERSON)
+
+
+async def test_a_rule_is_not_added_by_who_decides_too_late(approvals: Approvals) -> None:
+    approvals.rules = kept = Kept()
+    handle = await _ask(approvals)
+    await approvals.decide(handle, NO, PERSON)
+    with pytest.raises(Conflict):
+        await approvals.decide(
+            handle, ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(x:*)"), PERSON
+        )
+    assert kept.added == []
+
+
+async def test_an_approval_that_nobody_uses_does_not_wait_for_ever(approvals: Approvals, clock: Clock) -> None:
+    handle = await _ask(approvals)
+    await approvals.decide(handle, YES, PERSON)
+    clock.now += 61
+    with pytest.raises(Denied, match="not used, in time"):
+        await _with(approvals, handle)
 
 
 async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals: Approvals) -> None:

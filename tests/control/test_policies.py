@@ -119,6 +119,10 @@ async def test_versions_keep_two_editors_apart(policies: Policies) -> None:
 
 
 async def test_a_rule_is_added_and_a_fork_has_it_too(policies: Policies) -> None:
+    for wrong in ("nonsense", "shell(*)"):
+        with pytest.raises(InvalidRequest):
+            await policies.check_rule("c", wrong)
+    await policies.check_rule("c", "shell(git push:*)")
     await policies.add_rule("c", "shell(git push:*)", "person:ann")
     await policies.add_rule("c", "shell(git push:*)", "person:ann")
     await policies.copy("c", "twin")

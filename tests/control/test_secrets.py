@@ -6,7 +6,7 @@ from carrel.audit import Filter, chain_of
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest, NotFound, Unsupported
-from carrel.models import CommandRequest, SandboxRequest
+from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest
 
 VALUE = b"correct-horse-battery"
 
@@ -54,6 +54,22 @@ async def test_a_secret_is_rotated_and_taken_away_while_the_sandbox_runs(plane: 
     result = await plane.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
     assert result.stdout == ""
     assert (await plane.secrets.list("c")).items == []
+
+
+async def test_a_server_that_took_over_a_sandbox_takes_its_secrets_away(settings: Settings) -> None:
+    first = await ControlPlane.open(settings)
+    await first.secrets.put("c", "PASSWORD", VALUE)
+    await first.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    second = await ControlPlane.open(settings)  # as if the first had been killed
+    try:
+        assert second.recovered.adopted == 1
+        await second.secrets.delete("c", "PASSWORD")
+        listed = await second.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
+        assert listed.stdout == ""
+        assert (await second.put_policy("c", PolicyDocuments(settings=None), "person:ann")).restart_needed
+    finally:
+        await second.close()
+        await first.close()
 
 
 async def test_what_cannot_be_a_secret(plane: ControlPlane) -> None:

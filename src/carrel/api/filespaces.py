@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
+from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
 from carrel.api.problems import problems
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
 
 router = Router(tags=["filespaces"], dependencies=[Depends(known_query)])
 
-Context = Annotated[str, Path(max_length=128, description="a context id")]
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 

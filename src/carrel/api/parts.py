@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from carrel.control.frames import Chunk, TextCutter
 from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest
+from carrel.models import ContextId
 
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
@@ -32,6 +33,7 @@ def plane_of(connection: HTTPConnection) -> ControlPlane:
 
 Plane = Annotated[ControlPlane, Depends(plane_of)]
 SandboxId = Annotated[str, Path(alias="id", max_length=128, description="id of a sandbox, or its context id")]
+Context = Annotated[ContextId, Path(alias="context_id", description="a context id")]
 CommandId = Annotated[str, Path(alias="cid", max_length=128, description="id of a command")]
 
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import Depends, Path
+from fastapi import Depends
 from starlette.responses import Response
 
 from carrel.api.guard import Router, who
-from carrel.api.parts import Plane, as_json, known_query
+from carrel.api.parts import Context, Plane, as_json, known_query
 from carrel.api.problems import problems
-from carrel.control.policies import check_context
 from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
 
-
-def _context(context_id: Annotated[str, Path(max_length=128, description="a context id")]) -> str:
-    return check_context(context_id)
-
-
-Context = Annotated[str, Depends(_context)]
 router = Router(prefix="/v1/contexts/{context_id}/policy", tags=["policies"], dependencies=[Depends(known_query)])
 
 

@@ -8,8 +8,7 @@ from fastapi import Depends, Path
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, as_json, known_query
-from carrel.api.policies import Context
+from carrel.api.parts import Context, Plane, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import SecretList, SecretName, SecretValue
 

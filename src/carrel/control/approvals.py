@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -37,8 +38,15 @@ LONGEST_SUMMARY = 500
 LOOK_EVERY_S = 1.0
 """How often somebody who waits looks into the database: another server may have the decision."""
 
-AddRule = Callable[[str, str, str], Awaitable[None]]
-"""Add an allowing rule to a context's settings: context, rule, who."""
+
+class Rules(Protocol):
+    """Where a rule that a person gives is kept."""
+
+    async def check_rule(self, context_id: str, rule: str) -> None:
+        """Refuse a rule that could not be added."""
+
+    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
+        """Allow something in a context from now on."""
 
 
 def digest(operation: Operation) -> str:
@@ -71,7 +79,7 @@ class Approvals:
         self._closed = False
         self.door: Door | None = None
         """Where decisions are recorded."""
-        self.add_rule: AddRule | None = None
+        self.rules: Rules | None = None
         self.on_created: Callable[[ApprovalInfo], None] = _nothing
         self.redact: Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]] = _plain
 
@@ -135,6 +143,8 @@ class Approvals:
             raise self._refused(record, operation)
         if record.scope is ApprovalScope.CONTEXT:
             return record.id
+        if record.decided_at is not None and record.decided_at + self._ttl_s < self._clock():
+            raise self._refused(replace(record, state=ApprovalState.EXPIRED), operation)
         if not await self._store.use(record.id, self._clock()):
             raise Conflict(
                 f"approval '{record.id}' was used already: it runs its operation once",
@@ -179,7 +189,10 @@ class Approvals:
     @staticmethod
     def _refused(record: ApprovalRecord, operation: Operation) -> Denied:
         if record.state is ApprovalState.EXPIRED:
-            words, hint = "nobody decided in time", "ask again if it is still needed"
+            words, hint = (
+                "it was not decided, or not used, in time",
+                "ask again without the handle if it is still needed",
+            )
         else:
             words, hint = record.message or "a person denied it", "choose another way"
         return Denied(
@@ -234,16 +247,15 @@ class Approvals:
         rule = decision.rule if decision.approve and decision.scope is ApprovalScope.RULE else None
         if decision.approve and decision.scope is ApprovalScope.RULE and not rule:
             raise InvalidRequest("this scope needs a rule", field="rule", hint="for example shell(git push:*)")
-        now = self._clock()
-        if rule is not None and self._aged(record).state is ApprovalState.PENDING:
-            if self.add_rule is None:
+        if rule is not None:
+            if self.rules is None:
                 raise InvalidRequest("this server keeps no rules", field="scope", hint="approve it once")
-            await self.add_rule(record.context_id or "", rule, by.subject)
+            await self.rules.check_rule(record.context_id or "", rule)
         done = await self._store.decide(
             approval_id,
             ApprovalState.APPROVED if decision.approve else ApprovalState.DENIED,
             by=by.subject,
-            at=now,
+            at=self._clock(),
             scope=decision.scope if decision.approve else None,
             rule=rule,
             message=decision.message,
@@ -253,6 +265,8 @@ class Approvals:
             raise Conflict(
                 f"approval '{approval_id}' is {found.state} already", field="id", hint="list those that are pending"
             )
+        if rule is not None and self.rules is not None:  # only now: another may have denied it meanwhile
+            await self.rules.add_rule(record.context_id or "", rule, by.subject)
         self._wake()
         return found.info()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Literal
 
 from carrel.control.connection import SupervisorConnection
 from carrel.errors import PlatformError
@@ -47,10 +48,10 @@ class LiveSandbox:
         """Whether it may have changed its files since the last snapshot."""
         self.to_push = False
         """Whether it may have changed its files since the last push to the filespace."""
-        self.masks: Masks | None = None
+        self.masks: Masks | Literal["unknown"] | None = "unknown"
         """What of the policy holds inside it since it started."""
-        self.has_secrets = False
-        """Whether it was given secrets, which may have to be taken away."""
+        self.has_secrets = True
+        """Whether it may have secrets, which may have to be taken away."""
         self.oom_kills = 0
         self.over_quota: str | None = None
         self.leased_until = math.inf

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 from carrel.control.door import Decision, Operation, refusal
 from carrel.isolation.masks import MOST, unmaskable
+from carrel.isolation.rootfs import WORKSPACE
 from carrel.policy.layers import Policy
 from carrel.policy.rules import Rule
 from carrel.providers import Masks
-
-WORKSPACE = "/workspace"
 
 
 def masks_of(policy: Policy, context_id: str | None) -> Masks | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TypeVar
@@ -312,6 +313,15 @@ class Operations:
             redactor = await self._redactor(box.record.context_id)
             changes = {"output": redactor.text(result.output), "stderr": redactor.text(result.stderr)}
             return result.model_copy(update=changes)
+
+    # secrets
+
+    async def deliver_secrets(self, box: LiveSandbox, values: Mapping[str, bytes]) -> None:
+        """Make these the secrets of a sandbox that runs, or is about to be used. carrel's own upkeep: whoever changes a
+        secret has passed the door.
+        """
+        given = {name: b64encode(value).decode() for name, value in values.items()}
+        await self._ask(box, "PUT", "/secrets", {"secrets": given})
 
     # files
 

@@ -97,7 +97,7 @@ class ControlPlane:
         self.policies = Policies(PolicyStore(database), policy)
         self.sessions.govern_with(self.policies.fit, self._masks)
         self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
-        self.approvals.add_rule = self.policies.add_rule
+        self.approvals.rules = self.policies
         self.approvals.redact = self.secrets.clean
         self._webhook: Webhook | None = None
         if settings.approvals.webhook is not None:
@@ -115,6 +115,7 @@ class ControlPlane:
         )
         self.approvals.door = door or governor
         self.operations = Operations(self.sessions, door or governor, self.metrics, self.secrets.redactor)
+        self.secrets.deliver = self.operations.deliver_secrets
         self.sessions.on_moved(self._adopt_chain)
         self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
         self.snapshots.on_fork = self.policies.copy

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.door import Decision, Operation
-from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
+from carrel.errors import LimitExceeded, PlatformError
+from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy import settings as settings_document
 from carrel.policy import sources as sources_document
@@ -27,8 +28,6 @@ from carrel.store import SessionRecord
 from carrel.store.policies import PolicyRecord, PolicyStore
 from carrel.workspaces.volumes.kernel import Directories, open_for_reading
 
-WORKSPACE = "/workspace"
-"""Where a workspace is mounted in a sandbox."""
 DIALECT: Dialect = "sh"
 """A command that is a text runs under `/bin/sh -c`."""
 FRESH_S = 5.0
@@ -175,15 +174,14 @@ class Policies:
             await self._store.put(context_id, record.settings, record.sources, by=by, at=time.time())
             self._cache.pop(context_id, None)
 
+    async def check_rule(self, context_id: str, rule: str) -> None:
+        """Refuse a rule that cannot be read or would defeat the policy."""
+        self._compile(context_id, _with_rule(context_id, await self._store.get(context_id), rule))
+
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:
         """Allow something in a context from now on."""
-        before = await self._store.get(context_id)
-        settings = json.loads(json.dumps(before.settings if before and before.settings else {}))
-        permissions = settings.setdefault("permissions", {})
-        allow = permissions.setdefault("allow", [])
-        if rule not in allow:
-            allow.append(rule)
-        given = PolicyDocuments(settings=settings, version=before.version if before else 0)
+        record = _with_rule(context_id, await self._store.get(context_id), rule)
+        given = PolicyDocuments(settings=dict(record.settings or {}), version=record.version)
         await self.put(context_id, given, by)
 
     def _info(self, context_id: str, record: PolicyRecord | None) -> PolicyInfo:
@@ -289,12 +287,11 @@ def _text(path: str) -> bytes:
         ) from None
 
 
-def check_context(context_id: str) -> str:
-    """Refuse what cannot be a context."""
-    from carrel.workspaces.layout import encode
-
-    try:
-        encode(context_id, ephemeral=False)
-    except InvalidRequest as error:
-        raise InvalidRequest(error.detail, field="context_id", hint=error.hint) from None
-    return context_id
+def _with_rule(context_id: str, before: PolicyRecord | None, rule: str) -> PolicyRecord:
+    """A policy that allows something more."""
+    record = before or PolicyRecord(context_id, None, None, 0, 0.0, "")
+    settings = json.loads(json.dumps(record.settings or {}))
+    allow = settings.setdefault("permissions", {}).setdefault("allow", [])
+    if rule not in allow:
+        allow.append(rule)
+    return replace(record, settings=settings)

@@ -1,17 +1,15 @@
 """Secrets of contexts: kept sealed, given to running sandboxes as files, and taken out of everything that is shown.
 
-No method gives a value back. Knows the supervisor's route for secrets and nothing else of it.
+No method gives a value back. Knows no supervisor: `operations` delivers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 
 from carrel.control.live import LiveSandbox, LiveSandboxes
@@ -26,8 +24,13 @@ log = logging.getLogger("carrel.secrets")
 FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
 MOST_CACHED = 1024
-SHORT_S = 30.0
-_SMALL = 1024 * 1024
+
+
+Deliver = Callable[[LiveSandbox, Mapping[str, bytes]], Awaitable[None]]
+
+
+async def _nowhere(_box: LiveSandbox, _values: Mapping[str, bytes]) -> None:
+    return
 
 
 class Secrets:
@@ -38,6 +41,8 @@ class Secrets:
         self._store = store
         self._live = live
         self._shapes = Redactor()
+        self.deliver: Deliver = _nowhere
+        """How they get into a sandbox."""
         self._redactors: OrderedDict[str, tuple[Redactor, float]] = OrderedDict()
 
     async def put(self, context_id: str, name: str, value: bytes) -> SecretName:
@@ -69,9 +74,7 @@ class Secrets:
         if not values and not box.has_secrets:
             return
         box.has_secrets = True
-        given = {name: base64.b64encode(value).decode() for name, value in values.items()}
-        body = json.dumps({"secrets": given}).encode()
-        await box.connection.request("PUT", "/secrets", body, deadline=SHORT_S, max_bytes=_SMALL)
+        await self.deliver(box, values)
 
     async def _values(self, context_id: str | None) -> dict[str, bytes]:
         if context_id is None:

@@ -116,7 +116,7 @@ class Starting:
             await self._workspaces.recorded(record)
             box = LiveSandbox(record, provider, handle, provided.path)
             box.leased_until = self._ownership.deadline(began)
-            box.masks = masks
+            box.masks, box.has_secrets = masks, False
             await self.on_started(box)
             if self.closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
