@@ -87,7 +87,9 @@ def scopes_page() -> str:
         "Two tokens of one kind and name are the same subject.\n\n"
         "The token in the data directory is the administrator's: every scope, every context, no end.\n\n"
         "A token that is revoked is worthless at once on the server that revoked it, and within\n"
-        f"{identity.CACHE_S:.0f} seconds on others with the same database.\n"
+        f"{identity.CACHE_S:.0f} seconds on others with the same database. Streams, terminals and uploads that\n"
+        "were opened with it are broken off then, and so they are when it expires; what was asked for and is not\n"
+        "answered yet may be done, but its answer is not given.\n"
     )
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from fastapi import FastAPI, Query
 from starlette.responses import StreamingResponse
 
 from carrel.audit import AuditLog, Filter, SigningKey, chain_of
-from carrel.models import AuditKey, AuditPage
+from carrel.models import AuditKey, AuditPage, AuditPruned
 from carrel.store import Database
 from carrel.store.audit import AuditStore
 
@@ -57,6 +57,12 @@ def routes(log: AuditLog) -> FastAPI:
     async def export_audit(context_id: str | None = None, compress: bool = False) -> StreamingResponse:
         chains = None if context_id is None else [chain_of(context_id)]
         return StreamingResponse(log.export(chains, compress=compress), media_type="application/x-ndjson")
+
+    @app.post("/v1/audit/prune")
+    async def prune_audit() -> AuditPruned:
+        await log.seal()
+        now = datetime.now(UTC)
+        return AuditPruned(before=now, records=await log.prune(now.timestamp()))
 
     @app.get("/v1/audit/key")
     async def get_audit_key() -> AuditKey:

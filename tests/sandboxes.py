@@ -165,7 +165,8 @@ class House:
     def launch(self, **more: Any) -> Launch:
         """A launch on a new workspace."""
         workspace = more.pop("workspace", None) or str(self.workspace())
-        return Launch(f"s{next(_count)}", workspace, NETWORK[self.kind], **more)
+        network = more.pop("network", NETWORK[self.kind])
+        return Launch(f"s{next(_count)}", workspace, network, **more)
 
     @asynccontextmanager
     async def box(self, **limits: Any) -> AsyncIterator[Box]:

@@ -244,7 +244,8 @@ async def test_a_lookup_that_is_under_way_keeps_no_revoked_token(
     await looked.wait()
     await tokens.revoke(token.id)
     go.set()
-    await asking
+    with pytest.raises(Unauthorized, match="revoked"):
+        await asking
     with pytest.raises(Unauthorized):
         await tokens.identify(text)
 
@@ -268,6 +269,66 @@ async def test_the_cache_is_bounded_and_spares_the_database(
     assert looked == 3
     await tokens.identify(texts[1])
     assert looked == 4, "the one that was used least recently had to go"
+
+
+async def test_tokens_that_are_made_up_do_not_keep_the_database_busy(
+    tokens: Tokens, store: TokenStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, _ = await tokens.issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
+    later, revoked = [await tokens.issue(Grant(name, Kind.AGENT, [Scope.READ]), ROOT) for name in "bc"]
+    await tokens.identify(text)
+    looked: list[str] = []
+    of_hash = store.of_hash
+
+    async def counted(hash: str) -> object:
+        looked.append(hash)
+        return await of_hash(hash)
+
+    monkeypatch.setattr(store, "of_hash", counted)
+    for _ in range(1000):
+        with pytest.raises(Unauthorized):
+            await tokens.identify("carrel_the-same-again")
+    assert len(looked) == 1, "who shows the same one again is not looked for again"
+    refusals = [await failure(tokens, f"carrel_{number}") for number in range(1000)]
+    assert len(looked) <= module.STRANGERS_AT_ONCE
+    assert refusals[-1] == "limit_exceeded" and refusals[0] == "unauthorized"
+    assert await failure(tokens, later[0]) == "limit_exceeded", "whom nobody knows yet has to come again"
+    clock.now += module.CACHE_S * 0.9
+    assert (await tokens.identify(text)).subject == "agent:a"
+    for number in range(1000):
+        await failure(tokens, f"carrel_again-{number}")
+    clock.now += 0.1 * module.CACHE_S + 0.001
+    before = len(looked)
+    for number in range(1000):
+        await failure(tokens, f"carrel_more-{number}")
+    assert len(looked) - before <= module.STRANGERS_PER_S
+    assert (await tokens.identify(text)).subject == "agent:a", "whoever was known is let in meanwhile"
+    clock.now += 10
+    assert (await tokens.identify(later[0])).subject == "agent:b"
+    await tokens.revoke(revoked[1].id)
+    before = len(looked)
+    for _ in range(1000):
+        assert await failure(tokens, revoked[0]) in {"unauthorized", "limit_exceeded"}
+    assert len(looked) - before <= module.STRANGERS_AT_ONCE
+
+
+async def failure(tokens: Tokens, text: str) -> str:
+    with pytest.raises(CarrelError) as caught:
+        await tokens.identify(text)
+    return caught.value.code
+
+
+async def test_whoever_wants_to_know_is_told_of_a_revoked_token(
+    tokens: Tokens, store: TokenStore, clock: Clock
+) -> None:
+    made = [(await tokens.issue(Grant(name, Kind.AGENT, [Scope.READ]), ROOT))[1].id for name in "abc"]
+    told: list[str] = []
+    tokens.on_revoked = told.append
+    await tokens.revoke(made[0])
+    await Tokens(store, None, clock).revoke(made[1])
+    assert told == [made[0]]
+    assert set(await tokens.revoked([*made, "tok-absent"])) == set(made[:2])
+    assert not await tokens.revoked([])
 
 
 @pytest.mark.parametrize(

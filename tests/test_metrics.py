@@ -34,6 +34,9 @@ def value(metrics: Metrics, name: str, /, **labels: str) -> float | None:
 
 def use_all(metrics: Metrics) -> None:
     metrics.operated("shell", "run_command", "ok", 0.002)
+    metrics.let_out("connect", "ok", 1000, 20, 0.5)
+    metrics.let_out("connect", "denied_by_policy", 0, 0, 0.001)
+    metrics.let_out("made up", "made up", 0, 0, 0.001)
     metrics.started("namespace", "fresh", 0.02)
     metrics.started("namespace", "resume", 0.03)
     metrics.snapshotted("btrfs", "ok", 0.006)
@@ -49,6 +52,11 @@ def test_every_call_shows() -> None:
     metrics = Metrics()
     use_all(metrics)
     assert value(metrics, "carrel_operation_seconds_count", kind="shell", name="run_command", outcome="ok") == 1
+    assert value(metrics, "carrel_egress_seconds_sum", protocol="connect", outcome="ok") == 0.5
+    assert value(metrics, "carrel_egress_seconds_count", protocol="connect", outcome="denied_by_policy") == 1
+    assert value(metrics, "carrel_egress_seconds_count", protocol="other", outcome="unexpected") == 1
+    assert value(metrics, "carrel_egress_bytes_total", direction="in") == 1000
+    assert value(metrics, "carrel_egress_bytes_total", direction="out") == 20
     assert value(metrics, "carrel_sandbox_start_seconds_count", provider="namespace", kind="fresh") == 1
     assert value(metrics, "carrel_sandbox_start_seconds_sum", provider="namespace", kind="resume") == 0.03
     assert value(metrics, "carrel_snapshot_seconds_bucket", driver="btrfs", outcome="ok", le="0.005") == 0

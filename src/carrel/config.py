@@ -98,6 +98,40 @@ class AuditSettings(_Group):
         description="write down each operation before it runs; without, those of the last moment before a crash "
         "may be missing",
     )
+    keep_days: float | None = Field(
+        default=None,
+        ge=1,
+        le=36_500,
+        description="days after which records are removed, up to a signed head; without, they are kept for ever",
+    )
+
+
+class EgressSettings(_Group):
+    """The way out of sandboxes."""
+
+    ask_wait_s: float = Field(
+        default=30.0, ge=0, le=600, description="seconds a connection to an unknown host waits for a person's decision"
+    )
+    upstreams_file: str | None = Field(
+        default=None,
+        description="a JSON list of proxies that everything goes out through, the first that works: "
+        '`[{"name": "eu", "url": "http://user:password@host:3128"}]`; `socks5://` too',
+    )
+    nameservers: str = Field(
+        default="",
+        pattern=r"^$|^[0-9A-Fa-f:.\[\]]+(,[0-9A-Fa-f:.\[\]]+)*$",
+        description="addresses of the servers to ask for names, `1.2.3.4,1.2.3.5:5353`; without, as the host does",
+    )
+    roots_file: str | None = Field(
+        default=None, description="certificates, as PEM, that inspected hosts may be known by besides the host's own"
+    )
+    cache_mb: int = Field(default=4096, ge=16, description="disk space for packages that sandboxes have installed")
+    allow_bridge: bool = Field(
+        default=False, description="let callers choose the network `bridge`, which goes around the proxy"
+    )
+    allow_host: bool = Field(
+        default=False, description="let callers choose the network `host`, which reaches what the host reaches"
+    )
 
 
 class Settings(_Group):
@@ -158,6 +192,7 @@ class Settings(_Group):
     policy: PolicySettings = Field(default_factory=PolicySettings, description="the policy of the server")
     approvals: ApprovalSettings = Field(default_factory=ApprovalSettings, description="what waits for a person")
     audit: AuditSettings = Field(default_factory=AuditSettings, description="the audit log")
+    egress: EgressSettings = Field(default_factory=EgressSettings, description="the way out of sandboxes")
 
     @field_validator("data_dir")
     @classmethod

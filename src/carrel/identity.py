@@ -14,15 +14,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from carrel.errors import Denied, InvalidRequest, NotFound, Unauthorized
+from carrel.errors import Denied, InvalidRequest, LimitExceeded, NotFound, Unauthorized
+
+T = TypeVar("T")
 
 PREFIX = "carrel_"
 DEFAULT_NAMESPACE = "default"
 CACHE_S = 5.0
 """How long another server may still take a token that was revoked on this one."""
 CACHE_SIZE = 4096
+STRANGERS_PER_S, STRANGERS_AT_ONCE = 50.0, 100.0
+"""How many tokens that nobody knows are looked up, so that whoever makes them up does not keep the database busy."""
 USED_S = 3600.0
 MAX_TOKEN = 512
 MAX_CONTEXTS = 1000
@@ -265,6 +269,9 @@ class Store(Protocol):
     async def revoke(self, token_id: str, at: float) -> bool:
         """Revoke a token."""
 
+    async def revoked(self, token_ids: Collection[str]) -> Collection[str]:
+        """Those that were revoked."""
+
     async def used(self, token_id: str, at: float) -> None:
         """Note when a token was used."""
 
@@ -284,7 +291,11 @@ class Tokens:
         self._root = None if root is None else root.encode()
         self._clock = clock
         self._cache: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
+        self._unknown: OrderedDict[str, float] = OrderedDict()
+        self._allowance, self._counted_at = STRANGERS_AT_ONCE, clock()
         self._revocations = 0
+        self.on_revoked: Callable[[str], None] = _nobody
+        """Called with the id of a token that was revoked here."""
 
     async def issue(self, grant: Grant, by: Identity) -> tuple[str, Token]:
         """Make a token: the text to show once, and what is kept. Nobody gives away more than they have."""
@@ -305,6 +316,7 @@ class Tokens:
             grant.expires_at,
         )
         await self._store.insert(token)
+        self._unknown.clear()
         return text, token
 
     def _check(self, grant: Grant, by: Identity) -> None:
@@ -349,7 +361,7 @@ class Tokens:
                 )
 
     async def identify(self, token: str | bytes) -> Identity:
-        """Who shows this token; `Unauthorized` when nobody should."""
+        """Who shows this token; `Unauthorized` when nobody should, `LimitExceeded` when too many made some up."""
         given = token.encode() if isinstance(token, str) else token
         if self._root is not None and hmac.compare_digest(given, self._root):
             return ROOT
@@ -371,29 +383,51 @@ class Tokens:
         return found[0]
 
     async def _looked_up(self, key: str, now: float) -> Identity:
+        self._admit_stranger(key, now)
         before = self._revocations
         kept = await self._store.of_hash(key)
         if kept is None:
+            _remember(self._unknown, key, now)
             raise _unknown()
         token = _token(kept)
         if token.revoked_at is not None:
+            self._cache.pop(key, None)
             raise Unauthorized("the token was revoked", field="Authorization", hint="ask for a new one")
+        self._allowance = min(STRANGERS_AT_ONCE, self._allowance + 1)
         identity = token.identity()
         if token.used_at is None or now - token.used_at > USED_S:
             await self._store.used(token.id, now)
-        if before == self._revocations:  # else it may be the very one that was revoked meanwhile
-            self._cache[key] = (identity, now)
-            self._cache.move_to_end(key)
-            while len(self._cache) > CACHE_SIZE:
-                self._cache.popitem(last=False)
+        if before != self._revocations:  # it may be the very one that was revoked meanwhile
+            return await self._looked_up(key, now)
+        _remember(self._cache, key, (identity, now))
         return identity
+
+    def _admit_stranger(self, key: str, now: float) -> None:
+        """Let a token be looked up; refuse one that was just found to be unknown, and too many at once."""
+        seen = self._unknown.get(key)
+        if seen is not None and seen <= now < seen + CACHE_S:
+            raise _unknown()
+        passed, self._counted_at = max(0.0, now - self._counted_at), now
+        self._allowance = min(STRANGERS_AT_ONCE, self._allowance + passed * STRANGERS_PER_S)
+        if self._allowance >= 1:
+            self._allowance -= 1
+        elif key not in self._cache:  # whoever was known a while ago is no stranger
+            raise LimitExceeded(
+                "too many unknown tokens were shown in the last moment", field="Authorization", hint="ask again soon"
+            )
 
     async def revoke(self, token_id: str) -> Token:
         """Make a token worthless: at once here, within `CACHE_S` on other servers. Revoking twice is no error."""
         await self._store.revoke(token_id, self._clock())
         self._revocations += 1
-        self._cache.clear()
+        for key in [key for key, (identity, _) in self._cache.items() if identity.token_id == token_id]:
+            del self._cache[key]
+        self.on_revoked(token_id)
         return await self.get(token_id)
+
+    async def revoked(self, token_ids: Collection[str]) -> Collection[str]:
+        """Which of these tokens were revoked, here or by another server."""
+        return await self._store.revoked(token_ids) if token_ids else ()
 
     async def get(self, token_id: str) -> Token:
         """What is kept of a token; `NotFound` when there is none."""
@@ -406,6 +440,17 @@ class Tokens:
         """Tokens, newest first, and the cursor of the next page."""
         found, after = await self._store.page(limit=limit, cursor=cursor)
         return [_token(kept) for kept in found], after
+
+
+def _nobody(_token_id: str) -> None:
+    return
+
+
+def _remember(cache: OrderedDict[str, T], key: str, value: T) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
 
 
 def _unknown() -> Unauthorized:

@@ -40,6 +40,8 @@ _CONTEXT = "the context of the workspace"
 _QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
 
+_EGRESS_PROTOCOLS = frozenset({"connect", "http", "socks5", "index"})
+_EGRESS_OUTCOMES = _OUTCOMES | {"denied_by_policy", "bad_request", "unreachable", "timed_out", "broken_off"}
 _COUNTED = tuple(state for state in State if state is not State.TERMINATED)
 
 
@@ -88,6 +90,19 @@ OPERATION = Declaration(
     {"kind": "`shell`, `file`, `mcp`, `network` or `session`", "name": "the operation", "outcome": _OUTCOME},
     _QUICK,
 )
+EGRESS = Declaration(
+    "carrel_egress_seconds",
+    "histogram",
+    "How long connections and requests of sandboxes to the outside lasted.",
+    {"protocol": "`connect`, `http`, `socks5` or `index`", "outcome": "`ok`, or why it was refused or failed"},
+    _QUICK,
+)
+EGRESS_BYTES = Declaration(
+    "carrel_egress_bytes_total",
+    "counter",
+    "Bytes between sandboxes and the outside.",
+    {"direction": "`in` to sandboxes, `out` of them"},
+)
 SANDBOXES = Declaration(
     "carrel_sandboxes",
     "gauge",
@@ -109,6 +124,8 @@ VOLUME_CAPACITY = Declaration(
 )
 DECLARATIONS = (
     OPERATION,
+    EGRESS,
+    EGRESS_BYTES,
     START,
     SANDBOXES,
     WORKSPACE_BYTES,
@@ -197,6 +214,9 @@ class Metrics:
     def __init__(self, *, most_contexts: int = MOST_CONTEXTS) -> None:
         self._registry = CollectorRegistry()
         self._operations = _Series(self._histogram(OPERATION))
+        self._egress = _Series(self._histogram(EGRESS))
+        moved = Counter(EGRESS_BYTES.name, EGRESS_BYTES.text, list(EGRESS_BYTES.labels), registry=self._registry)
+        self._egress_in, self._egress_out = moved.labels("in"), moved.labels("out")
         self._starts = _Series(self._histogram(START))
         self._snapshots = _Series(self._histogram(SNAPSHOT))
         self._restores = self._histogram(RESTORE)
@@ -214,6 +234,13 @@ class Metrics:
     def operated(self, kind: str, name: str, outcome: str, seconds: float) -> None:
         """An operation went through the door; `outcome` as `outcome_of` gives it."""
         self._operations[kind, name, _known(outcome)].observe(seconds)
+
+    def let_out(self, protocol: str, outcome: str, received: int, sent: int, seconds: float) -> None:
+        """A connection or request of a sandbox to the outside ended, or was refused."""
+        shown = protocol if protocol in _EGRESS_PROTOCOLS else OTHER
+        self._egress[shown, outcome if outcome in _EGRESS_OUTCOMES else UNEXPECTED].observe(seconds)
+        self._egress_in.inc(max(0, received))
+        self._egress_out.inc(max(0, sent))
 
     def started(self, provider: str, kind: Literal["fresh", "resume"], seconds: float) -> None:
         """A sandbox takes commands: a new one, or one on a workspace that was there."""

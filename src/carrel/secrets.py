@@ -33,6 +33,8 @@ SHORTEST, LARGEST = 4, 64 * 1024
 
 KEY_FILE = "secret.key"
 _KEY_BYTES, _NONCE_BYTES = 32, 12
+OVERHEAD = _NONCE_BYTES + 16
+"""Bytes that sealing adds to a value."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 

@@ -6,6 +6,9 @@ from datetime import UTC, datetime, timedelta
 import httpx
 
 from carrel.audit import verify
+from carrel.config import Settings
+from carrel.server import running
+from governed import Known
 from refusals import refused
 
 
@@ -37,3 +40,20 @@ async def test_search_export_and_key(http: httpx.AsyncClient, governed: str) -> 
         kind = "application/zstd" if "compress" in params else "application/x-ndjson"
         assert exported.headers["content-type"].startswith(kind)
         assert verify(io.BytesIO(exported.content), keys=[key]).ok
+
+
+async def test_pruning_is_for_who_administers_all_and_only_where_it_is_set(
+    http: httpx.AsyncClient, known: Known
+) -> None:
+    problem = refused(await http.post("/v1/audit/prune"), 409, "audit.keep_days")
+    assert "CARREL_AUDIT_KEEP_DAYS" in problem["hint"]
+    for who in (await known("op", "service", "operate"), await known("part", "person", "administer", namespace="team")):
+        assert (await who.post("/v1/audit/prune")).status_code == 403
+
+
+async def test_pruning_by_request_is_recorded_under_who_asked(settings: Settings) -> None:
+    kept = settings.model_copy(update={"audit": settings.audit.model_copy(update={"keep_days": 1})})
+    async with running(kept) as server, httpx.AsyncClient(base_url=server.url) as client:
+        client.headers["authorization"] = f"Bearer {server.token}"
+        answer = await client.post("/v1/audit/prune")
+        assert answer.status_code == 200 and answer.json()["records"] == 0

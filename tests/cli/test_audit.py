@@ -140,3 +140,9 @@ def test_moments() -> None:
     for wrong in ("", "2w", "-1h", "tomorrow"):
         with pytest.raises(typer.BadParameter):
             _moment(wrong, "--since")
+
+
+def test_prune(carrel: Carrel) -> None:
+    assert json.loads(carrel("prune", "--json").stdout)["records"] == 61
+    done = carrel("prune")
+    assert done.returncode == 0 and b"removed" in done.stderr

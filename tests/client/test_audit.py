@@ -55,3 +55,10 @@ async def test_it_is_the_same_asynchronously(server: Auditing) -> None:
         assert [record.context_id for record in found] == ["c0"]
         data = b"".join([piece async for piece in client.audit.export()])
         assert verify(io.BytesIO(data), keys=[(await client.audit.key()).key]).ok
+
+
+def test_prune(server: Auditing) -> None:
+    server.do(fill)
+    with Client(server.url, "carrel_x") as client:
+        assert client.audit.prune().records == 901
+        assert [record.name for record in client.audit.search()] == ["prune_audit", "prune_audit"]

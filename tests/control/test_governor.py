@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from carrel.control.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, Conflict, Denied, NotFound, RunsElsewhere
 from carrel.identity import Identity, Kind, Scope
-from carrel.models import ApprovalDecision, CommandRequest, PolicyDocuments, SandboxRequest
+from carrel.models import (
+    ApprovalDecision,
+    CommandRequest,
+    EditRequest,
+    ExecuteRequest,
+    PolicyDocuments,
+    SandboxRequest,
+)
 
 AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
 PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
@@ -127,3 +135,52 @@ async def test_two_servers_write_one_unbroken_chain(nodes: list[ControlPlane], t
     with file.open("rb") as export:
         verdict = verify(export, keys=[a.audit.key.public, b.audit.key.public])
     assert verdict.ok, verdict
+
+
+async def test_the_bytes_of_an_operation_are_in_its_record(plane: ControlPlane) -> None:
+    caller.set(Caller(AGENT))
+    do = plane.operations
+    await do.deploy_or_resume(SandboxRequest(context_id="c", filespace=True))
+    await do.run_command("c", CommandRequest(command="cat; echo -n err >&2", stdin="é12"))
+    await do.run_command("c", CommandRequest(command="printf '\\377\\376'"))
+    started = await do.start_command("c", CommandRequest(command="cat", interactive=True))
+    await do.send_input("c", started.id, b"12345", close=True)
+    assert [chunk async for chunk in do.command_output("c", started.id)]
+    await do.write_file("c", "small", b"1234567")
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x" * 1000
+        yield b"y" * 500
+
+    await do.write_file("c", "big", pieces())
+    assert [piece async for piece in do.read_file("c", "big", offset=1400)]
+    await do.edit_file("c", EditRequest(path="small", old="123", new="é"))
+    await do.execute("c", ExecuteRequest(code="cat in; echo", files={"in": "YWJj"}))
+    snapshot = await plane.snapshots.take("c")
+    tar = [piece async for piece in await plane.snapshots.export("c", snapshot.id)]
+    await plane.filespaces.write("c", "kept", b"123")
+    assert [piece async for piece in plane.filespaces.read("c", "kept")]
+    await plane.filespaces.sync("c")
+    await do.stat_file("c", "big")
+    await plane.audit.flush()
+    page = await plane.audit.search(Filter(chain=chain_of("c")), limit=100)
+    counted = [(record.name, record.bytes_in, record.bytes_out) for record in reversed(page.items)]
+    assert counted == [
+        ("deploy_or_resume", None, None),
+        ("run_command", 4, 7),
+        ("run_command", None, 2),
+        ("start_command", None, None),
+        ("send_input", 5, None),
+        ("command_output", None, 5),
+        ("write", 7, None),
+        ("write", 1500, None),
+        ("read", None, 100),
+        ("edit", 2, None),
+        ("execute", 3, 4),
+        ("snapshot", None, None),
+        ("export", None, len(b"".join(tar))),
+        ("filespace_write", 3, None),
+        ("filespace_read", None, 3),
+        ("sync_filespace", 3, 1509),
+        ("stat", None, None),
+    ]

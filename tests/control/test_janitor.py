@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import time
 
 import pytest
 
+from carrel.audit import AuditLog, Entry, Filter, SigningKey, chain_of, verify
+from carrel.config import Settings
 from carrel.control.janitor import max_entries, verdict
 from carrel.control.plane import ControlPlane
-from carrel.errors import LimitExceeded
+from carrel.errors import Conflict, LimitExceeded
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
+from carrel.store import Database
+from carrel.store.audit import AuditStore
 from carrel.workspaces.layout import encode
 from carrel.workspaces.usage import Usage
 
@@ -102,3 +108,36 @@ async def test_a_workspace_that_nobody_uses_is_deleted(plane: ControlPlane) -> N
     assert (await plane.sessions.get(old.id)).state is State.TERMINATED
     paths = {name: plane.driver.path(encode(name, ephemeral=False)) for name in ("old", "young", "running")}
     assert {name: os.path.isdir(path) for name, path in paths.items()} == {"old": False, "young": True, "running": True}
+
+
+async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings) -> None:
+    old = time.time() - 3 * 86_400
+    database = await Database.open(settings.database_url)
+    key = SigningKey.load(settings.data_dir)
+    before = AuditLog(AuditStore(database), key, "n", clock=lambda: old)
+    await before.open()
+    for number in range(10):
+        (await before.begin(Entry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"n": number}))).end()
+    await before.close()
+    await database.close()
+    audit = settings.audit.model_copy(update={"keep_days": 2})
+    plane = await ControlPlane.open(settings.model_copy(update={"node": "n", "audit": audit}))
+    try:
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+        await plane.operations.run_command("c", CommandRequest(command="true"))
+        done = await plane.janitor.prune_audit()
+        assert done.records == 20 and done.before.timestamp() % 86_400 == 0
+        assert (await plane.janitor.prune_audit()).records == 0, "the rest is younger"
+        await plane.audit.flush()
+        names = [each.name for each in (await plane.audit.search(Filter(), limit=100)).items]
+        assert sorted(names) == ["prune_audit", "run_command"]
+        data = b"".join([piece async for piece in plane.audit.export()])
+        verdict = verify(io.BytesIO(data), keys=[key.public])
+        assert verdict.ok and verdict.pruned == 1, "what is left verifies from the signed head on"
+    finally:
+        await plane.close()
+
+
+async def test_the_audit_log_is_kept_for_ever_by_default(plane: ControlPlane) -> None:
+    with pytest.raises(Conflict, match="for ever"):
+        await plane.janitor.prune_audit()

@@ -5,7 +5,7 @@ import pytest
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
-from carrel.errors import InvalidRequest, NotFound, Unsupported
+from carrel.errors import InvalidRequest, LimitExceeded, NotFound, Unsupported
 from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest
 
 VALUE = b"correct-horse-battery"
@@ -56,6 +56,50 @@ async def test_a_secret_is_rotated_and_taken_away_while_the_sandbox_runs(plane: 
     assert (await plane.secrets.list("c")).items == []
 
 
+async def _said(plane: ControlPlane, command: str) -> str:
+    result = await plane.operations.run_command("c", CommandRequest(command=command))
+    return result.stdout + result.stderr
+
+
+async def test_a_value_that_a_running_sandbox_saw_is_taken_out_after_it_changed(settings: Settings) -> None:
+    first = await ControlPlane.open(settings)
+    await first.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    for name, value in (("PASSWORD", "first-value-0"), ("PASSWORD", "second-value-0"), ("GONE", "third-value-0")):
+        await first.secrets.put("c", name, value.encode())
+        await first.operations.run_command(
+            "c", CommandRequest(command=f"cat /run/secrets/{name} >> kept; echo >> kept")
+        )
+    await first.secrets.delete("c", "GONE")
+    taken_out = "[secret:PASSWORD]\n[secret:PASSWORD]\n[secret:GONE]\n"
+    assert await _said(first, "cat kept") == taken_out
+    assert await _said(first, "base64 -w0 kept") != ""
+    second = await ControlPlane.open(settings)  # as if the first had been killed
+    try:
+        assert await _said(second, "cat kept") == taken_out, "also by the server that took it over"
+        await second.secrets.forget_former()
+        assert await _said(second, "cat kept") == taken_out, "as long as the sandbox runs"
+        await second.operations.stop("c")
+        await second.secrets.forget_former()
+        await second.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+        assert await _said(second, "cat kept") == "first-value-0\n[secret:PASSWORD]\nthird-value-0\n"
+    finally:
+        await second.close()
+        await first.close()
+
+
+async def test_secrets_that_no_sandbox_could_hold_are_refused_when_they_are_put(plane: ControlPlane) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    for number in range(16):
+        await plane.secrets.put("c", f"N{number}", b"x" * 65_536)
+    with pytest.raises(LimitExceeded, match="1048580 bytes together, and there is room for 1048576") as caught:
+        await plane.secrets.put("c", "MORE", b"abcd")
+    assert caught.value.field == "value" and caught.value.hint
+    assert len((await plane.secrets.list("c")).items) == 16, "what was refused is not kept"
+    await plane.secrets.put("c", "N0", b"abcd")
+    await plane.secrets.put("c", "MORE", b"abcd")
+    assert await _said(plane, "ls /run/secrets | wc -l") == "17\n"
+
+
 async def test_a_server_that_took_over_a_sandbox_takes_its_secrets_away(settings: Settings) -> None:
     first = await ControlPlane.open(settings)
     await first.secrets.put("c", "PASSWORD", VALUE)
@@ -82,7 +126,7 @@ async def test_a_sandbox_without_a_place_for_them_does_not_start(settings: Setti
     plane = await ControlPlane.open(settings)
     try:
         await plane.secrets.put("c", "PASSWORD", VALUE)
-        with pytest.raises(Unsupported, match="no place for secrets"):
+        with pytest.raises(Unsupported, match="cannot enforce: secrets"):
             await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", provider="process", trust="high"))
         assert plane.sessions.live() == []
     finally:

@@ -78,6 +78,16 @@ def test_capabilities_are_gone_for_good() -> None:
     assert linux.attempt(drop) is None
 
 
+def test_limits_are_raised_to_the_hard_one() -> None:
+    def lift() -> None:
+        _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        linux.raise_limit(resource.RLIMIT_NOFILE)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+
+    assert linux.attempt(lift) is None
+
+
 def test_limits_are_only_lowered() -> None:
     def lower() -> None:
         linux.lower_limit(resource.RLIMIT_NOFILE, 100)

@@ -14,7 +14,7 @@ from sandboxes import KINDS
 PREPARE = """
 import json, os, socket, sys, time
 from carrel.isolation.nest import Nest, kill
-from carrel.isolation.sandbox import Spec
+from carrel.isolation.sandbox import NETWORK, RELAY_PORT, WAY_OUT, Spec
 
 isolate, workspaces = sys.argv[1] == "namespace", sys.argv[2]
 told, tell = os.pipe()
@@ -28,7 +28,10 @@ class Supervisor:
         if born.id == "broken":
             raise OSError("no luck")
         seen = {"id": born.id, "env": born.env, "workspace": sorted(os.listdir(born.workspace)), "pid": os.getpid(),
-                "uid": os.getuid(), "isolated": born.isolated, "fds": len(os.listdir("/proc/self/fd"))}
+                "uid": os.getuid(), "isolated": born.isolated, "fds": len(os.listdir("/proc/self/fd")),
+                "relay_port": born.relay_port, "trust": born.trust}
+        with socket.socket() as one:
+            seen["listens"] = one.connect_ex(("127.0.0.1", RELAY_PORT)) == 0
         os.write(tell, json.dumps(seen).encode())
         os._exit(0)
 
@@ -38,10 +41,18 @@ listener = socket.socketpair()[0]
 
 def heard(child):
     child.orders.settimeout(20)
-    return child.orders.recv(4096)
+    word, fds, _, _ = socket.recv_fds(child.orders, 4096, 1)
+    if word == WAY_OUT:
+        child.take_way_out(*fds)
+        return heard(child)
+    if word == NETWORK:
+        child.network_fd, = fds
+        return heard(child)
+    return word
 
 def bury(child):
     child.orders.close()
+    child.let_go()
     code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     deadline = time.monotonic() + 10
     while nest.cgroups.remove(child.group) is False and time.monotonic() < deadline:
@@ -81,6 +92,32 @@ def test_a_child_becomes_what_was_asked_for(kind: str, workspaces: Path) -> None
             assert not isolate or (seen["pid"], seen["uid"]) == (1, 1000)
             assert seen["fds"] < 12, "it inherited what is not its own"
             assert bury(child) == 0
+        """,
+    )
+
+
+@pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
+def test_a_way_out_is_kept_where_it_was_asked_for(workspaces: Path) -> None:
+    run(
+        "namespace",
+        workspaces,
+        """
+        for network, kept in (("allowlist", True), ("none", False)):
+            for early in (False, True):
+                child = nest.hatch(rehearse=False)
+                if early:  # a spare's has arrived before anybody asks
+                    word, fds, _, _ = socket.recv_fds(child.orders, 4096, 1)
+                    assert word == WAY_OUT
+                    child.take_way_out(*fds)
+                    assert child.way_out.getsockname() == ("127.0.0.1", RELAY_PORT)
+                child.settle_network(network)
+                nest.furnish(child, Spec("s", "w1", network=network, trust=kept), listener.fileno())
+                assert heard(child) == b"ready"
+                assert (child.way_out is not None) is kept
+                seen = json.loads(os.read(told, 4096))
+                assert seen["listens"] is kept and seen["trust"] is kept
+                assert seen["relay_port"] == (RELAY_PORT if kept else None)
+                assert bury(child) == 0 and child.way_out is None
         """,
     )
 

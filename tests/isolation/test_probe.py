@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from carrel.isolation.probe import Finding, Host, host
+from carrel.isolation import probe
+from carrel.isolation.probe import BRIDGE, Finding, Host, host
 
 
 def test_the_probe_prints_json_and_leaves_nothing() -> None:
@@ -27,6 +28,20 @@ def test_only_what_is_missing_stands_in_the_way() -> None:
     lacking = Finding("c", "missing", "EPERM", "why", "do this")
     assert Host((fine, less), ()).missing is None
     assert Host((fine, less, lacking), ()).missing == "this host lacks c (EPERM); run `carrel doctor`"
+
+
+def test_a_bridge_needs_its_finding() -> None:
+    assert not Host((), ()).bridges
+    assert not Host((Finding(BRIDGE, "degraded", "no slirp4netns", "why", "do this"),), ()).bridges
+    assert Host((Finding(BRIDGE, "ok", "slirp4netns", "why"),), ()).bridges
+    found = next(finding for finding in host().findings if finding.name == BRIDGE)
+    assert (found.remedy is None) is host().bridges
+
+
+def test_the_remedy_for_a_bridge_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PATH", ("/nowhere",))
+    found = probe.examine_bridge(root=True)
+    assert (found.status, found.found, found.remedy) == ("degraded", "no slirp4netns", "apt install slirp4netns")
 
 
 @pytest.mark.parametrize("broken", ["raise SystemExit('no')", "print('{}')", "print('[]')", "print('')"])

@@ -15,6 +15,7 @@ from carrel.isolation.rootfs import (
     Copy,
     Device,
     Directory,
+    Override,
     Proc,
     Symlink,
     Terminals,
@@ -30,6 +31,10 @@ def test_the_private_plan() -> None:
         Tmpfs("/tmp", "128m", 65536, 0o1777),
         Tmpfs("/home/agent", "128m", 65536, 0o755),
         Workspace("/workspace"),
+    )
+    assert rootfs.private_plan(512, "nameserver 192.0.2.1\n") == (
+        *rootfs.private_plan(512),
+        Override("/etc/resolv.conf", "nameserver 192.0.2.1\n"),
     )
     assert (
         Proc("/proc"),

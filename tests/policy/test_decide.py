@@ -125,7 +125,8 @@ def test_hosts(example: Policy) -> None:
         "d.example": "deny",
     }
     assert decide_network(both, "c.example", 25).verdict == "deny"
-    assert decide_network(policy(), "a.example", 1).verdict == "ask"
+    assert decide_network(policy(), "a.example", 443).verdict == "ask"
+    assert decide_network(policy(), "a.example", 1).verdict == "deny"
     assert decide_network(Policy.open(), "a.example", 1).verdict == "allow"
 
 

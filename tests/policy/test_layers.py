@@ -87,3 +87,19 @@ def test_limits_of_all_layers() -> None:
     one = Layer("a", None, sources(runtime={"max_memory_mb": 10}))
     two = Layer("b", None, sources(runtime={"max_memory_mb": 20}))
     assert Policy.of([one, two]).limits.max_memory_mb == 10
+
+
+def test_every_rule_knows_its_layer() -> None:
+    layers = [
+        Layer("x", settings(["shell(a)"], ["shell(b)"])),
+        Layer("x"),
+        Layer("x", settings(["shell(c)", "shell(d)"])),
+    ]
+    made = Policy.of(layers, context_id="c")
+    owners = {}
+    for index in (made.allow, made.deny):
+        for name in ("a", "b", "c", "d", "cd"):
+            owners |= {rule.words[0].text: made.layer_of(rule) for rule in index.firsts.get(name, ())}
+    assert owners["a"] is owners["b"] is layers[0]
+    assert owners["c"] is owners["d"] is layers[2]
+    assert owners["cd"] is None

@@ -87,3 +87,30 @@ def test_names_are_compared_as_indexes_do() -> None:
 def test_without_a_reader_a_file_asks() -> None:
     remarks = list(judge(SOURCES, ("pip", "install", "-r", "ok.txt"), "sources.json"))
     assert [each.verdict for each in remarks] == ["ask"]
+
+
+FEW = sources(
+    package_managers={
+        "pip": {"registries": [{"name": "index", "url": INDEX}], "allowed_packages": ["Pandas", "py_yaml"], "blocked_packages": ["py-yaml"]},
+        "npm": {"allowed_packages": ["left-pad"]},
+    },
+    git={"allowed_remotes": ["https://github.com/*"]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [("pip install pandas", "allow"), ("pip install 'PANDAS[x]>=2'", "allow"), ("uv pip install pandas", "allow"), ("uv add numpy", "deny"), ("pip install numpy", "deny"), ("pip install pandas numpy", "deny"),
+     ("pip install Py.YAML", "deny"), ("pip install -r ok.txt", "deny"), ("pip install .", "allow"), ("pip install ./pandas-2.0-py3-none-any.whl", "allow"), ("pip install ./numpy-2.0.tar.gz", "deny"),
+     ("pip install ./x.zip", "ask"), (f"pip install {INDEX}numpy-1.whl", "deny"), (f"pip install {INDEX}x.zip", "ask"), ("pip install git+https://github.com/a/b", "ask"),
+     ("pip install git+https://github.com/a/b#egg=pandas", "allow"), ("pip install git+https://github.com/a/b#egg=numpy", "deny"), ("pip install 'pandas @ git+https://github.com/a/b'", "allow"),
+     ("pip install 'numpy @ git+https://github.com/a/b'", "deny"), ("npm install left-pad", "allow"), ("npm install right-pad", "deny"), ("pip list", "allow")],
+)  # fmt: skip
+def test_only_allowed_packages(command: str, answer: str) -> None:
+    found = find(command)
+    remarks = [each for one in found.commands for each in judge(FEW, one.arguments, "sources.json", FILES.get)]
+    worst = strictest(remarks)
+    assert (worst.verdict if worst else "allow") == answer
+    if worst and answer == "deny" and "yaml" not in command.lower():
+        assert worst.rule
+        assert worst.rule.endswith("allowed_packages")

@@ -4,7 +4,7 @@ import pytest
 from policies import sources
 
 from carrel.policy.remarks import strictest
-from carrel.policy.remotes import judge, url_matches
+from carrel.policy.remotes import Place, judge, places, url_matches
 from carrel.policy.shell import find
 
 GIT = sources(git={"allowed_remotes": ["https://github.com/*", "https://gitlab.com/*", "git@github.com:team/*"]}).git
@@ -50,3 +50,31 @@ def test_disabled_remotes_are_refused_and_local_work_is_not() -> None:
     assert [each.verdict for each in judge(off, ("git", "clone", "https://github.com/a"), "s")] == ["deny"]
     assert list(judge(off, ("git", "status"), "s")) == []
     assert list(judge(None, ("git", "clone", "https://x.example/"), "s")) == []
+
+
+def test_where_remotes_lie() -> None:
+    texts = [
+        "https://GitHub.com/*",
+        "http://a.example/",
+        "git@b.example:team/*",
+        "ssh://c.example:2222/x",
+        "git://d.example/x",
+        "https://*.e.example/*",
+        "https://f.example.",
+    ]
+    found = places(sources(git={"allowed_remotes": texts}).git)
+    assert [(each.host, each.port) for each in found] == [
+        ("github.com", 443), ("a.example", 80), ("b.example", 22), ("c.example", 2222), ("d.example", 9418), ("*.e.example", 443), ("f.example", 443),
+    ]  # fmt: skip
+    assert [each.text for each in found] == texts
+    assert found[5].means("x.e.example")
+    assert not found[5].means("e.example")
+    assert not found[5].means("xe.example")
+    assert not Place("a.example", 443, "").means("x.a.example")
+
+
+@pytest.mark.parametrize("text", ["*", "https://*/*", "https://*.com/*", "https://a*.example/*", "https://*.a.*/x", "https:///x", "file:///x", "ext::sh", "https://a.example:99999/", "/srv/x", "./x", "x"])  # fmt: skip
+def test_remotes_that_name_no_host_open_none(text: str) -> None:
+    assert places(sources(git={"allowed_remotes": [text]}).git) == ()
+    assert places(None) == places(sources(git={}).git) == ()
+    assert places(sources(git={"enabled": False, "allowed_remotes": ["https://a.example/*"]}).git) == ()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ipaddress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,3 +159,44 @@ def test_the_index_finds_what_looking_at_all_rules_finds(every: list[list[str]],
         index.add(each)
     hits = {each.order for each in index.shell(argv) if match_words(each, argv, deny=True) == "yes"}
     assert hits == {each.order for each in rules if match_words(each, argv, deny=True) == "yes"}
+
+
+NETWORKS = st.builds(
+    lambda address, length: ipaddress.ip_network((address, min(length, address.max_prefixlen)), strict=False),
+    st.ip_addresses(),
+    st.integers(1, 128),
+)
+
+
+@given(st.lists(NETWORKS, max_size=20), st.ip_addresses())
+def test_networks_are_found_as_if_each_was_looked_at(
+    networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network],
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> None:
+    index = Index()
+    for network in networks:
+        index.add(
+            rule(
+                f"network(outbound:{network})"
+                if network.version == 4
+                else f"network(outbound:[{network.network_address}]/{network.prefixlen})"
+            )
+        )
+    for each in (address, *(network[0] for network in networks), *(network[-1] for network in networks)):
+        found = sorted(str(one.network) for one in index.addresses(each, 443, deny=False))
+        assert found == sorted(str(network) for network in networks if each in network)
+
+
+def test_a_deny_rule_holds_for_every_form_of_an_address() -> None:
+    for host in (
+        "10.0.0.1",
+        "::ffff:10.0.0.1",
+        "[64:ff9b::a00:1]",
+        "2002:a00:1::",
+        "::ffff:0:10.0.0.1",
+        "64:ff9b:1::10.0.0.1",
+    ):
+        assert found("network(outbound:10.0.0.0/8)", host=host, deny=True)
+        assert found("network(outbound:10.0.0.0/8)", host=host) == (host in {"10.0.0.1", "::ffff:10.0.0.1"})
+    assert not found("network(outbound:*.0.0.1)", host="10.0.0.1")
+    assert found("network(outbound:*.0.0.1)", host="10.0.0.1", deny=True)

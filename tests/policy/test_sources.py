@@ -8,7 +8,7 @@ from policies import sources as of
 
 from carrel.errors import InvalidRequest
 from carrel.policy import sources
-from carrel.policy.sources import Limits, decide_domain, domain_matches, limits
+from carrel.policy.sources import Limits, limits
 
 EXAMPLE = (Path(__file__).parent / "examples" / "sources.json").read_text()
 
@@ -29,36 +29,61 @@ def test_of_several_limits_the_smallest_holds() -> None:
     assert limits() == Limits()
 
 
-@pytest.mark.parametrize(
-    ("host", "answer"),
-    [("api.github.com", "allow"), ("API.GitHub.com.", "allow"), ("github.com", "deny"), ("x.api.github.com", "deny"), ("a.internal", "deny"),
-     ("metadata.google.internal", "deny"), ("huggingface.co", "allow"), ("huggingface.co.evil.example", "deny"), ("", "deny")],
-)  # fmt: skip
-def test_domains_of_the_example(host: str, answer: str) -> None:
-    found = decide_domain(sources.load(EXAMPLE).web_access, host)
-    assert found is not None
-    assert found[0] == answer
-
-
-def test_blocked_beats_allowed_and_disabled_beats_all() -> None:
-    web = of(web_access={"allowed_domains": ["*.a.example"], "blocked_domains": ["b.a.example"]}).web_access
-    assert decide_domain(web, "c.a.example") == ("allow", "web_access.allowed_domains: *.a.example")
-    assert decide_domain(web, "b.a.example") == ("deny", "web_access.blocked_domains: b.a.example")
-    assert decide_domain(web, "a.example") == ("deny", "web_access.allowed_domains")
-    assert decide_domain(of(web_access={"enabled": False}).web_access, "a.example") == (
-        "deny",
-        "web_access.enabled: false",
-    )
-    assert decide_domain(of(web_access={}).web_access, "a.example") is None
-    assert decide_domain(None, "a.example") is None
-    assert domain_matches("*", "x")
-    assert not domain_matches("*.a", ".a")
-
-
+@pytest.mark.parametrize("key", ["allowed_domains", "opaque_domains", "inspected_domains"])
 @pytest.mark.parametrize("domains", [["*"], ["*.com"], ["https://a"], ["a b"], ["a/*"], ["*a.example"]])
-def test_domains_that_are_too_broad_or_none_are_refused(domains: list[str]) -> None:
+def test_domains_that_are_too_broad_or_none_are_refused(key: str, domains: list[str]) -> None:
     with pytest.raises(InvalidRequest):
-        sources.load(json.dumps({"web_access": {"allowed_domains": domains}}))
+        sources.load(json.dumps({"web_access": {key: domains}}))
+
+
+def test_what_the_egress_needs_is_read() -> None:
+    web = of(
+        web_access={
+            "allowed_domains": ["a.example"],
+            "allowed_ports": [443, 22],
+            "opaque_domains": ["a.example"],
+            "inspected_domains": ["*.a.example"],
+            "credentials": [{"host": "Api.a.example", "secret": "token", "methods": ["GET"], "paths": ["/v1"]}],
+            "upstreams": ["office"],
+            "max_connections": 1,
+            "max_connections_per_minute": 2,
+            "max_download_mb": 3,
+            "max_upload_mb": 4,
+        }
+    ).web_access
+    assert web is not None
+    assert web.allowed_ports == (443, 22)
+    assert (web.credentials[0].host, web.credentials[0].header, web.credentials[0].format) == (
+        "api.a.example",
+        "Authorization",
+        "Bearer {secret}",
+    )
+    plain = of(web_access={}).web_access
+    assert plain is not None
+    assert (plain.allowed_ports, plain.opaque_domains, plain.inspected_domains, plain.upstreams) == (None,) * 4
+    assert plain.credentials == ()
+
+
+@pytest.mark.parametrize(
+    "web",
+    [{"allowed_ports": [0]}, {"allowed_ports": [65_536]}, {"allowed_ports": ["443"]}, {"allowed_ports": 443}, {"max_connections": 0}, {"max_connections_per_minute": -1},
+     {"max_download_mb": 0}, {"max_upload_mb": 1.5}, {"upstreams": "office"}, {"nonsense": 1}],
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused(web: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        sources.load(json.dumps({"web_access": web}))
+
+
+@pytest.mark.parametrize(
+    "credential",
+    [{"host": "*.a.example"}, {"host": ""}, {"host": "a.example."}, {"host": "a.example:443"}, {"host": "a b"}, {"secret": ""}, {"header": "X Y"}, {"header": "X:\r\nY"}, {"header": ""},
+     {"format": "Bearer"}, {"format": "{secret}{secret}"}, {"format": "Bearer {secret}\r\nX: y"}, {"format": "é{secret}"}, {"nonsense": 1}],
+)  # fmt: skip
+def test_credentials_are_for_one_host_and_one_header(credential: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest):
+        sources.load(
+            json.dumps({"web_access": {"credentials": [{"host": "a.example", "secret": "token", **credential}]}})
+        )
 
 
 def test_registries_are_urls_without_users() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from carrel.isolation import probe
+from carrel.isolation import landlock, probe
+from carrel.isolation.sandbox import RELAY_PORT
+from carrel.models import Network
 from carrel.providers import Capability
-from sandboxes import KINDS, ROOT, House, until
+from sandboxes import KINDS, ROOT, House, parent, until
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 CONTROLLERS = probe.host().controllers
@@ -31,7 +37,8 @@ def test_limits_are_promised_only_where_they_can_be_kept(mine: House) -> None:
     promised = mine.provider.capabilities()
     assert {Capability.FILE_ISOLATION, Capability.NETWORK_NONE, Capability.LIMIT_PROCESSES} <= promised
     assert (Capability.LIMIT_CPUS in promised) is ("cpu" in CONTROLLERS)
-    assert Capability.NETWORK_HOST not in promised
+    assert {Capability.NETWORK_ALLOWLIST, Capability.NETWORK_HOST} <= promised
+    assert (Capability.NETWORK_BRIDGE in promised) is probe.host().bridges
 
 
 async def test_memory_over_the_limit_is_killed_and_counted(mine: House) -> None:
@@ -104,15 +111,194 @@ async def test_inside_nothing_of_the_host_is_seen(mine: House) -> None:
         assert (await supervisor.run("ls /proc/1/root /proc/1/fd"))["exit_code"] != 0
 
 
+KNOCK = f"""
+import socket, sys
+with socket.create_connection(("127.0.0.1", {RELAY_PORT}), 10) as one:
+    one.sendall(sys.argv[1].encode())
+    print(one.recv(100).decode())
+"""
+
+
+def serve_one(descriptor: int) -> str:
+    """Stand for the proxy: answer one connection with what it said, and let go of the socket."""
+    with socket.socket(fileno=descriptor) as way_out:
+        assert way_out.getsockname() == ("127.0.0.1", RELAY_PORT)
+        way_out.settimeout(20)
+        connection, _ = way_out.accept()
+        with connection:
+            said = connection.recv(100)
+            connection.sendall(b"heard " + said)
+            return said.decode()
+
+
+async def test_the_way_out_leads_to_whoever_holds_the_socket_and_outlives_them(mine: House) -> None:
+    async with mine.box(network=Network.ALLOWLIST) as one, mine.box(network=Network.ALLOWLIST) as two:
+        for asked in range(2):  # the second time by another provider object, as after a restart
+            provider = mine.another_provider() if asked else mine.provider
+            for box, name in ((one, "one"), (two, "two")):
+                command = await box.supervisor.start(["python3", "-c", KNOCK, name])  # may well come first
+                way_out = await provider.way_out(box.handle)
+                assert way_out is not None
+                assert not os.get_inheritable(way_out)
+                assert await asyncio.to_thread(serve_one, way_out) == name
+                assert (await box.supervisor.result(command))["stdout"] == f"heard {name}\n"
+            if asked:
+                await provider.close()
+
+
+async def test_a_way_out_that_nobody_waits_for_any_more_is_closed(mine: House) -> None:
+    async with mine.box(network=Network.ALLOWLIST) as box:
+        before = len(os.listdir("/proc/self/fd"))
+        for turns in range(24):
+            asked = asyncio.create_task(mine.provider.way_out(box.handle))
+            for _ in range(turns % 4):
+                await asyncio.sleep(0)
+            if turns % 3 == 0:  # the answer is there, and is read in the very turn in which nobody wants it any more
+                time.sleep(0.005)
+                await asyncio.sleep(0)
+            asked.cancel()
+            try:
+                os.close(await asked or -1)
+            except asyncio.CancelledError:
+                pass
+        way_out = await mine.provider.way_out(box.handle)  # answers come in order: those before have come
+        assert way_out is not None
+        os.close(way_out)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_nothing_listens_where_there_is_no_way_out(mine: House) -> None:
+    async with mine.box() as box:
+        assert await mine.provider.way_out(box.handle) is None
+        result = await box.supervisor.run(["python3", "-c", KNOCK, "x"])
+        assert "ConnectionRefusedError" in result["stderr"]
+        serve = f"import socket; socket.create_server(('127.0.0.1', {RELAY_PORT})); print('free')"
+        assert (await box.supervisor.run(["python3", "-c", serve]))["stdout"] == "free\n"
+    assert await mine.provider.way_out(box.handle) is None
+    assert await mine.provider.way_out({"provider": "namespace", "id": "nobody", "socket": ""}) is None
+
+
+async def test_the_agent_cannot_take_the_place_of_the_way_out(mine: House) -> None:
+    script = f"""
+import os, socket
+for host in ("127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1", "::"):
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        one.setsockopt(socket.SOL_SOCKET, option, 1)
+        if ":" in host:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            one.bind((host, {RELAY_PORT}))
+            one.listen()
+            print("taken", host, option)
+        except OSError:
+            pass
+inode = [line.split()[9] for line in open("/proc/net/tcp") if line.split()[1].endswith(":{RELAY_PORT:04X}")]
+assert len(inode) == 1
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        places = [f"/proc/{{pid}}/fd/{{fd}}" for fd in os.listdir(f"/proc/{{pid}}/fd")]
+        held = [os.readlink(place) for place in places if os.path.lexists(place)]
+    except PermissionError:
+        assert pid == "1"
+    else:
+        assert f"socket:[{{inode[0]}}]" not in held, pid
+print("done")
+"""
+    async with mine.box(network=Network.ALLOWLIST) as box:
+        result = await box.supervisor.run(["python3", "-c", script])
+        assert result["stdout"] == "done\n", result["stderr"]
+        held = (
+            {os.stat(f"/proc/{box.pid}/fd/{fd}").st_ino for fd in os.listdir(f"/proc/{box.pid}/fd")} if ROOT else set()
+        )
+        way_out = await mine.provider.way_out(box.handle)
+        assert way_out is not None
+        assert os.fstat(way_out).st_ino not in held
+        os.close(way_out)
+
+
+async def test_a_way_out_inside_goes_with_its_sandbox_and_not_with_the_provider(mine: House) -> None:
+    launch = mine.launch(network=Network.ALLOWLIST)
+    handle = await mine.provider.start(launch)
+    zygote = parent(int(handle["pid"] or 0))
+    before = len(os.listdir(f"/proc/{zygote}/fd"))
+    way_out = await mine.provider.way_out(handle)
+    assert way_out is not None
+    inode = os.fstat(way_out).st_ino
+    os.close(way_out)
+
+    def held() -> bool:
+        names = [os.readlink(f"/proc/{zygote}/fd/{fd}") for fd in os.listdir(f"/proc/{zygote}/fd")]
+        return f"socket:[{inode}]" in names
+
+    assert held()
+    assert len(os.listdir(f"/proc/{zygote}/fd")) <= before
+    await mine.provider.remove(handle)
+    assert not held()
+    shutil.rmtree(launch.workspace)
+
+
+async def test_on_the_host_s_network_inside_has_no_power_over_it(mine: House) -> None:
+    script = """
+import fcntl, os, socket, struct
+print(os.readlink("/proc/self/ns/net"))
+for family, kind, protocol in ((2, 3, 1), (2, 3, 255), (17, 3, 3), (16, 3, 16), (16, 3, 4)):
+    try:
+        socket.socket(family, kind, protocol)
+        print("made", family, kind, protocol)
+    except OSError:
+        pass
+try:
+    fcntl.ioctl(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0x8914, struct.pack("16sh14x", b"lo", 0x49))
+    print("changed loopback")
+except OSError:
+    pass
+for path in ("/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/core/somaxconn"):
+    try:
+        open(path, "w")
+        print("opened", path)
+    except OSError:
+        pass
+print(os.listdir("/sys"), socket.gethostname())
+"""
+    with open("/etc/resolv.conf", encoding="utf-8") as file:
+        resolver = file.read()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with mine.box(network=Network.HOST) as box:
+            result = await box.supervisor.run(["python3", "-c", script])
+            assert result["stdout"] == f"{os.readlink('/proc/self/ns/net')}\n[] carrel\n", result
+            assert (await box.supervisor.run("cat /etc/resolv.conf"))["stdout"] == resolver
+            assert (await box.supervisor.run("echo x > /etc/resolv.conf"))["exit_code"] != 0
+            assert (await box.supervisor.run("grep -c Cap.*0000000000000000 /proc/self/status"))["stdout"] == "5\n"
+            assert (await box.supervisor.run("env | grep -i proxy"))["stdout"] == ""
+            assert await mine.provider.way_out(box.handle) is None
+            port = server.getsockname()[1]
+            connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
+            assert (await box.supervisor.run(["python3", "-c", connect]))["exit_code"] == 0
+
+
+@pytest.mark.skipif(landlock.abi() < 6, reason="this kernel's Landlock does not know of abstract sockets")
+async def test_abstract_sockets_of_the_host_are_out_of_reach_even_on_its_network_inside(mine: House) -> None:
+    name = f"carrel-test-{os.urandom(8).hex()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0{name}")
+        server.listen()
+        async with mine.box(network=Network.HOST) as box:
+            connect = f"import socket; socket.socket(socket.AF_UNIX).connect(chr(0) + {name!r})"
+            result = await box.supervisor.run(["python3", "-c", connect])
+            assert "PermissionError" in result["stderr"]
+
+
 SELECTION = [
     "tests/providers/test_namespace.py",
+    "tests/providers/test_bridge.py",
     "tests/providers/test_zygote_provider.py",
     "tests/providers/test_process.py",
     "tests/isolation/test_zygote.py",
     "tests/isolation/test_cgroups.py",
     "tests/supervisor/test_app.py",
 ]
-WORDS = "memory or outlive or fails or inside or execute or terminal or secrets or opened or cancelled or spare"
+WORDS = "memory or outlive or fails or inside or execute or terminal or secrets or opened or cancelled or spare or way or bridge"
 
 
 @pytest.mark.skipif(not ROOT, reason="this is an ordinary user already")
@@ -124,11 +310,14 @@ def test_all_this_works_for_an_ordinary_user(tmp_path: Path) -> None:
         for name in ("repo", "venv", "tmp"):
             (home / name).mkdir()
         (home / "tmp").chmod(0o777)
+        os.mknod(home / "tun", stat.S_IFCHR | 0o666, os.makedev(10, 200))  # as udev makes it; some hosts have none
+        (home / "tun").chmod(0o666)
         home.chmod(0o755)
         script = f"""
             set -e
             mount --bind {repository} {home}/repo
             mount --bind {sys.prefix} {home}/venv
+            mount --bind {home}/tun /dev/net/tun
             cd {home}/repo
             exec setpriv --reuid 65534 --regid 65534 --clear-groups -- env -i PATH=$PATH HOME={home}/tmp \\
                 TMPDIR={home}/tmp PYTHONPATH={home}/repo/src PYTHONDONTWRITEBYTECODE=1 \\

@@ -282,6 +282,7 @@ class Attacker:
     def __init__(self, setting: str, server: Server, host: Host):
         self.setting = setting
         self.sealed = setting != "process"
+        self.network: str | None = None
         self.server = server
         self.host = host
         self._opened: list[Sandbox] = []
@@ -298,6 +299,8 @@ class Attacker:
         """One more sandbox of the same kind on the same server."""
         if not self.sealed:
             options |= {"provider": "process", "trust": "high", "network": "host"}
+        elif self.network is not None:
+            options.setdefault("network", self.network)
         opened = self.server.client.sandbox(context_id, **options)
         self._opened.append(opened)
         return opened

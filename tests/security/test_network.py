@@ -1,8 +1,97 @@
-"""Attacks on the network: reach the host or the world, listen in, change interfaces."""
+"""Attacks on the network: reach the host or the world, listen in, change interfaces. An allow list changes nothing of
+it but that one address of the sandbox's own loopback answers."""
 
 import socket
 
 import pytest
+
+from carrel.isolation.sandbox import RELAY_PORT
+
+
+@pytest.fixture(params=["none", "allowlist"])
+def network(request):
+    """What the sandbox was started with."""
+    return request.param
+
+
+@pytest.fixture
+def attacker(attacker, network):
+    """As everywhere, on each of these networks."""
+    attacker.network = network
+    return attacker
+
+
+@pytest.fixture
+def compared(compared, network):
+    """As everywhere, on each of these networks."""
+    compared.network = network
+    return compared
+
+
+def test_open_ports(attacker, network):
+    """Find somebody who listens, at any port of any address that is called local."""
+
+    def attack():
+        import socket
+
+        found = []
+        for host in ("127.0.0.1", "127.0.0.2", "127.255.255.254", "0.0.0.0", "::1", "::ffff:127.0.0.1", "::"):
+            # Whoever listens on all addresses holds the port on each; few need to be asked for each.
+            ports = range(1, 65536) if host in ("127.0.0.1", "::1") else (22, 53, 80, 443, 1080, 3128, 7070, 8080)
+            for port in ports:
+                with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+                    if one.connect_ex((host, port)) == 0 and one.getsockname() != one.getpeername():  # itself
+                        found.append([host, port])
+        return found
+
+    found = attacker.run(attack, timeout=60)
+    aliases = {"127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1"}  # the last two are names of the first
+    expected = {(host, RELAY_PORT) for host in aliases} if network == "allowlist" else set()
+    assert {tuple(one) for one in found} == expected
+
+
+def test_bound_sockets(attacker, network):
+    """Find a socket that was left in the sandbox's network."""
+
+    def attack():
+        found = []
+        for kind in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6", "udplite", "packet", "netlink", "unix"):
+            try:
+                found += [[kind, line.split()] for line in open(f"/proc/net/{kind}").read().splitlines()[1:]]
+            except FileNotFoundError:
+                pass
+        return found
+
+    found = {(kind, line[1] if kind == "tcp" else line[-1]) for kind, line in attacker.run(attack)}
+    beyond = {one for one in found if one[0] not in ("unix", "netlink")}
+    assert beyond == ({("tcp", f"0100007F:{RELAY_PORT:04X}")} if network == "allowlist" else set())
+
+
+def test_taking_the_place_of_the_relay(attacker, network):
+    """Listen where the relay does, to answer other programs in its place, or to have it answered from inside."""
+
+    def attack(port):
+        import socket
+
+        from inside import first_that_works
+
+        def listen(host, option):
+            one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            one.setsockopt(socket.SOL_SOCKET, option, 1)
+            one.bind((host, port))
+            one.listen()
+            return True
+
+        return first_that_works(
+            *(
+                lambda host=host, option=option: listen(host, option)
+                for host in ("127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1", "::")
+                for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+            )
+        )
+
+    evidence = attacker.run(attack, port=RELAY_PORT)
+    assert bool(evidence) == (network == "none"), "where there is no relay the port is like any other"
 
 
 def test_tcp_to_the_host(compared):

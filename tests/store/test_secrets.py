@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from carrel.errors import LimitExceeded
+from carrel.models import Limits, Network, State, Trust
 from carrel.secrets import Sealed, Vault, rewrap
-from carrel.store import Database, SecretStore
-from carrel.store.secrets import MOST
+from carrel.store import Database, SecretStore, SessionRecord, SessionStore
+from carrel.store.secrets import MOST, MOST_FORMER, places_of
 
 
 @pytest.fixture
@@ -104,3 +105,55 @@ async def test_what_was_put_meanwhile_is_not_sealed_over(store: SecretStore) -> 
     assert not await store.reseal("context", "c", "A", version=1, sealed=b"one again", key_id="new")
     record = await store.get("context", "c", "A")
     assert record is not None and (record.sealed, record.key_id) == (b"two", "old")
+
+
+async def test_former_values_are_remembered_as_long_as_somebody_may_have_seen_them(
+    store: SecretStore, database: Database
+) -> None:
+    for number in range(MOST_FORMER + 3):
+        await store.put("context", "c", "TOKEN", sealed=b"%d" % number, key_id="k")
+    await store.put("template", "t", "TOKEN", sealed=b"t", key_id="k")
+    await store.delete("template", "t", "TOKEN")
+    await store.put("template", "t", "TOKEN", sealed=b"t2", key_id="k")
+    await store.put("context", "other", "TOKEN", sealed=b"o", key_id="k")
+    await store.delete("context", "other", "TOKEN")
+    found = await store.former("c", ["t"])
+    assert [each.sealed for each in found if each.kind == "template"] == [b"t"]
+    assert [each.sealed for each in found if each.kind == "context"] == [
+        b"%d" % number for number in range(MOST_FORMER + 1, 1, -1)
+    ]
+    assert "sealed" not in repr(found) and await store.former(None) == []
+    sessions = SessionStore(database)
+    await sessions.insert(session("sbx-1", "c", State.RUNNING, template="t"))
+    await sessions.insert(session("sbx-2", "other", State.STOPPED))
+    assert await store.forget_former([State.RUNNING]) == 1
+    assert await store.former("other") == [] and await store.former("c", ["t"]) == found
+    await sessions.update("sbx-1", state=State.STOPPED)
+    assert await store.forget_former([State.RUNNING]) == MOST_FORMER + 1
+
+
+def session(name: str, context: str, state: State, template: str | None = None) -> SessionRecord:
+    return SessionRecord(
+        id=name, context_id=context, ephemeral=False, state=state, provider="process", isolation_level=0, unsafe=True,
+        trust=Trust.HIGH, network=Network.HOST, limits=Limits(), created_at=1.0, last_activity_at=1.0, template=template,
+    )  # fmt: skip
+
+
+async def test_what_is_checked_is_what_each_sandbox_would_have(store: SecretStore) -> None:
+    await store.put("context", "c", "A", sealed=b"x" * 10, key_id="k")
+    await store.put("template", "t", "A", sealed=b"x" * 100, key_id="k")
+    await store.put("template", "t", "B", sealed=b"x" * 5, key_id="k")
+    seen: list[dict[str, int]] = []
+    places = places_of("c", ["t"])
+    await store.put(
+        "template", "t", "C", sealed=b"x", key_id="k", sandboxes=[places], check=lambda sizes: seen.append({**sizes})
+    )
+    assert seen == [{"A": 100, "B": 5, "C": 1}, {"A": 10, "B": 5, "C": 1}]
+
+    def refuse(_sizes: object) -> None:
+        raise LimitExceeded("no")
+
+    with pytest.raises(LimitExceeded):
+        await store.put("context", "c", "A", sealed=b"y", key_id="k", check=refuse)
+    record = await store.get("context", "c", "A")
+    assert record is not None and record.sealed == b"x" * 10 and await store.former("c") == []

@@ -56,6 +56,7 @@ def create_app(
     return Gate(
         routes(plane, version),
         tokens=None if token is None else tokens,
+        requests=plane.requests,
         max_body=plane.settings.max_body,
         hosts=hosts,
     )

@@ -1,4 +1,4 @@
-"""The audit log: search it, copy it out, see who signs it."""
+"""The audit log: search it, copy it out, see who signs it, remove what is too old."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 from fastapi import Depends, Query
 from starlette.responses import Response
 
-from carrel.api.guard import Router, require
+from carrel.api.guard import Router, require, who
 from carrel.api.parts import NDJSON, Plane, Stream, as_json, known_query
 from carrel.api.problems import problems
 from carrel.audit import Filter, chain_of
-from carrel.models import AuditKey, AuditPage
+from carrel.models import AuditKey, AuditPage, AuditPruned
 
 router = Router(prefix="/v1/audit", tags=["audit"], dependencies=[Depends(known_query)])
 
@@ -96,3 +96,15 @@ async def export_audit(
 async def get_audit_key(plane: Plane) -> Response:
     """The public key of this server's log."""
     return as_json(AuditKey(node=plane.audit.node, key=plane.audit.key.public))
+
+
+@router.post(
+    "/prune",
+    operation_id="prune_audit",
+    summary="Remove records that are too old",
+    response_model=None,
+    responses={200: {"model": AuditPruned}, **problems(409)},
+)
+async def prune_audit(plane: Plane) -> Response:
+    """Now, and no more than the server would remove by itself: what is older than its `audit.keep_days`."""
+    return as_json(await plane.janitor.prune_audit(who().subject))

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
 from carrel.control.caller import Caller, caller
+from carrel.control.open_requests import OpenRequest, OpenRequests
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.identity import ROOT, Identity, Tokens
 
@@ -50,9 +51,18 @@ def _host_of(value: bytes) -> str:
 class Gate:
     """Wraps the application. `tokens` None means no token is asked for; `hosts` None takes any Host."""
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens | None, max_body: int, hosts: frozenset[str] | None):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens | None,
+        requests: OpenRequests,
+        max_body: int,
+        hosts: frozenset[str] | None,
+    ):
         self._app = app
         self._tokens = tokens
+        self._requests = requests
         self._max_body = max_body
         self._hosts = hosts
 
@@ -61,11 +71,23 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        started = False
+        started = refused = False
+        opened: OpenRequest | None = None
+        task = asyncio.current_task()
+        assert task is not None
 
         async def watched(message: Message) -> None:
-            nonlocal started
+            nonlocal started, refused
+            if opened is not None:
+                if _stays_open(message):
+                    opened.stays_open(task.cancel)
+                if not started and scope.get("method") != "DELETE" and opened.worthless:
+                    # Who has just revoked their own token is told so; everybody else gets nothing more with it.
+                    started = refused = True
+                    await _refuse(scope, send, opened.refusal())
             started = True
+            if refused:
+                return
             if message["type"] == "http.response.start":
                 name = caller.get().request_id or ""
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
@@ -75,14 +97,17 @@ class Gate:
             headers = {name: value for name, value in scope["headers"] if name in _WANTED}
             self._admit(headers)
             identity = await self._identify(scope, headers)
+            opened = self._requests.open(identity)
             asked = _caller(identity, headers)
             caller.set(asked)
+            if opened is not None and self._streams(scope):
+                opened.stays_open(task.cancel)
             if scope["type"] == "http" and scope["method"] in _BODY_METHODS and not self._streams(scope):
                 body = await self._body(headers, receive)
                 if body is None:
                     return
                 if asked.wait_s:
-                    await self._attended(scope, body, receive, watched)
+                    await self._attended(scope, body, receive, watched, opened)
                     return
                 receive = _replay(body, receive)
             await self._app(scope, receive, watched)
@@ -93,10 +118,20 @@ class Gate:
                 if isinstance(error, TooLarge) and scope["type"] == "http":
                     await _discard(receive)
                 await _refuse(scope, send, error)
+        except asyncio.CancelledError:
+            if opened is None or not opened.broken_off:
+                raise
+            task.uncancel()
+            log.info("%s was broken off: its token is worthless by now", scope["path"])
+            if not refused:
+                await _end(scope, send, opened.refusal(), started=started)
         except Exception:
             log.exception("%s failed", scope["path"])
             if not started:
                 await _refuse(scope, send, UNEXPECTED)
+        finally:
+            if opened is not None:
+                opened.close()
 
     def _admit(self, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None:
@@ -125,16 +160,23 @@ class Gate:
                         given = offer.strip()[len(TOKEN_SUBPROTOCOL) :]
         return await self._tokens.identify(given.strip())
 
-    async def _attended(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """A request that may wait for a person: if its caller goes away meanwhile, it is not done behind their back."""
+    async def _attended(
+        self, scope: Scope, body: bytes, receive: Receive, send: Send, opened: OpenRequest | None
+    ) -> None:
+        """A request that may wait for a person: if its caller goes away meanwhile, or may not ask any more, it is not
+        done behind their back.
+        """
         gone = asyncio.Event()
+
+        def away() -> bool:
+            return gone.is_set() or (opened is not None and opened.worthless)
 
         async def listen() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
             gone.set()
 
-        caller.set(replace(caller.get(), gone=gone.is_set))
+        caller.set(replace(caller.get(), gone=away))
         listening = asyncio.ensure_future(listen())
         try:
             await self._app(scope, _replay(body, receive), send)
@@ -144,7 +186,7 @@ class Gate:
 
     @staticmethod
     def _streams(scope: Scope) -> bool:
-        return scope["method"] == "PUT" and STREAMED.fullmatch(scope["path"]) is not None
+        return scope["type"] == "http" and scope["method"] == "PUT" and STREAMED.fullmatch(scope["path"]) is not None
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         length = headers.get(b"content-length", b"")
@@ -209,6 +251,12 @@ def _seconds(given: bytes) -> float:
     )
 
 
+def _stays_open(message: Message) -> bool:
+    """Whether an answer is a stream or a terminal."""
+    kind = message["type"]
+    return kind == "websocket.accept" or (kind == "http.response.body" and bool(message.get("more_body", False)))
+
+
 def _replay(body: bytes, receive: Receive) -> Receive:
     given = False
 
@@ -234,6 +282,15 @@ async def _discard(receive: Receive) -> None:
                 left -= len(message.get("body", b""))
     except TimeoutError:
         return
+
+
+async def _end(scope: Scope, send: Send, error: CarrelError, *, started: bool) -> None:
+    """Tell why a request ends in the middle, as far as that can still be told: what has begun just breaks off."""
+    if not started:
+        await _refuse(scope, send, error)
+    elif scope["type"] == "websocket":
+        await send({"type": "websocket.send", "text": encode({"error": error.problem()}).decode()})
+        await send({"type": "websocket.close", "code": 1008, "reason": error.code})
 
 
 async def _refuse(scope: Scope, send: Send, error: CarrelError) -> None:

@@ -55,11 +55,14 @@ _MEANING = {
 }
 
 
+_ALWAYS = (400, 401, 403, 429)
+
+
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that can fail in these ways, besides those every route has."""
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     declared: dict[int | str, dict[str, Any]] = {
-        status: {"description": _MEANING[status], "content": content} for status in sorted({400, 401, 403, *statuses})
+        status: {"description": _MEANING[status], "content": content} for status in sorted({*_ALWAYS, *statuses})
     }
     declared["default"] = {"description": "carrel or its host failed", "content": content}
     return declared

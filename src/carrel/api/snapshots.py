@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Depends, Path, Query
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from carrel.api.guard import Router, require
-from carrel.api.parts import Plane, SandboxId, as_json, known_query
+from carrel.api.parts import Plane, SandboxId, Stream, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import FileChanges, ForkRequest, RestoreRequest, SandboxInfo, SnapshotInfo, SnapshotPage
 
@@ -73,7 +73,7 @@ async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) 
 async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
     """The files as a tar archive."""
     chunks = await plane.snapshots.export(id, snapshot_id)
-    return StreamingResponse(chunks, media_type="application/x-tar")
+    return Stream(chunks, media_type="application/x-tar")
 
 
 @router.get(

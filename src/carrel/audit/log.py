@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
@@ -228,35 +229,44 @@ class AuditLog:
         ):
             yield piece
 
-    async def prune(self, before: float) -> int:
+    async def prune(self, before: float, by: str | None = None) -> int:
         """Remove the records that a head signed before that moment covers, and say how many.
 
         The head stays, so that what comes after it can still be verified; the pruning itself is recorded in the chain
-        of the server. The chains of sandboxes without a context go altogether.
+        of the server, as done by the server or by whoever asked for it. An operation that has not ended keeps its
+        record and all that came after. The chains of sandboxes without a context go altogether.
         """
         await self.seal()
         removed, after = 0, ""
         while names := await self._store.aged(before, after=after):
             for name in names:
                 signed = await self._store.head_before(name, before)
-                if signed is None or self._open.get(name):
+                found = await self._store.hold(name)
+                if signed is None or found is None:
                     continue
-                head = Head(*signed)
-                found = await self._store.hold(name) if name.startswith("sandbox:") else None
-                hold = None if found is None else Hold(*found)
-                whole = hold is not None and hold.clean and hold.node == self.node
+                head, hold = Head(*signed), Hold(*found)
+                if head.seq >= self._first_open(hold):
+                    continue
+                whole = name.startswith("sandbox:") and hold.clean and hold.node == self.node
                 async with self._writing:  # or a record could be added to a chain that is no more
                     count = await self._store.prune(name, head.seq, whole=whole)
                     if whole:
                         self._chains.pop(name, None)
                 removed += count
                 said = {"chain": name, "seq": head.seq, "hash": head.hash, "records": count}
-                self.record(
-                    Entry(server_chain(self.node), self.node, "session", "prune_audit", arguments=said), Ending()
-                )
+                entry = Entry(server_chain(self.node), by or self.node, "session", "prune_audit", arguments=said)
+                self.record(entry, Ending())
             after = names[-1]
             await self.flush()
         return removed
+
+    def _first_open(self, hold: Hold) -> float:
+        """The place before which every operation of a chain has ended."""
+        if hold.clean:
+            return math.inf
+        if hold.node == self.node:
+            return min(self._open.get(hold.chain, ()), default=math.inf)
+        return hold.open_from
 
     # what waits
 

@@ -10,6 +10,7 @@ from carrel.cli import (
     approvals,
     audit,
     commands,
+    egress,
     files,
     filespace,
     host,
@@ -70,4 +71,5 @@ app.command("deny", rich_help_panel="Policy")(approvals.deny)
 app.add_typer(policy.app, name="policy", rich_help_panel="Policy")
 app.add_typer(secrets.app, name="secret", rich_help_panel="Policy")
 app.add_typer(audit.app, name="audit", rich_help_panel="Policy")
+app.add_typer(egress.app, name="egress", rich_help_panel="Policy")
 app.add_typer(tokens.app, name="token", rich_help_panel="Policy")

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from carrel.audit import Verdict
+    from carrel.client import Client
     from carrel.models import AuditRecord
 
 app = typer.Typer(help="Who did what, and proof of it.", no_args_is_help=True, add_completion=False)
@@ -49,18 +51,26 @@ def tail(
     from carrel.client import Client
 
     with Client() as client:
-        seen = list(islice(client.audit.search(context_id=context), count))
-        _show(seen[::-1], json)
-        shown = {(record.chain, record.seq): record.result for record in seen}
-        began = newest = max((record.at for record in seen), default=datetime.now(UTC))
-        while follow:
-            time.sleep(_POLL_S)
-            # A little is asked for again: the clocks of servers differ, and what ran then may have ended.
-            recent = list(client.audit.search(context_id=context, since=newest - _OVERLAP))
-            fresh = [record for record in recent if record.at > began or (record.chain, record.seq) in shown]
-            _show([each for each in fresh[::-1] if shown.get((each.chain, each.seq), "") != each.result], json)
-            shown = {(record.chain, record.seq): record.result for record in fresh}
-            newest = max([newest, *(record.at for record in recent)])
+        for records in newest(client, count, follow=follow, context_id=context):
+            _show(records, json)
+
+
+def newest(
+    client: Client, count: int, *, follow: bool, context_id: str | None, kind: str | None = None
+) -> Iterator[list[AuditRecord]]:
+    """The last records, oldest first; then, to follow, what comes, and again what has ended since it was given."""
+    seen = list(islice(client.audit.search(context_id=context_id, kind=kind), count))
+    yield seen[::-1]
+    shown = {(record.chain, record.seq): record.result for record in seen}
+    began = latest = max((record.at for record in seen), default=datetime.now(UTC))
+    while follow:
+        time.sleep(_POLL_S)
+        # A little is asked for again: the clocks of servers differ, and what ran then may have ended.
+        recent = list(client.audit.search(context_id=context_id, kind=kind, since=latest - _OVERLAP))
+        fresh = [record for record in recent if record.at > began or (record.chain, record.seq) in shown]
+        yield [each for each in fresh[::-1] if shown.get((each.chain, each.seq), "") != each.result]
+        shown = {(record.chain, record.seq): record.result for record in fresh}
+        latest = max([latest, *(record.at for record in recent)])
 
 
 @app.command("search")
@@ -179,6 +189,25 @@ def verify(
     else:
         _tell(verdict, trusted=bool(keys))
     raise typer.Exit(0 if verdict.ok else 1)
+
+
+@app.command("prune")
+def prune(json: options.Json = False) -> None:
+    """Remove the records that are older than `audit.keep_days`; the server does it by itself every day.
+
+    \b
+    carrel audit prune
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.shown import print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        done = client.audit.prune()
+    if json:
+        print_json(done.model_dump(mode="json"))
+    else:
+        note(f"removed {done.records} records of before {done.before:%Y-%m-%d %H:%M} UTC")
 
 
 @app.command("key")

@@ -96,6 +96,10 @@ class Approvals:
             if granted is not None:
                 return granted.id
         now = self._clock()
+        if operation.kind == "network":  # a connection cannot show a handle: one that was approved meanwhile is taken
+            ready = await self._store.ready(operation.context_id, name, now - self._ttl_s)
+            if ready is not None:
+                return await self._use(ready, name, operation)
         async with self._asking:  # two who ask for the same at once wait for the same decision
             record = await self._store.pending(operation.context_id, name, now)
             if record is None:
@@ -109,7 +113,7 @@ class Approvals:
     async def _ask(
         self, operation: Operation, decision: Decision, name: str, who: Caller, now: float
     ) -> ApprovalRecord:
-        arguments = await self.redact(operation.context_id, operation.arguments)
+        arguments = await self.redact(operation.context_id or operation.sandbox_id or None, operation.arguments)
         record = ApprovalRecord(
             id=f"apr-{secrets.token_hex(8)}",
             context_id=operation.context_id,

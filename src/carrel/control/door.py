@@ -47,6 +47,27 @@ class Outcome:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
+class Traffic:
+    """How many bytes an operation put into a sandbox or workspace, and how many it took out; None where none were.
+
+    Counted as they were before secrets were taken out of them.
+    """
+
+    __slots__ = ("bytes_in", "bytes_out")
+
+    def __init__(self) -> None:
+        self.bytes_in: int | None = None
+        self.bytes_out: int | None = None
+
+    def took(self, size: int) -> None:
+        """Bytes went in."""
+        self.bytes_in = size if self.bytes_in is None else self.bytes_in + size
+
+    def gave(self, size: int) -> None:
+        """Bytes came out."""
+        self.bytes_out = size if self.bytes_out is None else self.bytes_out + size
+
+
 SELF = "carrel"
 """The actor of carrel's own upkeep: it passes every door."""
 
@@ -96,19 +117,21 @@ def refusal(operation: Operation, decision: Decision) -> Denied:
 class Door(Protocol):
     """Where every operation is decided before it is dispatched, and recorded."""
 
-    def admit(self, operation: Operation) -> AbstractAsyncContextManager[None]:
-        """Let an operation in for as long as the block lasts, or raise `Denied`. What the block raises is recorded."""
+    def admit(self, operation: Operation) -> AbstractAsyncContextManager[Traffic]:
+        """Let an operation in for as long as the block lasts, or raise `Denied`. What the block raises is recorded, and
+        so is what it counts.
+        """
 
 
 class PlainDoor:
-    """A door of two functions: one decides, one records. Nobody can be asked at it."""
+    """A door of two functions: one decides, one records. Nobody can be asked at it, and nothing is counted."""
 
     def __init__(self, decide: Decide = allow_all, record: Record = log_operation):
         self._decide = decide
         self._record = record
 
     @asynccontextmanager
-    async def admit(self, operation: Operation) -> AsyncIterator[None]:
+    async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
         """See `Door`."""
         decision = self._decide(operation)
         if decision.verdict != "allow":
@@ -117,7 +140,7 @@ class PlainDoor:
             raise error
         outcome = DONE
         try:
-            yield
+            yield Traffic()
         except BaseException as error:
             outcome = Outcome(outcome_of(error))
             raise

@@ -125,7 +125,8 @@ class Filespaces:
         box = await self._sessions.find(name)
         arguments = {"direction": direction.value}
         context = box.record.context_id
-        async with self._operations.session_door("sync_filespace", arguments, actor, box.record.id, context):
+        door = self._operations.session_door("sync_filespace", arguments, actor, box.record.id, context)
+        async with door as traffic:
             if box.record.context_id is None:
                 raise Conflict(
                     "an ephemeral sandbox keeps nothing, so it has no filespace",
@@ -133,7 +134,10 @@ class Filespaces:
                     hint="make the sandbox with a context_id",
                 )
             box.check_lease()
-            return await self._sync(box.record, box.workspace, direction)
+            done = await self._sync(box.record, box.workspace, direction)
+            traffic.took(done.pulled_bytes)
+            traffic.gave(done.pushed_bytes)
+            return done
 
     async def pull(self, record: SessionRecord, path: str) -> None:
         """Before a sandbox starts."""
@@ -213,13 +217,15 @@ class Filespaces:
     async def read(self, context: str, path: str, actor: str = "") -> AsyncIterator[int | bytes]:
         """First the number of bytes, then the bytes of a file."""
         contents = self._contents(context)
-        async with self._operations.session_door("filespace_read", {"path": path}, actor, "", context, kind="file"):
+        door = self._operations.session_door("filespace_read", {"path": path}, actor, "", context, kind="file")
+        async with door as traffic:
             entry = await self._store.get(context, _checked(path))
             if entry is None or entry.deleted or entry.hash is None:
                 raise _missing(path)
             yield entry.size
             pieces = contents.read(entry.hash, entry.size)
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                traffic.gave(len(piece))
                 yield piece
 
     async def write(
@@ -233,9 +239,11 @@ class Filespaces:
     ) -> FilespaceFile:
         """A file from bytes or from a stream of any length, whole or not at all. It is the last write of its path."""
         contents = self._contents(context)
-        async with self._operations.session_door("filespace_write", {"path": path}, actor, "", context, kind="file"):
+        door = self._operations.session_door("filespace_write", {"path": path}, actor, "", context, kind="file")
+        async with door as traffic:
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
+            traffic.took(draft.size)
             try:
                 await asyncio.to_thread(contents.keep, draft)
                 change = FilespaceChange(path, draft.hash, draft.size, mode & 0o777)

@@ -16,7 +16,7 @@ from carrel.audit import AuditLog
 from carrel.audit.records import Ending, Entry, chain_of
 from carrel.control.approvals import Approvals
 from carrel.control.caller import caller
-from carrel.control.door import SELF, Decision, Operation, refusal
+from carrel.control.door import SELF, Decision, Operation, Traffic, refusal
 from carrel.control.policies import Policies
 from carrel.errors import Denied
 from carrel.metrics import OK, outcome_of
@@ -24,7 +24,7 @@ from carrel.metrics import OK, outcome_of
 log = logging.getLogger("carrel.governor")
 
 Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]]
-"""What may be shown of the arguments of an operation in a context."""
+"""What may be shown of the arguments of an operation in a context, or in an ephemeral sandbox."""
 Place = Callable[[str], str | None]
 """Where the workspace of a sandbox lies on this server."""
 
@@ -40,10 +40,11 @@ class Governor:
         self._place = place
 
     @asynccontextmanager
-    async def admit(self, operation: Operation) -> AsyncIterator[None]:
+    async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
         """See `Door`."""
+        traffic = Traffic()
         if operation.actor == SELF:
-            yield
+            yield traffic
             return
         began = time.monotonic()
         decision = await self._policies.decide(operation, self._place(operation.sandbox_id))
@@ -61,14 +62,15 @@ class Governor:
         ticket = await self._audit.begin(await self._entry(operation, decision, approval))
         outcome = OK
         try:
-            yield
+            yield traffic
         except BaseException as error:
             outcome = outcome_of(error)
             if isinstance(error, asyncio.CancelledError):
                 log.debug("%s was broken off by its caller", operation.name)
             raise
         finally:
-            ticket.end(Ending(outcome, (time.monotonic() - began) * 1000))
+            took_ms = (time.monotonic() - began) * 1000
+            ticket.end(Ending(outcome, took_ms, traffic.bytes_in, traffic.bytes_out))
 
     async def _refused(self, operation: Operation, decision: Decision, error: Denied, began: float) -> None:
         ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=error.detail[:500])
@@ -86,7 +88,7 @@ class Governor:
             decision=decision.verdict,
             rule=decision.rule,
             source=decision.source,
-            arguments=await self._redact(operation.context_id, operation.arguments),
+            arguments=await self._redact(operation.context_id or operation.sandbox_id or None, operation.arguments),
             arguments_hash=self._audit.hash_arguments(operation.arguments),
             approval=approval,
             request=who.request_id,

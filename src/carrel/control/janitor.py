@@ -1,5 +1,5 @@
 """Upkeep in the background: keeps leases, watches disk use, takes checkpoints, archives, stops what is idle, deletes
-what is old.
+what is old, prunes the audit log.
 
 Acts only through sessions and operations; decides nothing about what an agent may do.
 """
@@ -12,7 +12,9 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 
+from carrel.audit import AuditLog
 from carrel.config import Settings
 from carrel.control.door import SELF
 from carrel.control.filespaces import Filespaces
@@ -22,8 +24,8 @@ from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
 from carrel.control.workspaces import Workspaces
-from carrel.errors import CarrelError
-from carrel.models import State
+from carrel.errors import CarrelError, Conflict
+from carrel.models import AuditPruned, State
 from carrel.store import SessionStore
 from carrel.workspaces.usage import Usage, measure
 
@@ -42,7 +44,8 @@ EXPIRE_EVERY = 3600.0
 CHECKPOINT_LOOK_EVERY = 15.0
 CATCH_UP_EVERY = 5.0
 PUSH_EVERY = 2.0
-GONE_FOR_GOOD_S = 86_400.0
+DAY_S = 86_400.0
+GONE_FOR_GOOD_S = DAY_S
 TEND_EVERY = 1.0
 
 
@@ -86,9 +89,11 @@ class Janitor:
         filespaces: Filespaces,
         workspaces: Workspaces,
         store: SessionStore,
+        audit: AuditLog,
         settings: Settings,
     ):
         self._settings = settings.sandbox
+        self._keep_days = settings.audit.keep_days
         self._lease_s = settings.lease_s
         self._sessions = sessions
         self._leasing = leasing
@@ -97,15 +102,21 @@ class Janitor:
         self._filespaces = filespaces
         self._workspaces = workspaces
         self._store = store
+        self._audit = audit
         self._flushed: dict[str, float] = {}
         self._watches: dict[str, _Watch] = {}
         self._checkpoints: dict[str, float] = {}
         self._generations: dict[str, int | None] = {}
+        self._more: list[tuple[Callable[[], Awaitable[object]], float]] = []
+
+    def also(self, work: Callable[[], Awaitable[object]], seconds: float) -> None:
+        """Something else that is to be done every so often. Said before it runs."""
+        self._more.append((work, seconds))
 
     async def run(self) -> None:
         """Run until cancelled."""
         settings = self._settings
-        loops: list[tuple[Callable[[], Awaitable[None]], float]] = [
+        loops: list[tuple[Callable[[], Awaitable[object]], float]] = [
             (self.flush, FLUSH_EVERY),
             (self.renew_leases, self._lease_s / 3),
             (self.stop_idle, min(IDLE_LOOK_EVERY, settings.idle_stop_s / 4)),
@@ -116,16 +127,19 @@ class Janitor:
             (self.tend, TEND_EVERY),
             (self.expire_workspaces, EXPIRE_EVERY),
             (self.collect_garbage, EXPIRE_EVERY),
+            *self._more,
         ]
         if self._workspaces.driver.kernel_quota:
             loops.append((self.read_usage, IDLE_EVERY))
         else:
             loops.append((self.watch_disks, TICK))
+        if self._keep_days is not None:
+            loops.append((self.prune_audit, EXPIRE_EVERY))
         async with asyncio.TaskGroup() as group:
             for work, seconds in loops:
                 group.create_task(self._repeat(work, seconds))
 
-    async def _repeat(self, work: Callable[[], Awaitable[None]], seconds: float) -> None:
+    async def _repeat(self, work: Callable[[], Awaitable[object]], seconds: float) -> None:
         while True:
             await asyncio.sleep(seconds)
             try:
@@ -223,6 +237,21 @@ class Janitor:
             if box.record.filespace and box.record.context_id is not None:
                 await self._filespaces.collect(box.record.context_id)
 
+    async def prune_audit(self, by: str | None = None) -> AuditPruned:
+        """Remove the audit records that are older than they are to be kept; `Conflict` where they are kept for ever."""
+        if self._keep_days is None:
+            raise Conflict(
+                "this server keeps its audit log for ever",
+                field="audit.keep_days",
+                hint="let the operator set CARREL_AUDIT_KEEP_DAYS",
+            )
+        # By whole days, so that a day has one removal to tell of, however often this is called.
+        before = (time.time() - self._keep_days * DAY_S) // DAY_S * DAY_S
+        removed = await self._audit.prune(before, by)
+        if removed:
+            log.info("%d audit records of before %s were removed", removed, datetime.fromtimestamp(before, UTC))
+        return AuditPruned(before=datetime.fromtimestamp(before, UTC), records=removed)
+
     async def stop_idle(self) -> None:
         """Stop the sandboxes that nobody has used for long enough; what runs in one counts as use."""
         horizon = time.time() - self._settings.idle_stop_s
@@ -240,7 +269,7 @@ class Janitor:
 
     async def expire_workspaces(self) -> None:
         """End the sessions that were stopped long ago, and delete their workspaces."""
-        horizon = time.time() - self._settings.workspace_ttl_days * 86_400
+        horizon = time.time() - self._settings.workspace_ttl_days * DAY_S
         for record in await self._store.in_states((State.STOPPED, State.ERROR)):
             here = record.node in {None, self._workspaces.node}  # else its server does it, unless that is gone for good
             if record.last_activity_at < (horizon if here else horizon - GONE_FOR_GOOD_S):

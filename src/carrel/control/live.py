@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from carrel.control.connection import SupervisorConnection
@@ -30,6 +31,7 @@ class LiveSandbox:
         "provider",
         "record",
         "to_push",
+        "trusting",
         "used",
         "workspace",
     )
@@ -50,6 +52,8 @@ class LiveSandbox:
         """Whether it may have changed its files since the last push to the filespace."""
         self.masks: Masks | Literal["unknown"] | None = "unknown"
         """What of the policy holds inside it since it started."""
+        self.trusting = False
+        """Whether it was started to trust the certificates of the proxy."""
         self.has_secrets = True
         """Whether it may have secrets, which may have to be taken away."""
         self.oom_kills = 0
@@ -71,10 +75,16 @@ class LiveSandbox:
             )
 
 
+def _nothing(_box: LiveSandbox) -> None:
+    return
+
+
 class LiveSandboxes:
     """Every running sandbox of this server, by its id and by its context."""
 
     def __init__(self) -> None:
+        self.on_end: Callable[[LiveSandbox], None] = _nothing
+        """Told of each sandbox that is about to be ended."""
         self._by_id: dict[str, LiveSandbox] = {}
         self._by_context: dict[str, str] = {}
 
@@ -106,6 +116,7 @@ class LiveSandboxes:
     async def end(self, box: LiveSandbox) -> None:
         """End a sandbox and forget it."""
         box.connection.close()
+        self.on_end(box)
         await box.provider.remove(box.handle)
         if self.has(box):
             del self._by_id[box.record.id]

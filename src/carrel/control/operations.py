@@ -7,30 +7,34 @@ believed.
 
 from __future__ import annotations
 
-import json
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import TypeVar
-from urllib.parse import quote
-
-from pydantic import BaseModel, ValidationError
 
 from carrel.control.connection import Download, Json
-from carrel.control.door import SELF, Door, Kind, Operation
+from carrel.control.door import SELF, Door, Kind, Operation, Traffic
+from carrel.control.exchange import (
+    LIST,
+    SMALL,
+    asked,
+    check,
+    checked_end,
+    checked_path,
+    checked_result,
+    command_body,
+    json_object,
+    query_of,
+    result_size,
+    segment_of,
+    size_of,
+)
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
 from carrel.control.redacting import clean_output, clean_result
 from carrel.control.sessions import Sessions
 from carrel.control.tools import TOOLS, create_file
-from carrel.errors import (
-    InvalidPath,
-    InvalidRequest,
-    LimitExceeded,
-    SandboxLost,
-    Unsupported,
-)
+from carrel.errors import InvalidRequest, LimitExceeded, SandboxLost, Unsupported
 from carrel.events.redact import Redactor
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
@@ -62,60 +66,9 @@ GRACE = 15.0
 """How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
 output.
 """
-_SMALL = 1024 * 1024
-_LIST = 32 * 1024 * 1024
-
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def _check(model: type[M], answer: object) -> M:
-    try:
-        return model.model_validate(answer)
-    except (ValidationError, ValueError, OverflowError, RecursionError):
-        raise SandboxLost(f"the sandbox's answer is not a {model.__name__}") from None
-
-
-def _segment(value: str) -> str:
-    if not value or len(value) > 128 or not value.isascii() or not value.replace("-", "").replace("_", "").isalnum():
-        raise InvalidRequest(
-            "a command id has letters, digits, '-' and '_'", field="command_id", hint="take the id the start gave"
-        )
-    return value
-
-
-def _query(**values: str | int | bool | None) -> str:
-    pairs = []
-    for key, value in values.items():
-        if value is not None:
-            text = str(int(value)) if isinstance(value, bool | int) else value
-            pairs.append(f"{key}={quote(text.encode('utf-8', 'surrogateescape'), safe='')}")
-    return "?" + "&".join(pairs) if pairs else ""
-
-
-def _path(path: str, name: str = "path") -> str:
-    if not path or "\0" in path or len(path) > 4096:
-        raise InvalidPath(
-            "a path has 1 to 4096 characters and no NUL",
-            field=name,
-            hint="give a path relative to the workspace",
-        )
-    try:
-        path.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise InvalidPath("the path cannot be a file name", field=name, hint="use UTF-8 names") from None
-    return path
-
 
 Redactors = Callable[[str | None], Awaitable[Redactor]]
-"""What takes the secrets of a context out of what is shown."""
-
-
-def _asked(request: CommandRequest) -> dict[str, object]:
-    """Everything of a command that decides what it does."""
-    return request.model_dump(
-        include={"command", "cwd", "env", "stdin", "interactive", "timeout"}, exclude_defaults=True
-    )
+"""What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
 
 
 class Operations:
@@ -130,15 +83,15 @@ class Operations:
     @asynccontextmanager
     async def _door(
         self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
-    ) -> AsyncIterator[LiveSandbox]:
+    ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
         box = await self._sessions.find(name)
         operation = Operation(kind, operation_name, arguments, actor, box.record.id, box.record.context_id)
-        async with self._admitted(operation):
+        async with self._admitted(operation) as traffic:
             box.in_flight += 1
             if actor != SELF:  # upkeep is no activity of the agent
                 box.touch()
             try:
-                yield box
+                yield box, traffic
             except SandboxLost:
                 await self._sessions.lost(box)
                 raise
@@ -148,12 +101,12 @@ class Operations:
                     box.touch()
 
     @asynccontextmanager
-    async def _admitted(self, operation: Operation) -> AsyncIterator[None]:
+    async def _admitted(self, operation: Operation) -> AsyncIterator[Traffic]:
         began = time.monotonic()
         outcome = OK
         try:
-            async with self._outer.admit(operation):
-                yield
+            async with self._outer.admit(operation) as traffic:
+                yield traffic
         except BaseException as error:
             outcome = outcome_of(error)
             raise
@@ -194,7 +147,7 @@ class Operations:
         context_id: str | None = None,
         *,
         kind: Kind = "session",
-    ) -> AbstractAsyncContextManager[None]:
+    ) -> AbstractAsyncContextManager[Traffic]:
         """The door for what is done to a whole session or beside its sandbox."""
         return self._admitted(Operation(kind, name, arguments, actor, sandbox_id, context_id))
 
@@ -208,60 +161,69 @@ class Operations:
                 field="interactive",
                 hint="start it, then send input",
             )
-        async with self._door(name, "shell", "run_command", _asked(request), actor) as box:
-            body, timeout = _command(request, box)
+        async with self._door(name, "shell", "run_command", asked(request), actor) as (box, traffic):
+            body, timeout = command_body(request, box.record.limits.timeout_s)
+            if request.stdin is not None:
+                traffic.took(size_of(request.stdin))
             answer = await box.connection.request(
                 "POST",
                 "/commands?wait=1",
                 body,
                 deadline=timeout + GRACE,
-                max_bytes=_result_size(request.output_limit),
+                max_bytes=result_size(request.output_limit),
             )
-            return await self._result(box, answer)
+            return await self._result(box, traffic, answer)
 
     async def start_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandInfo:
         """Start a command in the background."""
-        async with self._door(name, "shell", "start_command", _asked(request), actor) as box:
-            body, _ = _command(request, box)
-            answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=_SMALL)
-            return _check(CommandInfo, _object(answer))
+        async with self._door(name, "shell", "start_command", asked(request), actor) as (box, traffic):
+            body, _ = command_body(request, box.record.limits.timeout_s)
+            if request.stdin is not None:
+                traffic.took(size_of(request.stdin))
+            answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=SMALL)
+            return check(CommandInfo, json_object(answer))
 
     async def list_commands(self, name: str, actor: str = "") -> CommandList:
         """The commands the sandbox remembers."""
-        async with self._door(name, "shell", "list_commands", {}, actor) as box:
-            return _check(CommandList, await self._ask(box, "GET", "/commands", limit=_LIST))
+        async with self._door(name, "shell", "list_commands", {}, actor) as (box, _):
+            return check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
 
     async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
         """One command."""
-        path = f"/commands/{_segment(command_id)}"
-        async with self._door(name, "shell", "get_command", {"id": command_id}, actor) as box:
-            return _check(CommandInfo, await self._ask(box, "GET", path))
+        path = f"/commands/{segment_of(command_id)}"
+        async with self._door(name, "shell", "get_command", {"id": command_id}, actor) as (box, _):
+            return check(CommandInfo, await self._ask(box, "GET", path))
 
     async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
         """Wait for the end of a command."""
-        path = f"/commands/{_segment(command_id)}/result"
-        async with self._door(name, "shell", "command_result", {"id": command_id}, actor) as box:
+        path = f"/commands/{segment_of(command_id)}/result"
+        async with self._door(name, "shell", "command_result", {"id": command_id}, actor) as (box, traffic):
             answer = await box.connection.request(
-                "GET", path, deadline=86_400 + GRACE, max_bytes=_result_size(MAX_OUTPUT_BYTES)
+                "GET", path, deadline=86_400 + GRACE, max_bytes=result_size(MAX_OUTPUT_BYTES)
             )
-            return await self._result(box, answer)
+            return await self._result(box, traffic, answer)
 
     async def command_output(
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
     ) -> AsyncIterator[Chunk]:
         """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
-        segment = _segment(command_id)
-        async with self._door(name, "shell", "command_output", {"id": command_id, "offset": offset}, actor) as box:
-            redactor = await self._redactor(box.record.context_id)
+        segment = segment_of(command_id)
+        arguments = {"id": command_id, "offset": offset}
+        async with self._door(name, "shell", "command_output", arguments, actor) as (box, traffic):
+            redactor = await self._redactor(box.record.context_id or box.record.id)
             skip = min(offset, redactor.lookbehind)
-            path = f"/commands/{segment}/output{_query(offset=offset - skip, follow=follow)}"
+            path = f"/commands/{segment}/output{query_of(offset=offset - skip, follow=follow)}"
             stream = await box.connection.download(path, idle=None if follow else SHORT)
             try:
                 yield Chunk("open", b"")
                 async with aclosing(clean_output(aiter(stream), redactor, skip)) as chunks:
                     async for chunk in chunks:
                         box.last_activity = time.time()
-                        yield _checked_end(chunk) if chunk.stream == "end" else chunk
+                        if chunk.stream == "end":
+                            yield checked_end(chunk)
+                        else:
+                            traffic.gave(len(chunk.data) if chunk.raw is None else chunk.raw)
+                            yield chunk
             finally:
                 stream.close()
 
@@ -269,27 +231,29 @@ class Operations:
         self, name: str, command_id: str, data: bytes, *, close: bool = False, actor: str = ""
     ) -> None:
         """Bytes for the standard input of a command."""
-        path = f"/commands/{_segment(command_id)}/stdin{_query(close=close)}"
-        async with self._door(name, "shell", "send_input", {"id": command_id, "bytes": len(data)}, actor) as box:
-            await box.connection.request("POST", path, data, deadline=86_400, max_bytes=_SMALL)
+        path = f"/commands/{segment_of(command_id)}/stdin{query_of(close=close)}"
+        arguments = {"id": command_id, "bytes": len(data)}
+        async with self._door(name, "shell", "send_input", arguments, actor) as (box, traffic):
+            traffic.took(len(data))
+            await box.connection.request("POST", path, data, deadline=86_400, max_bytes=SMALL)
 
     async def signal_command(self, name: str, command_id: str, request: SignalRequest, actor: str = "") -> None:
         """A signal for a command."""
-        path = f"/commands/{_segment(command_id)}/signal"
+        path = f"/commands/{segment_of(command_id)}/signal"
         arguments = {"id": command_id, "signal": request.signal}
-        async with self._door(name, "shell", "signal_command", arguments, actor) as box:
+        async with self._door(name, "shell", "signal_command", arguments, actor) as (box, _):
             await self._ask(box, "POST", path, request.model_dump())
 
     async def resize_terminal(self, name: str, command_id: str, size: TerminalSize, actor: str = "") -> None:
         """A new size for the terminal of a command."""
-        path = f"/commands/{_segment(command_id)}/resize"
-        async with self._door(name, "shell", "resize_terminal", {"id": command_id}, actor) as box:
+        path = f"/commands/{segment_of(command_id)}/resize"
+        async with self._door(name, "shell", "resize_terminal", {"id": command_id}, actor) as (box, _):
             await self._ask(box, "POST", path, size.model_dump())
 
     async def delete_command(self, name: str, command_id: str, actor: str = "") -> None:
         """Kill a command with its whole tree and forget it."""
-        path = f"/commands/{_segment(command_id)}"
-        async with self._door(name, "shell", "delete_command", {"id": command_id}, actor) as box:
+        path = f"/commands/{segment_of(command_id)}"
+        async with self._door(name, "shell", "delete_command", {"id": command_id}, actor) as (box, _):
             await self._ask(box, "DELETE", path)
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
@@ -301,16 +265,18 @@ class Operations:
                 hint="use language 'shell'",
             )
         arguments = {"command": request.code, "files": sorted(request.files)}
-        async with self._door(name, "shell", "execute", arguments, actor) as box:
+        async with self._door(name, "shell", "execute", arguments, actor) as (box, traffic):
             if request.files:
                 _room(box)
+                traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
             body = request.model_dump()
             body["timeout"] = timeout = request.timeout or box.record.limits.timeout_s or 300.0
             answer = await self._ask(
-                box, "POST", "/execute", body, deadline=timeout + GRACE, limit=_result_size(MAX_OUTPUT_BYTES)
+                box, "POST", "/execute", body, deadline=timeout + GRACE, limit=result_size(MAX_OUTPUT_BYTES)
             )
-            result = _check(ExecuteResult, answer)
-            redactor = await self._redactor(box.record.context_id)
+            result = check(ExecuteResult, answer)
+            traffic.gave(size_of(result.output) + size_of(result.stderr))
+            redactor = await self._redactor(box.record.context_id or box.record.id)
             changes = {"output": redactor.text(result.output), "stderr": redactor.text(result.stderr)}
             return result.model_copy(update=changes)
 
@@ -329,12 +295,13 @@ class Operations:
         self, name: str, path: str, *, offset: int = 0, length: int | None = None, actor: str = ""
     ) -> AsyncIterator[int | bytes | None]:
         """First the number of bytes to come (None when unknown), then the bytes of a file."""
-        query = _query(path=_path(path), offset=offset or None, length=length)
-        async with self._door(name, "file", "read", {"path": path}, actor) as box:
+        query = query_of(path=checked_path(path), offset=offset or None, length=length)
+        async with self._door(name, "file", "read", {"path": path}, actor) as (box, traffic):
             stream: Download = await box.connection.download(f"/files/content{query}")
             try:
                 yield stream.length
                 async for data in stream:
+                    traffic.gave(len(data))
                     yield data
             finally:
                 stream.close()
@@ -355,57 +322,59 @@ class Operations:
             raise InvalidRequest(
                 "the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7"
             )
-        target = f"/files/content{_query(path=_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
-        async with self._door(name, "file", "write", {"path": path}, actor) as box:
+        target = f"/files/content{query_of(path=checked_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
+        async with self._door(name, "file", "write", {"path": path}, actor) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
-                answer = await box.connection.request("PUT", target, content, deadline=60.0, max_bytes=_SMALL)
-                return _check(FileInfo, _object(answer))
-            return _check(FileInfo, await box.connection.upload("PUT", target, _metered(box, content)))
+                traffic.took(len(content))
+                answer = await box.connection.request("PUT", target, content, deadline=60.0, max_bytes=SMALL)
+                return check(FileInfo, json_object(answer))
+            return check(FileInfo, await box.connection.upload("PUT", target, _metered(box, content, traffic)))
 
     async def stat_file(self, name: str, path: str, actor: str = "") -> FileInfo:
         """What is at a path; a symlink itself, not where it points."""
-        query = _query(path=_path(path))
-        async with self._door(name, "file", "stat", {"path": path}, actor) as box:
-            return _check(FileInfo, await self._ask(box, "GET", f"/files/stat{query}"))
+        query = query_of(path=checked_path(path))
+        async with self._door(name, "file", "stat", {"path": path}, actor) as (box, _):
+            return check(FileInfo, await self._ask(box, "GET", f"/files/stat{query}"))
 
     async def list_files(
         self, name: str, path: str = ".", *, recursive: bool = False, limit: int = 1000, actor: str = ""
     ) -> FileList:
         """The entries of a directory."""
-        query = _query(path=_path(path), recursive=recursive, limit=limit)
-        async with self._door(name, "file", "list", {"path": path}, actor) as box:
-            listing = _check(FileList, await self._ask(box, "GET", f"/files/list{query}", limit=_LIST))
+        query = query_of(path=checked_path(path), recursive=recursive, limit=limit)
+        async with self._door(name, "file", "list", {"path": path}, actor) as (box, _):
+            listing = check(FileList, await self._ask(box, "GET", f"/files/list{query}", limit=LIST))
             if len(listing.items) > limit:
                 raise SandboxLost("the sandbox listed more files than were asked for")
             return listing
 
     async def edit_file(self, name: str, request: EditRequest, actor: str = "") -> EditResult:
         """Replace text in a file."""
-        _path(request.path)
-        async with self._door(name, "file", "edit", {"path": request.path}, actor) as box:
+        checked_path(request.path)
+        async with self._door(name, "file", "edit", {"path": request.path}, actor) as (box, traffic):
             _room(box)
-            return _check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump()))
+            traffic.took(size_of(request.new))
+            return check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump()))
 
     async def move_file(self, name: str, request: MoveRequest, actor: str = "") -> FileInfo:
         """Move or rename."""
-        _path(request.source, "source")
-        _path(request.destination, "destination")
+        checked_path(request.source, "source")
+        checked_path(request.destination, "destination")
         arguments = {"path": request.source, "destination": request.destination}
-        async with self._door(name, "file", "move", arguments, actor) as box:
-            return _check(FileInfo, await self._ask(box, "POST", "/files/move", request.model_dump()))
+        async with self._door(name, "file", "move", arguments, actor) as (box, _):
+            return check(FileInfo, await self._ask(box, "POST", "/files/move", request.model_dump()))
 
     async def make_directory(self, name: str, request: MkdirRequest, actor: str = "") -> FileInfo:
         """Make a directory and its parents."""
-        _path(request.path)
-        async with self._door(name, "file", "mkdir", {"path": request.path}, actor) as box:
+        checked_path(request.path)
+        async with self._door(name, "file", "mkdir", {"path": request.path}, actor) as (box, _):
             _room(box)
-            return _check(FileInfo, await self._ask(box, "POST", "/files/mkdir", request.model_dump()))
+            return check(FileInfo, await self._ask(box, "POST", "/files/mkdir", request.model_dump()))
 
     async def delete_file(self, name: str, path: str, *, recursive: bool = False, actor: str = "") -> None:
         """Delete a file, or with `recursive` a tree."""
-        query = _query(path=_path(path), recursive=recursive)
-        async with self._door(name, "file", "delete", {"path": path}, actor) as box:
+        query = query_of(path=checked_path(path), recursive=recursive)
+        async with self._door(name, "file", "delete", {"path": path}, actor) as (box, _):
             await self._ask(box, "DELETE", f"/files{query}", deadline=600.0)
 
     # tools and health
@@ -424,8 +393,8 @@ class Operations:
 
     async def health(self, name: str, actor: str = "") -> SupervisorHealth:
         """What the supervisor says of itself."""
-        async with self._door(name, "session", "health", {}, actor) as box:
-            return _check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
+        async with self._door(name, "session", "health", {}, actor) as (box, _):
+            return check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
 
     # inner
 
@@ -437,47 +406,19 @@ class Operations:
         body: Json | None = None,
         *,
         deadline: float = SHORT,
-        limit: int = _SMALL,
+        limit: int = SMALL,
     ) -> Json:
         return await box.connection.request_json(method, path, body, deadline=deadline, max_bytes=limit)
 
-    async def _result(self, box: LiveSandbox, answer: bytes) -> CommandResult:
-        try:
-            result = CommandResult.model_validate_json(answer)
-        except ValidationError:
-            raise SandboxLost("the sandbox's answer is not a CommandResult") from None
-        # What only the control plane can know is never taken from inside.
-        result.oom_killed = False
+    async def _result(self, box: LiveSandbox, traffic: Traffic, answer: bytes) -> CommandResult:
+        result = checked_result(answer)
+        traffic.gave(size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64))
         killed = result.signal in {"SIGKILL", "KILL"} or result.exit_code == 137  # the shell's name for it
         if killed and not result.timed_out:
             count = await box.provider.out_of_memory_kills(box.handle)
             result.oom_killed = count > box.oom_kills
             box.oom_kills = max(count, box.oom_kills)
-        return clean_result(await self._redactor(box.record.context_id), result)
-
-
-def _object(answer: bytes) -> object:
-    try:
-        return json.loads(answer)
-    except (ValueError, RecursionError):
-        raise SandboxLost("the sandbox answered something that is not JSON") from None
-
-
-def _checked_end(chunk: Chunk) -> Chunk:
-    info = _check(CommandInfo, _object(chunk.data))
-    return Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
-
-
-def _result_size(output_limit: int) -> int:
-    # A control character costs six bytes as JSON, and bytes that are not UTF-8 come as base64 besides.
-    return 8 * output_limit + _SMALL
-
-
-def _command(request: CommandRequest, box: LiveSandbox) -> tuple[bytes, float]:
-    timeout = request.timeout or box.record.limits.timeout_s or 300.0
-    body = request.model_dump()
-    body["timeout"] = timeout
-    return json.dumps(body, separators=(",", ":")).encode(), timeout
+        return clean_result(await self._redactor(box.record.context_id or box.record.id), result)
 
 
 def _room(box: LiveSandbox) -> None:
@@ -485,7 +426,8 @@ def _room(box: LiveSandbox) -> None:
         raise LimitExceeded(box.over_quota, field="disk_mb", hint="delete files first, then write again")
 
 
-async def _metered(box: LiveSandbox, content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _metered(box: LiveSandbox, content: AsyncIterator[bytes], traffic: Traffic) -> AsyncIterator[bytes]:
     async for chunk in content:
         _room(box)
+        traffic.took(len(chunk))
         yield chunk

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from carrel.audit import AuditLog, SigningKey, chain_of
 from carrel.config import Settings
 from carrel.control.approvals import Approvals
 from carrel.control.door import Door
+from carrel.control.egress import Egress
+from carrel.control.egress_plans import Plans, inspects, read_upstreams
 from carrel.control.filespaces import Filespaces
 from carrel.control.governor import Governor
 from carrel.control.janitor import Janitor
 from carrel.control.leasing import Leasing
-from carrel.control.live import LiveSandboxes
+from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.masking import masks_of
+from carrel.control.networks import fit_network, opens_hosts
+from carrel.control.open_requests import OpenRequests
 from carrel.control.operations import Operations
 from carrel.control.ownership import Ownership
 from carrel.control.policies import Policies
@@ -28,10 +32,11 @@ from carrel.control.snapshots import Snapshots
 from carrel.control.webhooks import Webhook
 from carrel.control.workspaces import MB, Workspaces
 from carrel.errors import CarrelError, ProviderUnavailable
-from carrel.identity import Tokens
+from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
-from carrel.models import HostReport, PolicyDocuments, PolicyInfo, SandboxRequest
-from carrel.policy.layers import Layer
+from carrel.egress.plan import Upstream
+from carrel.models import HostReport, Network, PolicyDocuments, PolicyInfo, SandboxRequest
+from carrel.policy.layers import Layer, Policy
 from carrel.providers import Masks, open_providers
 from carrel.providers.base import Provider
 from carrel.secrets import Vault
@@ -50,6 +55,8 @@ from carrel.workspaces.volumes.doctor import disk_quota
 
 log = logging.getLogger("carrel.control")
 
+FORGET_EVERY_S = 600.0
+
 
 class ControlPlane:
     """Sessions, operations and what they stand on. `open` one, `close` it when done."""
@@ -65,6 +72,7 @@ class ControlPlane:
         vault: Vault,
         *,
         policy: Layer | None,
+        upstreams: Sequence[Upstream],
         door: Door | None,
     ):
         self.settings = settings
@@ -75,7 +83,8 @@ class ControlPlane:
         self.node = settings.node or layout.node()
         self.metrics = Metrics()
         self._database = database
-        self.tokens = Tokens(TokenStore(database), None)
+        self.requests = OpenRequests()
+        self.tokens = self.open_tokens(None)
         self.store = SessionStore(database)
         snapshots = SnapshotStore(database)
         remote = Remote.open(settings.archive_url)
@@ -93,9 +102,10 @@ class ControlPlane:
         self.sessions = Sessions(settings, self.store, self.workspaces, ownership, live, providers)
         self.leasing = Leasing(live, self.store, ownership)
         self.secrets = Secrets(vault, SecretStore(database), live)
-        self.sessions.on_started(self.secrets.give)
+        self.sessions.on_started(self._started)
         self.policies = Policies(PolicyStore(database), policy)
         self.sessions.govern_with(self.policies.fit, self._masks)
+        self.sessions.network_with(self._network, self._trusting)
         self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
         self.approvals.rules = self.policies
         self.approvals.redact = self.secrets.clean
@@ -117,6 +127,21 @@ class ControlPlane:
         self.operations = Operations(self.sessions, door or governor, self.metrics, self.secrets.redactor)
         self.secrets.deliver = self.operations.deliver_secrets
         self.sessions.on_moved(self._adopt_chain)
+        plans = Plans(layout.run, upstreams, self._policy_of, self.secrets.values_of)
+        self.secrets.dress = plans.shown
+        self.egress = Egress(
+            layout.run,
+            _egress_arguments(settings, layout),
+            plans,
+            self.approvals,
+            self.audit,
+            self.metrics,
+            redact=self.secrets.clean,
+            ask_wait_s=settings.egress.ask_wait_s,
+        )
+        live.on_end = self.egress.detach
+        self.policies.on_changed = self._policy_changed
+        self.secrets.on_changed = self.egress.refresh
         self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
         self.snapshots.on_fork = self.policies.copy
         self.filespaces = Filespaces(
@@ -139,8 +164,11 @@ class ControlPlane:
             self.filespaces,
             self.workspaces,
             self.store,
+            self.audit,
             settings,
         )
+        self.janitor.also(self.end_revoked, CACHE_S)
+        self.janitor.also(self.secrets.forget_former, FORGET_EVERY_S)
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod
@@ -163,15 +191,29 @@ class ControlPlane:
                 providers = open_providers(layout.run, driver.directory, allow_process=settings.sandbox.allow_process)
             files = settings.policy
             policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
+            upstreams = await asyncio.to_thread(read_upstreams, settings.egress.upstreams_file)
             key = await asyncio.to_thread(SigningKey.load, layout.data_dir)
             vault = await asyncio.to_thread(Vault.open, layout.data_dir, settings.secret_key)
-            plane = cls(settings, layout, driver, database, providers, key, vault, policy=policy, door=door)
+            plane = cls(
+                settings,
+                layout,
+                driver,
+                database,
+                providers,
+                key,
+                vault,
+                policy=policy,
+                upstreams=upstreams,
+                door=door,
+            )
             stack.pop_all()
         try:
             for left in await plane.audit.open():
                 log.warning("the server ended before this did: %s", left)
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
+            warm = settings.sandbox.network is Network.ALLOWLIST or opens_hosts(await plane.policies.of(None))
+            await plane.egress.open(plane.sessions.live(), warm=warm)
         except BaseException:
             await plane.close()
             raise
@@ -186,13 +228,41 @@ class ControlPlane:
         """
         info = await self.policies.put(context_id, given, by)
         box = next((box for box in self.sessions.live() if box.record.context_id == context_id), None)
-        if box is None or await self._masks(context_id) == box.masks:
+        if box is None or not await self._differs(box):
             return info
         if not given.restart:
             return info.model_copy(update={"restart_needed": True})
         await self.sessions.stop(box.record.id, "its policy was changed")
         await self.sessions.deploy_or_resume(SandboxRequest(context_id=context_id))
         return info
+
+    async def _differs(self, box: LiveSandbox) -> bool:
+        """Whether a sandbox started now would be another than this one, by its policy."""
+        record = box.record
+        policy = await self._policy_of(record)
+        if masks_of(policy, record.context_id) != box.masks or inspects(policy) and not box.trusting:
+            return True
+        return fit_network(record, None, policy, self.settings.egress, box.provider).network != record.network
+
+    async def _policy_of(self, record: SessionRecord) -> Policy:
+        return await self.policies.of(record.context_id)
+
+    async def _network(self, record: SessionRecord, asked: Network | None, provider: Provider) -> SessionRecord:
+        return fit_network(record, asked, await self._policy_of(record), self.settings.egress, provider)
+
+    async def _trusting(self, record: SessionRecord) -> bool:
+        return record.network is Network.ALLOWLIST and inspects(await self._policy_of(record))
+
+    async def _started(self, box: LiveSandbox) -> None:
+        await self.secrets.give(box)
+        await self.egress.attach(box)
+
+    async def _policy_changed(self, context_id: str) -> None:
+        """What follows a policy at once: the way out, and which secrets only the proxy has."""
+        box = next((box for box in self.sessions.live() if box.record.context_id == context_id), None)
+        if box is not None:
+            await self.secrets.give(box)
+            await self.egress.refresh(context_id)
 
     async def _masks(self, context_id: str | None) -> Masks | None:
         return masks_of(await self.policies.of(context_id), context_id)
@@ -205,7 +275,13 @@ class ControlPlane:
     def open_tokens(self, root: str | None) -> Tokens:
         """Know who asks: `root` is the administrator's token, None when none is asked for."""
         self.tokens = Tokens(TokenStore(self._database), root)
+        self.tokens.on_revoked = self.requests.revoked
         return self.tokens
+
+    async def end_revoked(self) -> None:
+        """Break off what stays open with a token that another server revoked."""
+        for token_id in await self.tokens.revoked(self.requests.tokens()):
+            self.requests.revoked(token_id)
 
     async def host_report(self) -> HostReport:
         """What this host can do."""
@@ -234,6 +310,10 @@ class ControlPlane:
             await self.janitor.flush()
             await self.sessions.shutdown()
         finally:
+            try:
+                await self.egress.close()
+            except (CarrelError, OSError):
+                log.exception("the egress process could not be ended")
             await self.audit.close()
             for provider in self.providers.values():
                 try:
@@ -245,3 +325,14 @@ class ControlPlane:
             except CarrelError:
                 log.exception("the volumes could not be closed")
             await self._database.close()
+
+
+def _egress_arguments(settings: Settings, layout: Layout) -> list[str]:
+    """How the egress process is started."""
+    given = settings.egress
+    arguments = ["--cache", os.path.join(layout.cache, "packages"), "--cache-mb", str(given.cache_mb)]
+    for each in filter(None, given.nameservers.split(",")):
+        arguments += ["--nameserver", each]
+    if given.roots_file is not None:
+        arguments += ["--roots", given.roots_file]
+    return arguments

@@ -10,13 +10,13 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.door import Decision, Operation
-from carrel.errors import LimitExceeded, PlatformError
+from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy import settings as settings_document
@@ -49,6 +49,10 @@ class _Compiled:
     seen_at: float
 
 
+async def _nobody(_context_id: str) -> None:
+    return
+
+
 class Policies:
     """Every policy of this server."""
 
@@ -56,6 +60,8 @@ class Policies:
         self._store = store
         self._server = () if server is None else (server,)
         self._cache: OrderedDict[str, _Compiled] = OrderedDict()
+        self.on_changed: Callable[[str], Awaitable[None]] = _nobody
+        """Told of a context whose policy has changed."""
         self._default = self._compile(None, None)
 
     @staticmethod
@@ -159,12 +165,14 @@ class Policies:
         expected = given.version if given.version is not None else before.version if before else 0
         await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
         self._cache.pop(context_id, None)
+        await self.on_changed(context_id)
         return await self.get(context_id)
 
     async def delete(self, context_id: str) -> None:
         """Forget the policy of a context: the server's own holds from now on."""
         await self._store.delete(context_id)
         self._cache.pop(context_id, None)
+        await self.on_changed(context_id)
 
     async def copy(self, origin: str, context_id: str) -> None:
         """Give a fork the policy of its origin."""
@@ -176,6 +184,12 @@ class Policies:
 
     async def check_rule(self, context_id: str, rule: str) -> None:
         """Refuse a rule that cannot be read or would defeat the policy."""
+        if not (await self.of(context_id)).governed:
+            raise InvalidRequest(
+                "this context has no settings: with this rule as the only one, everything else would ask",
+                field="rule",
+                hint="approve it for the context, or give the context settings first",
+            )
         self._compile(context_id, _with_rule(context_id, await self._store.get(context_id), rule))
 
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:

@@ -1,6 +1,7 @@
-"""Secrets of contexts: kept sealed, given to running sandboxes as files, and taken out of everything that is shown.
+"""Secrets of contexts and templates: kept sealed, given to running sandboxes as files, and taken out of everything that
+is shown.
 
-No method gives a value back. Knows no supervisor: `operations` delivers.
+No method gives a value back but for the one the proxy needs. Knows no supervisor: `operations` delivers.
 """
 
 from __future__ import annotations
@@ -12,29 +13,53 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 
+from carrel.control.lifecycle import LIVE
 from carrel.control.live import LiveSandbox, LiveSandboxes
-from carrel.errors import NotFound
+from carrel.errors import LimitExceeded, NotFound, PlatformError
 from carrel.events.redact import Redactor
 from carrel.models import SecretList, SecretName
-from carrel.secrets import Sealed, Vault, checked_name
-from carrel.store import SecretInfo, SecretStore
+from carrel.providers.base import Capability
+from carrel.secrets import OVERHEAD, ScopeKind, Sealed, Vault, checked_name
+from carrel.store import SecretInfo, SecretStore, SessionRecord
+from carrel.store.secrets import places_of
 
 log = logging.getLogger("carrel.secrets")
 
 FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
 MOST_CACHED = 1024
+ALTOGETHER = 1024 * 1024
+"""Bytes of all the secrets of a sandbox: what its memory file system has room for, twice."""
 
 
+Boxes = list[LiveSandbox]
+Names = list[str]
+Named = list[tuple[str, bytes]]
 Deliver = Callable[[LiveSandbox, Mapping[str, bytes]], Awaitable[None]]
+
+
+Dress = Callable[[SessionRecord, Mapping[str, bytes]], Awaitable[Mapping[str, bytes]]]
+"""Makes of the secrets of a session the files that its sandbox gets."""
 
 
 async def _nowhere(_box: LiveSandbox, _values: Mapping[str, bytes]) -> None:
     return
 
 
+async def _as_they_are(_record: SessionRecord, values: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    return values
+
+
+async def _nobody(_context_id: str) -> None:
+    return
+
+
+async def _none(_name: str) -> str | None:
+    return None
+
+
 class Secrets:
-    """The secrets of every context."""
+    """The secrets of every context and template."""
 
     def __init__(self, vault: Vault, store: SecretStore, live: LiveSandboxes):
         self._vault = vault
@@ -43,70 +68,141 @@ class Secrets:
         self._shapes = Redactor()
         self.deliver: Deliver = _nowhere
         """How they get into a sandbox."""
+        self.dress: Dress = _as_they_are
+        self.on_changed: Callable[[str], Awaitable[None]] = _nobody
+        """Told of a context whose secrets have changed."""
+        self.template_of: Callable[[str], Awaitable[str | None]] = _none
+        """The template of a context."""
         self._redactors: OrderedDict[str, tuple[Redactor, float]] = OrderedDict()
 
-    async def put(self, context_id: str, name: str, value: bytes) -> SecretName:
-        """Keep a secret, or the next version of it; a running sandbox has it at once."""
-        sealed = self._vault.seal("context", context_id, name, value)
-        info = await self._store.put("context", context_id, name, sealed=sealed.data, key_id=sealed.key_id)
-        await self._changed(context_id)
+    async def put(self, scope: str, name: str, value: bytes, *, kind: ScopeKind = "context") -> SecretName:
+        """Keep a secret, or the next version of it; running sandboxes have it at once."""
+        sealed = self._vault.seal(kind, scope, name, value)
+        if kind == "context":
+            sandboxes = [places_of(scope, await self._templates(scope))]
+        else:
+            sandboxes = [places_of(box.record.context_id, [scope]) for box in self._using(kind, scope)]
+        info = await self._store.put(
+            kind, scope, name, sealed=sealed.data, key_id=sealed.key_id, sandboxes=sandboxes, check=_room
+        )
+        await self._changed(kind, scope)
         return _shown(info)
 
-    async def list(self, context_id: str) -> SecretList:
+    async def list(self, scope: str, *, kind: ScopeKind = "context") -> SecretList:
         """Names and versions, never values."""
-        return SecretList(items=[_shown(info) for info in await self._store.list("context", context_id)])
+        return SecretList(items=[_shown(info) for info in await self._store.list(kind, scope)])
 
-    async def delete(self, context_id: str, name: str) -> None:
-        """Forget a secret; a running sandbox loses it at once."""
-        if not await self._store.delete("context", context_id, checked_name(name)):
-            raise NotFound(f"context '{context_id}' has no secret '{name}'", field="name", hint="list them first")
-        await self._changed(context_id)
+    async def delete(self, scope: str, name: str, *, kind: ScopeKind = "context") -> None:
+        """Forget a secret; running sandboxes lose it at once."""
+        if not await self._store.delete(kind, scope, checked_name(name)):
+            raise NotFound(f"{kind} '{scope}' has no secret '{name}'", field="name", hint="list them first")
+        await self._changed(kind, scope)
 
-    async def _changed(self, context_id: str) -> None:
-        self._redactors.pop(context_id, None)
-        box = self._live.find(context_id)
-        if box is not None and box.record.context_id == context_id:
+    async def forget_former(self) -> None:
+        """Forget the former values of secrets that no sandbox which still runs can have seen."""
+        if await self._store.forget_former([state.value for state in LIVE]):
+            self._redactors.clear()
+
+    def _using(self, kind: ScopeKind, scope: str) -> Boxes:
+        """The running sandboxes that have the secrets of a context or a template."""
+        if kind == "template":
+            return [box for box in self._live.all() if box.record.template == scope]
+        box = self._live.find(scope)
+        return [] if box is None or box.record.context_id != scope else [box]
+
+    async def _changed(self, kind: ScopeKind, scope: str) -> None:
+        boxes = self._using(kind, scope)
+        contexts = {box.record.context_id for box in boxes if box.record.context_id is not None}
+        if kind == "context":
+            contexts.add(scope)
+            self._redactors.pop(scope, None)
+        else:
+            self._redactors.clear()
+        for box in boxes:
             await self.give(box)
+        for context in sorted(contexts):
+            await self.on_changed(context)
+
+    async def values_of(self, record: SessionRecord) -> Mapping[str, bytes]:
+        """The values, for who puts them into requests outside of the sandbox. Nobody else may ask."""
+        return await self._values(record.context_id, record.template)
 
     async def give(self, box: LiveSandbox) -> None:
-        """Make the secrets of its context those of a running sandbox."""
-        values = await self._values(box.record.context_id)
+        """Make the secrets of its context and its template those of a running sandbox."""
+        record = box.record
+        values = await self.dress(record, await self._values(record.context_id, record.template))
         if not values and not box.has_secrets:
+            return
+        if values:
+            box.provider.require(Capability.SECRETS)
+        elif Capability.SECRETS not in box.provider.capabilities():
             return
         box.has_secrets = True
         await self.deliver(box, values)
 
-    async def _values(self, context_id: str | None) -> dict[str, bytes]:
-        if context_id is None:
-            return {}
+    async def _values(self, context_id: str | None, template: str | None) -> dict[str, bytes]:
+        templates = [] if template is None else [template]
         found: dict[str, bytes] = {}
-        for record in await self._store.of_scope(context_id):
+        for record in await self._store.of_scope(context_id, templates):
             sealed = Sealed(record.key_id, record.sealed)
             value = self._vault.unseal(record.kind, record.scope, record.name, sealed)
             found[record.name] = value.get_secret_value()
         return found
 
+    async def _templates(self, name: str) -> Names:
+        template = await self.template_of(name)
+        return [] if template is None else [template]
+
     # taking out
 
-    async def redactor(self, context_id: str | None) -> Redactor:
-        """What takes the secrets of a context, and tokens of well-known shapes, out of what is shown."""
-        if context_id is None:
+    async def redactor(self, name: str | None) -> Redactor:
+        """What takes the secrets of a context, or of an ephemeral sandbox, and tokens of well-known shapes out of what
+        is shown.
+        """
+        if name is None:
             return self._shapes
-        known = self._redactors.get(context_id)
+        known = self._redactors.get(name)
         now = time.monotonic()
         if known is not None and now - known[1] < FRESH_S:
             return known[0]
-        values = await self._values(context_id)
-        made = await asyncio.to_thread(Redactor, values) if values else self._shapes
-        self._redactors[context_id] = (made, now)
-        self._redactors.move_to_end(context_id)
+        box = self._live.find(name)
+        record = None if box is None else box.record
+        context = name if record is None else record.context_id
+        template = await self.template_of(name) if record is None else record.template
+        values, former = await self._values(context, template), await self._former(context, template)
+        made = await asyncio.to_thread(Redactor, values, former=former) if values or former else self._shapes
+        self._redactors[name] = (made, now)
+        self._redactors.move_to_end(name)
         while len(self._redactors) > MOST_CACHED:
             self._redactors.popitem(last=False)
         return made
 
-    async def clean(self, context_id: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
+    async def _former(self, context_id: str | None, template: str | None) -> Named:
+        """The values that secrets had before: what runs may have kept them."""
+        found: Named = []
+        for record in await self._store.former(context_id, [] if template is None else [template]):
+            try:
+                value = self._vault.unseal(record.kind, record.scope, record.name, Sealed(record.key_id, record.sealed))
+            except PlatformError as error:
+                log.warning("a former value of a secret cannot be taken out of outputs: %s", error)
+                continue
+            found.append((record.name, value.get_secret_value()))
+        return found
+
+    async def clean(self, name: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
         """Arguments as they may be shown."""
-        return (await self.redactor(context_id)).value(dict(arguments))
+        return (await self.redactor(name)).value(dict(arguments))
+
+
+def _room(sizes: Mapping[str, int]) -> None:
+    """Refuse what the memory file system of a sandbox would not hold."""
+    together = sum(size - OVERHEAD for size in sizes.values())
+    if together > ALTOGETHER:
+        raise LimitExceeded(
+            f"the secrets of a sandbox would have {together} bytes together, and there is room for {ALTOGETHER}",
+            field="value",
+            hint="delete what is not used any more, or keep large files in the workspace",
+        )
 
 
 def _shown(info: SecretInfo) -> SecretName:

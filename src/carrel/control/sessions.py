@@ -30,7 +30,7 @@ from carrel.errors import (
     PlatformError,
     RunsElsewhere,
 )
-from carrel.models import Limits, SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
+from carrel.models import Limits, Network, SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.providers import Masks
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
@@ -74,6 +74,15 @@ class Sessions:
         """What brings a session within its policy's limits, and says which programs and files it must not reach."""
         self._starting.fit = fit
         self._starting.masks = masks
+
+    def network_with(
+        self,
+        fit: Callable[[SessionRecord, Network | None, Provider], Awaitable[SessionRecord]],
+        trusting: Callable[[SessionRecord], Awaitable[bool]],
+    ) -> None:
+        """What says which network a session gets, and whether its sandbox is to trust the proxy's certificates."""
+        self._starting.network = fit
+        self._starting.trusting = trusting
 
     def on_started(self, call: Callable[[LiveSandbox], Awaitable[None]]) -> None:
         """What to call when a sandbox runs and nobody uses it yet."""

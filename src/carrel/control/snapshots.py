@@ -6,7 +6,7 @@ Only workspaces of a context have snapshots: an ephemeral sandbox keeps nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 
 from carrel.control.operations import Operations
@@ -104,11 +104,31 @@ class Snapshots:
             return FileChanges(items=items, truncated=len(changes) > MOST_CHANGES)
 
     async def export(self, name: str, snapshot_id: str, actor: str = "") -> AsyncIterator[bytes]:
-        """The snapshot as a tar stream."""
+        """The snapshot as a tar stream. The first piece is read at once: what is damaged is refused, not broken off."""
         record, context = await self._durable(name)
-        async with self._operations.session_door("export", {"snapshot_id": snapshot_id}, actor, record.id, context):
+        pieces = self._exported(record, context, snapshot_id, actor)
+        await anext(pieces)
+        return pieces
+
+    async def _exported(
+        self, record: SessionRecord, context: str, snapshot_id: str, actor: str
+    ) -> AsyncIterator[bytes]:
+        """First nothing, once the first piece is there."""
+        arguments = {"snapshot_id": snapshot_id}
+        async with self._operations.session_door("export", arguments, actor, record.id, context) as traffic:
             snapshot = await self._ready(snapshot_id, context)
-            return await _in_thread(self._workspaces.stored.tar(snapshot))
+            chunks = self._workspaces.stored.tar(snapshot)
+            try:
+                chunk = await asyncio.to_thread(next, chunks, None)
+                yield b""
+                while chunk is not None:
+                    traffic.gave(len(chunk))
+                    yield chunk
+                    chunk = await asyncio.to_thread(next, chunks, None)
+            finally:
+                close: Callable[[], object] | None = getattr(chunks, "close", None)
+                if close is not None:
+                    await asyncio.to_thread(close)
 
     async def delete(self, name: str, snapshot_id: str, actor: str = "") -> None:
         """Delete a snapshot for good."""
@@ -162,20 +182,3 @@ def _info(record: SnapshotRecord) -> SnapshotInfo:
 
 async def _nothing(_origin: str, _context: str) -> None:
     return
-
-
-async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """What a blocking iterator gives. The first piece is read at once: what is damaged is refused, not broken off."""
-    first = await asyncio.to_thread(next, chunks, b"")
-
-    async def rest() -> AsyncIterator[bytes]:
-        try:
-            yield first
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                yield chunk
-        finally:
-            close: Callable[[], object] | None = getattr(chunks, "close", None)
-            if close is not None:
-                await asyncio.to_thread(close)
-
-    return rest()

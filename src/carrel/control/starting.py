@@ -20,7 +20,7 @@ from carrel.control.ownership import Ownership
 from carrel.control.terms import changes, launch, plan
 from carrel.control.workspaces import Provided, Workspaces
 from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
-from carrel.models import Limits, SandboxInfo, SandboxRequest
+from carrel.models import Limits, Network, SandboxInfo, SandboxRequest
 from carrel.providers import Masks
 from carrel.providers.base import Capability, Handle, Provider
 from carrel.store import SessionRecord, SessionStore
@@ -43,6 +43,14 @@ async def _as_it_is(record: SessionRecord, _asked: Limits) -> SessionRecord:
 
 async def _no_masks(_context: str | None) -> Masks | None:
     return None
+
+
+async def _no_change(record: SessionRecord, _asked: Network | None, _provider: Provider) -> SessionRecord:
+    return record
+
+
+async def _no_trust(_record: SessionRecord) -> bool:
+    return False
 
 
 async def _nothing_of(_box: LiveSandbox) -> None:
@@ -75,6 +83,10 @@ class Starting:
         """Brings a session within the limits of its policy, or refuses what was asked for."""
         self.masks: Callable[[str | None], Awaitable[Masks | None]] = _no_masks
         """What a sandbox of a context must not reach."""
+        self.network: Callable[[SessionRecord, Network | None, Provider], Awaitable[SessionRecord]] = _no_change
+        """Gives a session the network it may have, or refuses what was asked for."""
+        self.trusting: Callable[[SessionRecord], Awaitable[bool]] = _no_trust
+        """Whether the sandbox of a session is to trust the certificates of the proxy."""
         self.on_started: Callable[[LiveSandbox], Awaitable[None]] = _nothing_of
         """Called when a sandbox runs and nobody uses it yet; when it raises, the start has failed."""
         self.on_moved: Callable[[SessionRecord], Awaitable[None]] = _nothing
@@ -88,6 +100,7 @@ class Starting:
         node = self._ownership.node
         record, provider = plan(request, existing, key, self._settings, self._providers, node)
         record = await self.fit(record, request.limits)
+        record = await self.network(record, request.network, provider)
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:
             raise LimitExceeded(
                 f"{self._settings.max_sandboxes} sandboxes run already",
@@ -111,12 +124,13 @@ class Starting:
             masks = await self.masks(record.context_id)
             if masks is not None:
                 provider.require(Capability.MASKS)
-            handle = await provider.start(launch(record, provider, provided.path, masks))
+            trusting = await self.trusting(record)
+            handle = await provider.start(launch(record, provider, provided.path, masks, trust=trusting))
             await writing
             await self._workspaces.recorded(record)
             box = LiveSandbox(record, provider, handle, provided.path)
             box.leased_until = self._ownership.deadline(began)
-            box.masks, box.has_secrets = masks, False
+            box.masks, box.has_secrets, box.trusting = masks, False, trusting
             await self.on_started(box)
             if self.closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
@@ -130,6 +144,7 @@ class Starting:
             await asyncio.gather(writing, return_exceptions=True)
             if box is not None:
                 box.connection.close()
+                self._live.on_end(box)
             written = not writing.cancelled() and writing.exception() is None
             await self._undo(record, provider, handle, new=new, written=written, error=error)
             if isinstance(error, CarrelError) or not isinstance(error, Exception):

@@ -98,7 +98,9 @@ def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:
     return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}
 
 
-def launch(record: SessionRecord, provider: Provider, workspace: str, masks: Masks | None = None) -> Launch:
+def launch(
+    record: SessionRecord, provider: Provider, workspace: str, masks: Masks | None = None, *, trust: bool = False
+) -> Launch:
     """What the provider is told."""
     limits = record.limits
     return Launch(
@@ -111,6 +113,7 @@ def launch(record: SessionRecord, provider: Provider, workspace: str, masks: Mas
         processes=limits.processes,
         env=record.env,
         masks=masks,
+        trust=trust,
     )
 
 

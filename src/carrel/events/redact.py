@@ -8,7 +8,7 @@ also where they overlap. So it is the same however the bytes come in, and the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from ahocorasick_rs import BytesAhoCorasick, Implementation
@@ -43,15 +43,23 @@ class Redactor:
 
     `secrets` maps names to values, or is just values. A value stands as `[secret:NAME]` (`[secret]` without a name), a
     token of a well-known shape as `[redacted:KIND]`. Blanks around a value do not count. A value of fewer than 4 bytes
-    is refused: it would be found everywhere.
+    is refused: it would be found everywhere. `written` says what stands for a value in another way;
+    `former` are names and values they had before.
     """
 
-    def __init__(self, secrets: Mapping[str, bytes | str] | Iterable[bytes | str] = (), *, shapes: bool = True):
+    def __init__(
+        self,
+        secrets: Mapping[str, bytes | str] | Iterable[bytes | str] = (),
+        *,
+        shapes: bool = True,
+        written: Callable[[str], str] = "[secret:{}]".format,
+        former: Iterable[tuple[str, bytes]] = (),
+    ):
         named: Iterable[tuple[str | None, bytes | str]]
         named = secrets.items() if isinstance(secrets, Mapping) else ((None, value) for value in secrets)
         values: dict[bytes, bytes] = {}
-        for name, value in named:
-            values.setdefault(_checked(name, value), b"[secret:%s]" % name.encode() if name else b"[secret]")
+        for name, value in (*named, *former):
+            values.setdefault(_checked(name, value), written(name).encode() if name else b"[secret]")
         self._plain = tuple(values)
         found: dict[bytes, list[Spelling | Shape]] = {}
         self._secret_starts: set[bytes] = set()

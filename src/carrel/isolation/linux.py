@@ -173,6 +173,12 @@ def lower_limit(which: int, wanted: int) -> None:
     resource.setrlimit(which, (wanted, wanted))
 
 
+def raise_limit(which: int) -> None:
+    """Set a soft resource limit to the hard one."""
+    _soft, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (hard, hard))
+
+
 def attempt(action: Callable[[], object], timeout_s: int = 5) -> str | None:
     """Run `action` in a child of its own; None when it works, else the reason. Used to probe the host."""
     read_end, write_end = os.pipe()

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -56,7 +59,54 @@ class Child:
     ready: bool = False
     reaped: bool = False
     watched: watchdog.Watched | None = None
+    network: str = ""
+    way_out: socket.socket | None = None
+    network_fd: int = -1
+    lifeline: int = -1
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
+
+    def take_way_out(self, descriptor: int) -> None:
+        """Keep the socket of the way out for as long as the child lives, unless its network is to have none."""
+        self.way_out = socket.socket(fileno=descriptor)
+        if self.network:
+            self.settle_network(self.network)
+
+    def settle_network(self, network: str) -> None:
+        """What was asked for is known: without a way out, nothing listens from now on and the port is free."""
+        self.network = network
+        if self.way_out is not None and network != "allowlist":
+            # A child that is being forked may have a copy for a moment: this ends them all.
+            self.way_out.shutdown(socket.SHUT_RDWR)
+            self.way_out.close()
+            self.way_out = None
+
+    @contextmanager
+    def bridgehead(self) -> Iterator[tuple[int, ...]]:
+        """What a bridge to the child's network is built with, once; nothing for a child that is to have none.
+
+        The namespace; a pipe that hangs up when the child is gone, and the bridge must go too; and the zygote's user
+        namespace, in which an ordinary user has the power to build it.
+        """
+        if self.network_fd < 0:
+            yield ()
+            return
+        end, self.lifeline = os.pipe()
+        users = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield self.network_fd, end, users
+        finally:
+            for descriptor in (self.network_fd, end, users):
+                os.close(descriptor)
+            self.network_fd = -1
+
+    def let_go(self) -> None:
+        """Close what was kept of the child: its way out, its bridge."""
+        if self.way_out is not None:
+            self.way_out.close()
+            self.way_out = None
+        for descriptor in (self.network_fd, self.lifeline):
+            _close(descriptor)
+        self.network_fd = self.lifeline = -1
 
 
 class Nest:
@@ -79,6 +129,7 @@ class Nest:
         """Leave the host's file system for a small one, and make there what all sandboxes share."""
         self._prepared = self._supervisor.prepare()
         if self._isolate:
+            linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with a way out costs one for as long as it lives
             self._program = seccomp.build()
             self.cgroups = cgroups.Cgroups.open()
             self._ids = ids.HostIds() if self._root else None
@@ -145,8 +196,9 @@ class Nest:
             raise PlatformError("what is not isolated cannot be masked")
         return self._covers.order(wire.content(masks))
 
-    def hatch(self, *, rehearse: bool) -> Child:
+    def hatch(self, *, rehearse: bool, own_network: bool = True) -> Child:
         """Fork a child that does the first half and then waits; `rehearse` when there is time for it."""
+        namespaces = _AT_FORK if own_network else _AT_FORK & ~linux.CLONE_NEWNET
         self._count += 1
         group = f"s{self._count}"
         slot, lock = self._ids.take() if self._ids else (0, -1)
@@ -157,7 +209,7 @@ class Nest:
             raise
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = linux.fork_into(_AT_FORK, seat.into) if self._isolate else os.fork()
+            pid = linux.fork_into(namespaces, seat.into) if self._isolate else os.fork()
         except OSError:
             self.cgroups.remove(group)
             ours.close()
@@ -165,7 +217,7 @@ class Nest:
         else:
             if pid == 0:
                 ours.close()
-                self._become(theirs, lock, seat, rehearse=rehearse)
+                self._become(theirs, lock, seat, rehearse=rehearse, own_network=own_network)
         finally:  # the sandbox's own copy of the lock keeps its ids taken for as long as it lives
             theirs.close()
             seat.close()
@@ -200,7 +252,9 @@ class Nest:
             raise
         return mount
 
-    def _become(self, orders: socket.socket, lock: int, seat: cgroups.Seat, *, rehearse: bool) -> None:
+    def _become(
+        self, orders: socket.socket, lock: int, seat: cgroups.Seat, *, rehearse: bool, own_network: bool
+    ) -> None:
         """In the child: never returns."""
         try:
             seat.sit()
@@ -209,9 +263,11 @@ class Nest:
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            writable = sandbox.hatch(orders, root=self._root) if self._isolate else -1
+            writable = sandbox.hatch(orders, root=self._root, own_network=own_network) if self._isolate else -1
             spec, fds = sandbox.receive(orders)
             if self._isolate:
+                if spec.network == "bridge":
+                    sandbox.hand_over_network(orders)
                 sandbox.settle(spec, fds[1], self._program, root=self._root, order_fd=fds[-1])
                 for descriptor in fds[1:]:
                     os.close(descriptor)
@@ -224,11 +280,22 @@ class Nest:
                 os.close(workspaces)
                 workspace = home = os.getcwd()
             score = sandbox.give_up_reach()
+            relay_port = sandbox.RELAY_PORT if self._isolate and spec.network == "allowlist" else None
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
             born = sandbox.Born(
-                spec.id, listener, workspace, home, spec.env, self._isolate, spec.memory_mb, score, writable
+                spec.id,
+                listener,
+                workspace,
+                home,
+                spec.env,
+                self._isolate,
+                spec.memory_mb,
+                score,
+                writable,
+                relay_port,
+                spec.trust,
             )
             self._supervisor.main(born, self._prepared)
         except BaseException as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -18,6 +19,9 @@ from carrel.isolation import landlock, linux, seccomp
 from carrel.isolation.cgroups import Cgroups
 
 OLDEST_KERNEL = (5, 12)
+BRIDGE = "user-mode network"
+_TUN = "/dev/net/tun"
+PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Host:
         """None when sandboxes of namespaces can be made here."""
         lacking = [f"{f.name} ({f.found})" for f in self.findings if f.status == "missing"]
         return f"this host lacks {', '.join(lacking)}; run `carrel doctor`" if lacking else None
+
+    @property
+    def bridges(self) -> bool:
+        """Whether a sandbox can have a bridged network."""
+        return any(finding.name == BRIDGE and finding.status == "ok" for finding in self.findings)
 
 
 @cache
@@ -132,6 +141,7 @@ def examine() -> Host:
             "a process that escaped would still be a stranger to the other sandboxes",
             "run carrel as root",
         ),
+        examine_bridge(root=root),
         Finding(
             "KVM",
             "ok" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "degraded",
@@ -148,6 +158,22 @@ def _tried(name: str, reason: str | None, why: str, remedy: str) -> Finding:
 
 def _optional(name: str, there: bool, found: str, why: str, remedy: str | None) -> Finding:
     return Finding(name, "ok" if there else "degraded", found, why, None if there else remedy)
+
+
+def examine_bridge(*, root: bool) -> Finding:
+    """Whether there is what a bridged network is made with."""
+    needed = ("slirp4netns",) if root else ("slirp4netns", "nsenter")
+    lacking = [name for name in needed if shutil.which(name, path=os.pathsep.join(PATH)) is None]
+    usable = os.access(_TUN, os.R_OK | os.W_OK)
+    return _optional(
+        BRIDGE,
+        not lacking and usable,
+        f"no {' and no '.join(lacking)}" if lacking else "slirp4netns" if usable else f"{_TUN} cannot be opened",
+        "only for sandboxes with the network 'bridge', which an operator has to allow; none is required",
+        f"apt install {'slirp4netns' if 'slirp4netns' in lacking else 'util-linux'}"
+        if lacking
+        else f"modprobe tun; chmod 0666 {_TUN}",
+    )
 
 
 def _mount_proc() -> None:

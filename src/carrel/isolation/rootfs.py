@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from carrel.isolation import linux
 
@@ -18,6 +19,7 @@ SANDBOX_UID = 1000
 WORKSPACE = "/workspace"
 HOME = "/home/agent"
 SECRETS = "/run/secrets"
+NODE_PRELOAD = "/etc/carrel/node.cjs"
 BASE_SIZE = "64m"
 LARGEST_COPY = 8 * 1024 * 1024
 
@@ -41,6 +43,14 @@ class Symlink:
 @dataclass(frozen=True)
 class Text:
     """A small file made of text."""
+
+    target: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Override:
+    """A small file made of text, seen in the place of one of the base root."""
 
     target: str
     content: str
@@ -102,7 +112,7 @@ class Workspace:
     target: str
 
 
-Step = Directory | Symlink | Text | Copy | Bind | Device | Tmpfs | Proc | Terminals | Workspace
+Step = Directory | Symlink | Text | Override | Copy | Bind | Device | Tmpfs | Proc | Terminals | Workspace
 Plan = tuple[Step, ...]
 
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -121,6 +131,7 @@ nobody:x:65534:65534:nobody:/:/usr/sbin/nologin
 """
 GROUP = f"root:x:0:\ntty:x:5:\nagent:x:{SANDBOX_UID}:\nnogroup:x:65534:\n"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 carrel\n"
+_NODE = Path(__file__).with_name("node.cjs").read_text(encoding="utf-8")
 NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
 
 
@@ -163,6 +174,8 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
         Text("/etc/hostname", "carrel\n"),
         Text("/etc/nsswitch.conf", NSSWITCH),
         Text("/etc/resolv.conf", ""),
+        Directory(os.path.dirname(NODE_PRELOAD)),
+        Text(NODE_PRELOAD, _NODE),
         Symlink("/etc/mtab", "/proc/self/mounts"),
     ]
     steps += [Device(f"/dev/{name}", f"/dev/{name}") for name in _DEVICES]
@@ -184,14 +197,18 @@ COMMON_PLAN: Plan = (
 """What each sandbox has for itself, whatever was asked for."""
 
 
-def private_plan(memory_mb: int | None) -> Plan:
-    """What depends on the request. Memory file systems are capped well below the sandbox's memory."""
+def private_plan(memory_mb: int | None, resolver: str = "") -> Plan:
+    """What depends on the request. Memory file systems are capped well below the sandbox's memory.
+
+    Without a `resolver` (the text of `/etc/resolv.conf`) nobody is asked for names.
+    """
     scratch = max(16, min(512, (memory_mb or 1024) // 4))
     return (
         Tmpfs("/dev/shm", f"{max(8, scratch // 4)}m", 4096, 0o1777, executable=False),
         Tmpfs("/tmp", f"{scratch}m", 65536, 0o1777),
         Tmpfs(HOME, f"{scratch}m", 65536, 0o755),
         Workspace(WORKSPACE),
+        *((Override("/etc/resolv.conf", resolver),) if resolver else ()),
     )
 
 
@@ -232,6 +249,16 @@ def _text(step: Text, target: str, _fd: int, _owner: int | None) -> None:
     with open(target, "w", encoding="utf-8") as file:
         file.write(step.content)
     os.chmod(target, 0o644)
+
+
+def _override(step: Override, target: str, _fd: int, _owner: int | None) -> None:
+    # Written to a memory file system of the sandbox, from which its name is gone before anything runs there.
+    draft = target.removesuffix(step.target) + "/dev/shm/override"
+    _text(Text(draft, step.content), draft, -1, None)
+    linux.mount(draft, target, None, linux.MS_BIND)
+    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    linux.mount("none", target, None, flags)
+    os.unlink(draft)
 
 
 def _copy(step: Copy, target: str, _fd: int, _owner: int | None) -> None:
@@ -306,6 +333,6 @@ def _workspace(_step: Workspace, target: str, fd: int, _owner: int | None) -> No
 
 
 _STEPS: dict[type[Step], Callable[..., None]] = {
-    Directory: _directory, Symlink: _symlink, Text: _text, Copy: _copy, Bind: _bind, Device: _device,
-    Tmpfs: _tmpfs, Proc: _proc, Terminals: _terminals, Workspace: _workspace,
+    Directory: _directory, Symlink: _symlink, Text: _text, Override: _override, Copy: _copy, Bind: _bind,
+    Device: _device, Tmpfs: _tmpfs, Proc: _proc, Terminals: _terminals, Workspace: _workspace,
 }  # fmt: skip

@@ -18,6 +18,10 @@ BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
+RELAY_PORT = 3128
+RELAY_BACKLOG = 512
+WAY_OUT = b"way out"
+NETWORK = b"network"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class Spec:
     env: dict[str, str] = field(default_factory=dict)
     watched: bool = False
     masked: bool = False
+    network: str = "none"
+    trust: bool = False
+    resolver: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,15 +55,20 @@ class Born:
     memory_mb: int | None
     oom_score_fd: int
     secrets_fd: int
+    relay_port: int | None
+    trust: bool
 
 
-def hatch(orders: socket.socket, *, root: bool) -> int:
+def hatch(orders: socket.socket, *, root: bool, own_network: bool = True) -> int:
     """The first half, before anybody has asked for a sandbox: called in the child, in its new namespaces.
 
+    Without `own_network` it shares the host's, over which it never has a capability.
     The parent sends the order `mapped` when the child's user ids are. Returns the descriptor that secrets are written
     through.
     """
-    linux.bring_up_loopback()
+    if own_network:
+        linux.bring_up_loopback()
+        _hand_over_way_out(orders)
     socket.sethostname("carrel")
     if orders.recv(16) != b"mapped":
         raise OSError("the zygote gave up")
@@ -70,9 +82,35 @@ def hatch(orders: socket.socket, *, root: bool) -> int:
     return rootfs.turn_read_only(BASE)
 
 
+def _hand_over_way_out(orders: socket.socket) -> None:
+    """Listen at the one address through which the sandbox may reach anything, and let go of it.
+
+    Whoever holds this socket is the sandbox's way out, and a connection that comes by it can only be this sandbox's.
+    The supervisor keeps no copy: it could answer in the place of the proxy. Made before anybody has asked for it, so
+    that nobody waits for it; the zygote closes it where it is not wanted.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as way_out:
+        way_out.bind(("127.0.0.1", RELAY_PORT))
+        way_out.listen(RELAY_BACKLOG)
+        try:
+            socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
+        except BrokenPipeError:
+            os._exit(0)  # as in `receive`: the zygote has gone
+
+
+def hand_over_network(orders: socket.socket) -> None:
+    """Give the zygote a descriptor of this network namespace: from outside nobody without privilege could open it."""
+    descriptor = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        socket.send_fds(orders, [NETWORK], [descriptor])
+    finally:
+        os.close(descriptor)
+
+
 def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_fd: int = -1) -> None:
     """The second half: take what was asked for, then give up every privilege for good."""
-    rootfs.carry_out(rootfs.private_plan(spec.memory_mb), BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
+    plan = rootfs.private_plan(spec.memory_mb, spec.resolver)
+    rootfs.carry_out(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.masked:
         covers.pivot_masked(BASE, covers.read(order_fd), COVERS)
     else:

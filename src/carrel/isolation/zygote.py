@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 from carrel.errors import CarrelError, PlatformError
@@ -32,6 +33,7 @@ LONG_S = 3600.0
 LINGER_S = 30.0
 RETRY_S = 0.002
 SETUP_DEADLINE_S = 30.0
+NETWORKS = frozenset({"none", "allowlist", "bridge", "host"})
 
 
 class Zygote:
@@ -146,11 +148,11 @@ class Zygote:
             self._selector.unregister(connection)
             connection.close()
 
-    def _answer(self, connection: socket.socket | None, seq: int, **body: Any) -> None:
+    def _answer(self, connection: socket.socket | None, seq: int, descriptors: Sequence[int] = (), **body: Any) -> None:
         if connection is None or connection not in self._connections:
             return
         try:
-            connection.send(json.dumps({"seq": seq, **body}).encode())
+            socket.send_fds(connection, [json.dumps({"seq": seq, **body}).encode()], descriptors)
         except OSError:
             self._hang_up(connection)
 
@@ -181,13 +183,17 @@ class Zygote:
                 self._answer(connection, seq)
             elif op == "usage":
                 named = self._named.get(body["id"])
-                usage = self._nest.cgroups.usage(named.group) if named else {}
+                usage: dict[str, Any] = self._nest.cgroups.usage(named.group) if named else {}
                 if named and named.watched:
                     usage = {"memory_bytes": named.watched.used, "oom_kills": named.watched.kills}
                 self._answer(connection, seq, known=named is not None, **usage)
             elif op == "held":
                 named = self._named.get(body["id"])
                 self._answer(connection, seq, bytes=self._nest.held(named) if named else 0)
+            elif op == "way_out":
+                named = self._named.get(body["id"])
+                way_out = named.way_out if named else None
+                self._answer(connection, seq, () if way_out is None else (way_out.fileno(),), known=named is not None)
             elif op == "list":
                 self._answer(connection, seq, ids=list(self._named))
             elif op == "describe":
@@ -210,8 +216,14 @@ class Zygote:
             raise PlatformError(f"sandbox {spec.id} runs already")
         if "/" in spec.workspace or spec.workspace in {"", ".", ".."}:
             raise PlatformError(f"not a workspace name: {spec.workspace!r}")
-        child = self._spares.pop() if self._spares else self._hatch(rehearse=False)
+        if self._isolate and spec.network not in NETWORKS:
+            raise PlatformError(f"not a network this zygote makes: {spec.network!r}")
+        if spec.network == "host":  # no spare shares the host's
+            child = self._hatch(rehearse=False, own_network=False)
+        else:
+            child = self._spares.pop() if self._spares else self._hatch(rehearse=False)
         child.name, child.asked_by, child.seq = spec.id, connection, seq
+        child.settle_network(spec.network)
         child.deadline = time.monotonic() + SETUP_DEADLINE_S
         self._named[spec.id] = child
         try:
@@ -222,8 +234,8 @@ class Zygote:
             kill(child.pid)
             raise PlatformError(f"sandbox {spec.id} could not be set up: {error}") from error
 
-    def _hatch(self, *, rehearse: bool) -> Child:
-        child = self._nest.hatch(rehearse=rehearse)
+    def _hatch(self, *, rehearse: bool, own_network: bool = True) -> Child:
+        child = self._nest.hatch(rehearse=rehearse, own_network=own_network)
         self._children[child.pid] = child
         self._selector.register(child.orders, selectors.EVENT_READ, lambda _s: self._heard(child))
         return child
@@ -239,17 +251,27 @@ class Zygote:
 
     def _heard(self, child: Child) -> None:
         try:
-            word = child.orders.recv(4096)
+            word, fds, _flags, _address = socket.recv_fds(child.orders, 4096, 1)
         except OSError:
-            word = b""
+            word, fds = b"", []
+        if word == sandbox.WAY_OUT and fds:
+            child.take_way_out(fds[0])
+            return
+        if word == sandbox.NETWORK and fds:
+            child.network_fd = fds[0]
+            return
         self._selector.unregister(child.orders)
         child.orders.close()
         child.deadline = math.inf
         if word == b"ready":
-            child.ready = True
-            self._spares_wanted = SPARES if self._isolate else 0
-            self._answer(child.asked_by, child.seq, pid=child.pid, start_time=child.started)
-            return
+            try:
+                with child.bridgehead() as ends:
+                    child.ready = True
+                    self._spares_wanted = SPARES if self._isolate else 0
+                    self._answer(child.asked_by, child.seq, ends, pid=child.pid, start_time=child.started)
+                    return
+            except OSError as error:
+                word = f"failed: {error}".encode()
         words = word.decode(errors="replace") or "the new process died while it was set up"
         if child in self._spares:
             self._spares.remove(child)
@@ -297,8 +319,9 @@ class Zygote:
     def _bury(self, child: Child) -> None:
         if not self._nest.cgroups.remove(child.group):
             return
-        if child.orders.fileno() >= 0:
+        while child.orders.fileno() >= 0:  # its last words, and what it sent before them
             self._heard(child)
+        child.let_go()
         del self._children[child.pid]
         if self._named.get(child.name) is child:
             del self._named[child.name]

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 ContextId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """Letters, digits, `.`, `_`, `:`, `-`; 1 to 128 characters; starts with a letter or digit."""
 
+TemplateName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""Letters, digits, `.`, `_`, `-`; 1 to 64 characters; starts with a letter or digit. Also the name of a directory."""
+
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 
 NoNul = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]

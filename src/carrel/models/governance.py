@@ -45,6 +45,13 @@ class AuditKey(Answer):
     key: str
 
 
+class AuditPruned(Answer):
+    """What was removed from the audit log: records from before that moment, as far as a signed head covers them."""
+
+    before: datetime
+    records: int
+
+
 class AuditPage(Answer):
     """Operations, newest first. A page may have few or none and still a `next`: so far, not further, was searched."""
 

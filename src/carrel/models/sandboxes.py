@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from carrel.models.base import MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul, Request
+from carrel.models.base import MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul, Request, TemplateName
 
 
 class Trust(StrEnum):
@@ -53,6 +53,9 @@ class SandboxRequest(Request):
     """What `deploy_or_resume` takes. Without `context_id` the sandbox is ephemeral: nothing is kept."""
 
     context_id: ContextId | None = None
+    template: TemplateName | None = Field(
+        default=None, description="the recipe it is made by; a context keeps the one it was made with"
+    )
     provider: str = Field(default="auto", max_length=64)
     trust: Trust = Trust.MEDIUM
     network: Network | None = Field(default=None, description="None: the server's default, as far as it holds")
@@ -87,6 +90,28 @@ class SandboxInfo(Answer):
     notice: str | None = Field(
         default=None, description="what a person should know though work goes on, such as an archive out of reach"
     )
+    template: str | None = Field(default=None, description="the recipe it was made by")
+
+
+class TemplateInfo(Answer):
+    """A template: what a sandbox gets that is made by it and asks for nothing else."""
+
+    name: str
+    description: str = ""
+    provider: str | None = None
+    network: Network | None = None
+    limits: Limits = Field(default_factory=Limits)
+    env: list[str] = Field(default_factory=list, description="names of variables, without their values")
+    labels: dict[str, str] = Field(default_factory=dict)
+    settings: bool = Field(default=False, description="whether it has a settings.json of its own")
+    sources: bool = Field(default=False, description="whether it has a sources.json of its own")
+    error: str | None = Field(default=None, description="why it cannot be used")
+
+
+class TemplateList(Answer):
+    """The templates of a server, by name."""
+
+    items: list[TemplateInfo]
 
 
 class SandboxPage(Answer):

@@ -15,10 +15,10 @@ from carrel.policy.arguments import Argument
 from carrel.policy.findings import Command, FileUse, HostUse, normal
 from carrel.policy.layers import Policy
 from carrel.policy.packages import ReadFile
+from carrel.policy.reach import Reach
 from carrel.policy.remarks import Answer, Remark, strictest, strictness
 from carrel.policy.rules import Kind, Rule, behind_options, match_words
 from carrel.policy.shell import find
-from carrel.policy.sources import decide_domain
 from carrel.policy.syntax import Dialect
 from carrel.policy.variables import changes_what_runs
 
@@ -193,18 +193,8 @@ def _host_use(policy: Policy, use: HostUse) -> Decided:
 
 
 def _host(policy: Policy, host: str, port: int | None) -> Decided:
-    what = host if port is None else f"{host}:{port}"
-    remarks: list[Remark] = []
-    said = [(name, found) for name, sources in policy.sources if (found := decide_domain(sources.web_access, host))]
-    for name, (verdict, key) in said:
-        if verdict == "deny":
-            remarks.append(Remark("deny", f"{host[:200]} is not among the domains of this agent", key, name))
-    if policy.governed:
-        denied = _first(policy.deny.network(host, port, deny=True))
-        allowed = _first(policy.allow.network(host, port, deny=False))
-        if denied or allowed or not said:
-            remarks.append(_by_rules(denied, allowed, f"connecting to {what[:200]}"))
-    remarks += [
-        Remark("allow", f"{host[:200]} is allowed", key, name) for name, (verdict, key) in said if verdict == "allow"
-    ]
-    return _decided("network", what[:200], strictest(remarks) or Remark("allow", "no settings"))
+    what = (host if port is None else f"{host}:{port}")[:200]
+    remark = Reach(policy).host(host, port)
+    if remark is None:
+        remark = _by_rules(None, None, f"connecting to {what}") if policy.governed else Remark("allow", "no settings")
+    return _decided("network", what, remark)

@@ -114,10 +114,25 @@ class Policy:
         """The sources of all layers, with the names refusals give them."""
         return tuple((layer.sources_name, layer.sources) for layer in self.layers if layer.sources is not None)
 
+    def layer_of(self, rule: Rule) -> Layer | None:
+        """The layer that has a rule; None of a built-in one."""
+        end = sum(map(len, _lists(DEFAULTS)))
+        for layer in self.layers:
+            if rule.order < end:
+                break
+            end += 0 if layer.settings is None else sum(map(len, _lists(layer.settings)))
+            if rule.order < end:
+                return layer
+        return None
+
     @property
     def limits(self) -> Limits:
         """The limits of all layers together."""
         return limits(*(each for _, each in self.sources))
+
+
+def _lists(settings: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return settings.permissions.deny, settings.permissions.allow
 
 
 def _workspace(layers: Iterable[Layer], context_id: str | None) -> str | None:

@@ -180,7 +180,7 @@ class _Judge:
             yield from self.named(name)
         target = url.strip()
         if _URL.match(target):
-            yield from self.link(target)
+            yield from self.link(target, named=bool(at))
         elif at or re.match(r"[./~]", target) or "/" in target or re.search(r"\.(whl|zip|tar(\.\w+)?|tgz)$", target):
             yield from self.path(target)
         else:
@@ -195,15 +195,26 @@ class _Judge:
         yield from self.blocked(found[1])
 
     def blocked(self, name: str) -> Iterator[Remark]:
-        """Whether a package is blocked."""
+        """Whether a package is blocked, or is none of those that are allowed."""
         if normalised(name) in {normalised(each) for each in self.manager.blocked_packages}:
             yield self.deny(f"the package {name} is blocked for this agent", f"blocked_packages: {name}")
+        allowed = self.manager.allowed_packages
+        if allowed is not None and normalised(name) not in {normalised(each) for each in allowed}:
+            hint = "allowed are " + ", ".join(allowed[:10]) if allowed else None
+            yield self.deny(f"the package {name} is not among those of this agent", "allowed_packages", hint)
 
-    def link(self, url: str) -> Iterator[Remark]:
-        """What is said of a URL or a link to a repository."""
+    def nameless(self, text: str) -> Iterator[Remark]:
+        """What is said of a package whose name is not told, where only some are allowed."""
+        if self.manager.allowed_packages is not None:
+            yield self.ask(f"which package it is cannot be seen: {text[:200]}")
+
+    def link(self, url: str, *, named: bool = False) -> Iterator[Remark]:
+        """What is said of a URL or a link to a repository. `named`: the name of its package was told before it."""
         plain, _, fragment = url.partition("#")
         if egg := re.search(r"(?:^|&)egg=([A-Za-z0-9._-]+)", fragment):
             yield from self.blocked(egg[1])
+        elif re.match(r"(git|hg|svn|bzr)\+|git@", plain) and not named:
+            yield from self.nameless(url)
         if version_control := re.match(r"(git|hg|svn|bzr)\+(.*)|(git@.*)", plain, re.DOTALL):
             target = version_control[2] or version_control[3]
             target = re.sub(r"(?<=.)@[^/@]*$", "", target)
@@ -228,8 +239,9 @@ class _Judge:
     def path(self, path: str) -> Iterator[Remark]:
         """A file or folder: its name tells the package, where it is one that is built."""
         name = path.rstrip("/").rsplit("/", 1)[-1]
-        if re.search(r"\.(whl|zip|tar(\.\w+)?|tgz)$", name) and (found := _FILE.match(name)):
-            yield from self.blocked(found[1])
+        if re.search(r"\.(whl|zip|tar(\.\w+)?|tgz)$", name):
+            found = _FILE.match(name)
+            yield from self.blocked(found[1]) if found else self.nameless(name)
 
 
 def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFile | None = None) -> Iterator[Remark]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from carrel.policy.arguments import Argument, Unknown, shown
@@ -179,6 +180,48 @@ def url_matches(allowed: str, url: str) -> bool:
         return False
     wanted = mine.path or "/*"
     return pattern(wanted).matches(theirs.path) or (not mine.path and not theirs.path)
+
+
+_PORTS = {"https": 443, "http": 80, "ssh": 22, "git": 9418}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where remotes lie: a host, or every host below one, and a port. `text` is the pattern that says so."""
+
+    host: str
+    port: int
+    text: str
+
+    def means(self, host: str) -> bool:
+        """Whether remotes lie on a host."""
+        return host.endswith(self.host[1:]) if self.host.startswith("*.") else host == self.host
+
+
+def places(git: Git | None) -> tuple[Place, ...]:
+    """The places of the remotes that are allowed; none where remotes are not enabled or none are named."""
+    if git is None or not git.enabled:
+        return ()
+    found = (_place(each) for each in git.allowed_remotes or ())
+    return tuple(each for each in found if each is not None)
+
+
+def _place(allowed: str) -> Place | None:
+    if "::" in allowed.partition("/")[0]:
+        return None
+    url = allowed
+    if not _URL.match(url) and (found := _SCP.fullmatch(url)):
+        url = f"ssh://{found[1]}/"
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme.lower())
+    except ValueError:
+        return None
+    # A pattern that means hosts of more than one domain names none.
+    below = host.removeprefix("*.")
+    if not host or port is None or "*" in below or "?" in below or (below != host and "." not in below):
+        return None
+    return Place(host, port, allowed)
 
 
 def _ask(source: str, reason: str) -> Remark:

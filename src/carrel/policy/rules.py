@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.errors import InvalidRequest
+from carrel.policy.addresses import Address, forms, same
+from carrel.policy.addresses import read as read_address
 from carrel.policy.arguments import Argument, Unknown
 from carrel.policy.patterns import PathPattern, Pattern, path_pattern, pattern
 from carrel.policy.wrappers import base
@@ -264,7 +266,8 @@ class Index:
     wild: list[Rule] = field(default_factory=list)
     files: dict[tuple[str, str], list[Rule]] = field(default_factory=dict)
     hosts: dict[str, list[Rule]] = field(default_factory=dict)
-    networks: list[Rule] = field(default_factory=list)
+    networks: dict[tuple[int, int], dict[int, list[Rule]]] = field(default_factory=dict)
+    """By version and length of the prefix, then by the prefix."""
     servers: dict[str, list[Rule]] = field(default_factory=dict)
     tools: list[Rule] = field(default_factory=list)
 
@@ -277,13 +280,18 @@ class Index:
             self.files.setdefault((rule.operation, rule.path.fixed), []).append(rule)
         elif rule.kind == "network":
             if rule.network is not None:
-                self.networks.append(rule)
+                self._add_network(rule, rule.network)
             else:
                 self.hosts.setdefault(rule.host, []).append(rule)
         elif rule.words[0].literal is not None:
             self.servers.setdefault(rule.words[0].literal, []).append(rule)
         else:
             self.tools.append(rule)
+
+    def _add_network(self, rule: Rule, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> None:
+        prefix = int(network.network_address) >> (network.max_prefixlen - network.prefixlen)
+        same_length = self.networks.setdefault((network.version, network.prefixlen), {})
+        same_length.setdefault(prefix, []).append(rule)
 
     def _add_shell(self, rule: Rule) -> None:
         first = rule.words[0].literal if rule.words else None
@@ -334,20 +342,24 @@ class Index:
         """The network rules that mean a host and port. A port that is not known is every port to a deny rule."""
         name = host.strip("[]").rstrip(".").lower()
         candidates = [*self.hosts.get("*", ()), *self.hosts.get(name, ())]
-        parent = name
+        address = read_address(name)
+        if address is not None:
+            # An allow rule must name the address itself, a deny rule holds for all that the address may mean.
+            for each in forms(address) if deny else (same(address),):
+                candidates += self.addresses(each, port, deny=deny)
+        parent = name if address is None or deny else ""
         while "." in parent:
             parent = parent.partition(".")[2]
             candidates += self.hosts.get(f"*.{parent}", ())
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            pass
-        else:
-            addresses = [address, *([mapped] if (mapped := getattr(address, "ipv4_mapped", None)) else [])]
-            candidates += [
-                rule for rule in self.networks if any(each in rule.network for each in addresses if rule.network)
-            ]
-        return (rule for rule in candidates if not rule.port or (deny if port is None else rule.port == str(port)))
+        return _of_port(candidates, port, deny=deny)
+
+    def addresses(self, address: Address, port: int | None, *, deny: bool) -> Iterable[Rule]:
+        """The rules with a network that an address lies in."""
+        found: list[Rule] = []
+        for (version, length), prefixes in self.networks.items():
+            if version == address.version:
+                found += prefixes.get(int(address) >> (address.max_prefixlen - length), ())
+        return _of_port(found, port, deny=deny)
 
     def mcp(self, server: str, tool: str) -> Iterable[Rule]:
         """The rules that mean a tool of a server."""
@@ -356,3 +368,7 @@ class Index:
                 rule.words[1].matches(tool) or (rule.open and tool.startswith(rule.words[1].prefix))
             ):
                 yield rule
+
+
+def _of_port(rules: Iterable[Rule], port: int | None, *, deny: bool) -> Iterable[Rule]:
+    return (rule for rule in rules if not rule.port or (deny if port is None else rule.port == str(port)))

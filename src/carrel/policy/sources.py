@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
@@ -12,7 +12,6 @@ from carrel.policy import documents
 from carrel.policy.documents import Part
 
 NAME = "sources.json"
-Verdict = Literal["allow", "deny"]
 
 
 class Registry(Part):
@@ -39,6 +38,9 @@ class PackageManager(Part):
     )
     max_install_size_mb: int | None = Field(default=None, ge=1, description="the most one install may add")
     blocked_packages: tuple[str, ...] = Field(default=(), strict=False, description="packages that are refused")
+    allowed_packages: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="the only packages; without the key, every package"
+    )
 
 
 class PackageManagers(Part):
@@ -54,6 +56,37 @@ class PackageManagers(Part):
     go: PackageManager | None = Field(default=None, description="go get, go install")
 
 
+class Credential(Part):
+    """A header that the egress puts into requests to one host, so that its value is never in the sandbox."""
+
+    host: str = Field(min_length=1, max_length=253, description="the host, exactly")
+    secret: str = Field(min_length=1, max_length=128, description="the name of the secret whose value is put in")
+    header: str = Field(default="Authorization", pattern=r"^[A-Za-z0-9-]{1,64}$", description="the header it is put in")
+    format: str = Field(
+        default="Bearer {secret}", max_length=256, description="what the header says; `{secret}` stands for the value"
+    )
+    methods: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="the only methods; without the key, every method"
+    )
+    paths: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="the only paths, each with all below it; without the key, every path"
+    )
+
+    @field_validator("format")
+    @classmethod
+    def _one_place(cls, value: str) -> str:
+        if value.count("{secret}") != 1 or not value.isascii() or not value.isprintable():
+            raise ValueError("it must hold `{secret}` once and be plain text otherwise")
+        return value
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", value):
+            raise ValueError(f"'{value[:100]}' is not a host; credentials are for one host, not for a pattern")
+        return value.lower()
+
+
 class WebAccess(Part):
     """Domains, decided here and enforced on the wire by the egress."""
 
@@ -62,8 +95,32 @@ class WebAccess(Part):
         default=None, strict=False, description="the only domains; `*.example.org` is every name below example.org"
     )
     blocked_domains: tuple[str, ...] = Field(default=(), strict=False, description="refused even when allowed")
+    allowed_ports: tuple[Annotated[int, Field(ge=1, le=65_535)], ...] | None = Field(
+        default=None, strict=False, description="the only ports of allowed domains; without the key, 80 and 443"
+    )
+    opaque_domains: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="domains whose connections need not say in TLS or HTTP whom they are for",
+    )
+    inspected_domains: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="domains whose TLS is opened, so that each request is decided"
+    )
+    credentials: tuple[Credential, ...] = Field(
+        default=(), strict=False, description="headers put in on the way out; their hosts are inspected"
+    )
+    upstreams: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="names of the server's upstream proxies to go through, the first that works; without the key, "
+        "what the server does",
+    )
+    max_connections: int | None = Field(default=None, ge=1, description="connections open at once")
+    max_connections_per_minute: int | None = Field(default=None, ge=1, description="new connections in a minute")
+    max_download_mb: int | None = Field(default=None, ge=1, description="the most a sandbox may receive")
+    max_upload_mb: int | None = Field(default=None, ge=1, description="the most a sandbox may send")
 
-    @field_validator("allowed_domains", "blocked_domains")
+    @field_validator("allowed_domains", "blocked_domains", "opaque_domains", "inspected_domains")
     @classmethod
     def _domains(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for domain in value or ():
@@ -71,7 +128,7 @@ class WebAccess(Part):
                 raise ValueError(f"'{domain[:100]}' is not a domain; write example.org or *.example.org")
         return value
 
-    @field_validator("allowed_domains")
+    @field_validator("allowed_domains", "opaque_domains", "inspected_domains")
     @classmethod
     def _narrow(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for domain in value or ():
@@ -134,34 +191,6 @@ def limits(*sources: Sources) -> Limits:
         least(*(part.max_install_size_mb for each in managers for part in (each.pip, each.uv) if part)),
         least(*(each.git.max_clone_size_mb for each in sources if each.git)),
     )
-
-
-def decide_domain(web: WebAccess | None, host: str) -> tuple[Verdict, str] | None:
-    """What is said of a host, and by which key; None when nothing is."""
-    if web is None:
-        return None
-    name = host.strip("[]").rstrip(".").lower()
-    if not web.enabled:
-        return "deny", "web_access.enabled: false"
-    for domain in web.blocked_domains:
-        if domain_matches(domain, name):
-            return "deny", f"web_access.blocked_domains: {domain}"
-    if web.allowed_domains is None:
-        return None
-    for domain in web.allowed_domains:
-        if domain_matches(domain, name):
-            return "allow", f"web_access.allowed_domains: {domain}"
-    return "deny", "web_access.allowed_domains"
-
-
-def domain_matches(pattern: str, host: str) -> bool:
-    """Whether a host is the domain, or below it when the pattern begins with `*.`. `*` is every host."""
-    pattern, host = pattern.rstrip(".").lower(), host.rstrip(".").lower()
-    if pattern == "*":
-        return True
-    if pattern.startswith("*."):
-        return host.endswith(pattern[1:]) and len(host) > len(pattern) - 1
-    return host == pattern
 
 
 def load(text: str | bytes, source: str = NAME) -> Sources:

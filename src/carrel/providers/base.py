@@ -33,6 +33,7 @@ class Capability(StrEnum):
     NETWORK_BRIDGE = "network_bridge"
     NETWORK_HOST = "network_host"
     MASKS = "masks"
+    SECRETS = "secrets"
     TERMINAL = "terminal"
     SURVIVES_RESTART = "survives_restart"
 
@@ -47,7 +48,10 @@ NETWORK_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything a provider needs to start one sandbox. Limits and masks that are None are not enforced."""
+    """Everything a provider needs to start one sandbox. Limits and masks that are None are not enforced.
+
+    With `trust` the tools inside are told to trust the certificates in `/run/secrets/carrel-ca.pem`, and only those.
+    """
 
     id: str
     workspace: str
@@ -58,6 +62,7 @@ class Launch:
     processes: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     masks: Masks | None = None
+    trust: bool = False
 
 
 class Provider(ABC):
@@ -112,6 +117,14 @@ class Provider(ABC):
 
     async def memory_bytes(self, handle: Handle) -> int | None:
         """Memory the sandbox uses now; None when it cannot be known."""
+        return None
+
+    async def way_out(self, handle: Handle) -> int | None:
+        """A listening socket that the sandbox's connections to its one way out arrive at; None when it has none.
+
+        A sandbox has one when its network is an allow list. The descriptor is the caller's to close. May be asked for
+        again at any time, also after a restart of the control plane: connections wait while nobody accepts them.
+        """
         return None
 
     async def close(self) -> None:

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
+from carrel.errors import PlatformError
 from carrel.isolation import probe
-from carrel.providers.base import Capability, Handle
+from carrel.models import Network
+from carrel.providers.base import Capability, Handle, Launch
+from carrel.providers.bridge import RESOLVER, Bridges
 from carrel.providers.zygote_provider import ZygoteProvider
+from carrel.providers.zygotes import close_descriptors
+
+MAX_RESOLVER = 16 * 1024
 
 
 class NamespaceProvider(ZygoteProvider):
-    """Sandboxes made of kernel namespaces, a fork away."""
+    """Sandboxes made of kernel namespaces, a fork away.
+
+    Their networks: `none` is a namespace with loopback; `allowlist` is that and one listening socket on it, see
+    `way_out`; `bridge` is a namespace behind user-mode NAT, see `carrel.providers.bridge`; `host` is the host's own,
+    with its loopback and all that listens there. Abstract sockets of the host, which belong to its network, are kept
+    out of reach by Landlock from version 6 on (Linux 6.12); on older kernels a sandbox on the host's network can
+    connect to them. No sandbox has a capability over any network.
+    """
 
     name = "namespace"
     isolation_level = 1
     plain = False
+
+    def __init__(self, run_dir: str, workspaces: str):
+        super().__init__(run_dir, workspaces)
+        self._bridges = Bridges()
 
     @cached_property
     def _host(self) -> probe.Host:
@@ -33,13 +51,48 @@ class NamespaceProvider(ZygoteProvider):
             Capability.LIMIT_PROCESSES,
             Capability.LIMIT_DISK,
             Capability.NETWORK_NONE,
+            Capability.NETWORK_ALLOWLIST,
+            Capability.NETWORK_HOST,
             Capability.MASKS,
+            Capability.SECRETS,
             Capability.TERMINAL,
             Capability.SURVIVES_RESTART,
         }
         if "cpu" in self._host.controllers:
             promised.add(Capability.LIMIT_CPUS)
+        if self._host.bridges:
+            promised.add(Capability.NETWORK_BRIDGE)
         return frozenset(promised)
+
+    def _resolver(self, network: Network) -> str:
+        if network is Network.BRIDGE:
+            return RESOLVER
+        return _resolver_of_the_host() if network is Network.HOST else ""
+
+    async def _join(self, launch: Launch, answer: dict[str, Any]) -> Handle:
+        if launch.network is not Network.BRIDGE:
+            return {}
+        try:
+            return await self._bridges.build(*answer["fds"])
+        except PlatformError:
+            await self._zygote.known("remove", id=launch.id)
+            raise
+        finally:
+            close_descriptors(answer)
+
+    async def remove(self, handle: Handle) -> None:
+        """See `Provider.remove`."""
+        await super().remove(handle)
+        await self._bridges.gone(handle)
+
+    async def close(self) -> None:
+        """See `Provider.close`."""
+        self._bridges.close()
+        await super().close()
+
+    async def way_out(self, handle: Handle) -> int | None:
+        """See `Provider.way_out`."""
+        return await self._zygote.descriptor("way_out", id=handle["id"])
 
     async def out_of_memory_kills(self, handle: Handle) -> int:
         """See `Provider.out_of_memory_kills`."""
@@ -53,3 +106,11 @@ class NamespaceProvider(ZygoteProvider):
         """See `Provider.memory_bytes`."""
         used = (await self._zygote.known("usage", id=handle["id"])).get("memory_bytes")
         return int(used) if used is not None else None
+
+
+def _resolver_of_the_host() -> str:
+    try:
+        with open("/etc/resolv.conf", encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_RESOLVER)
+    except OSError:
+        return ""

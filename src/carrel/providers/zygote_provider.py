@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
+from typing import Any
 
 from carrel.errors import PlatformError
 from carrel.isolation import cgroups, masks
-from carrel.providers.base import Capability, Handle, Launch, Provider
+from carrel.models import Network
+from carrel.providers import processes
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
 
 LONGEST_SOCKET_PATH = 107
@@ -40,6 +42,7 @@ class ZygoteProvider(Provider):
                 f"the path of the sandbox's socket is longer than {LONGEST_SOCKET_PATH} bytes: {path}",
                 hint="use a data directory with a shorter path",
             )
+        self.require(NETWORK_CAPABILITY[launch.network])
         worn = self._pack(launch)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -56,8 +59,9 @@ class ZygoteProvider(Provider):
                 disk_mb=launch.disk_mb,
                 processes=launch.processes,
                 env=dict(launch.env),
-                **({"masked": True} if worn else {}),
+                **self._beyond(launch, masked=bool(worn)),
             )
+            joined = await self._join(launch, answer)
         except BaseException as error:
             _unlink(path)
             if isinstance(error, asyncio.CancelledError):  # nobody waits for the sandbox that is being made
@@ -75,7 +79,22 @@ class ZygoteProvider(Provider):
             "socket": path,
             "pid": int(answer["pid"]),
             "start_time": int(answer["start_time"]),
+            **joined,
         }
+
+    def _beyond(self, launch: Launch, *, masked: bool) -> dict[str, Any]:
+        """What is asked for beyond the ordinary. Nothing else is sent: a zygote may be older than this server."""
+        asked: dict[str, Any] = {} if launch.network is Network.NONE or self.plain else {"network": str(launch.network)}
+        asked |= {"masked": masked, "trust": launch.trust, "resolver": self._resolver(launch.network)}
+        return {name: value for name, value in asked.items() if value}
+
+    def _resolver(self, network: Network) -> str:
+        """The text of the sandbox's `/etc/resolv.conf`."""
+        return ""
+
+    async def _join(self, launch: Launch, answer: dict[str, Any]) -> Handle:
+        """Connect a new sandbox to its network; what its handle must say of it. Leaves none behind when it fails."""
+        return {}
 
     def _pack(self, launch: Launch) -> tuple[int, ...]:
         """The masks as a descriptor, if there are any."""
@@ -86,7 +105,7 @@ class ZygoteProvider(Provider):
 
     async def alive(self, handle: Handle) -> bool:
         """See `Provider.alive`."""
-        return cgroups.start_time(number(handle, "pid")) == number(handle, "start_time") != 0
+        return processes.runs(number(handle, "pid"), number(handle, "start_time"))
 
     async def running(self) -> list[str]:
         """See `Provider.running`."""
@@ -104,22 +123,9 @@ class ZygoteProvider(Provider):
     async def _kill(self, handle: Handle) -> None:
         """End a sandbox whose zygote is gone."""
         try:
-            process = os.pidfd_open(number(handle, "pid"))
-        except ProcessLookupError:
-            return
-        loop = asyncio.get_running_loop()
-        gone: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(process, lambda: None if gone.done() else gone.set_result(None))
-        try:
-            if await self.alive(handle):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-                async with asyncio.timeout(30):
-                    await gone
+            await processes.end(number(handle, "pid"), number(handle, "start_time"))
         except TimeoutError:
             raise PlatformError(f"sandbox {handle['id']} could not be ended") from None
-        finally:
-            loop.remove_reader(process)
-            os.close(process)
         for _ in range(200):  # its groups are held for a moment by processes on their way out
             if await asyncio.to_thread(cgroups.sweep):
                 break

@@ -15,6 +15,7 @@ from typing import Any
 from carrel.errors import PlatformError, ProviderUnavailable
 
 MAX_MESSAGE = 256 * 1024
+MAX_DESCRIPTORS = 4
 START_DEADLINE_S = 30.0
 SUPERVISOR = "carrel.supervisor.app"
 
@@ -54,6 +55,11 @@ class ZygoteClient:
         except PlatformError:
             return {}
 
+    async def descriptor(self, op: str, **body: Any) -> int | None:
+        """Ask a zygote that may be gone for a descriptor, which is then the caller's to close."""
+        fds: list[int] = (await self.known(op, **body)).get("fds", [])
+        return fds[0] if fds else None
+
     def tell(self, op: str, **body: Any) -> None:
         """Ask without waiting for the answer."""
         self._seq += 1
@@ -86,11 +92,16 @@ class ZygoteClient:
                     raise PlatformError(f"the zygote is gone: {error}") from error
             async with asyncio.timeout(START_DEADLINE_S * 2):
                 answer = await future
-        except TimeoutError:
-            raise PlatformError(f"the zygote did not answer '{op}' in time") from None
+        except BaseException as error:
+            if future.done() and not future.cancelled():  # answered, but nobody waits any more
+                close_descriptors(future.result())
+            if isinstance(error, TimeoutError):
+                raise PlatformError(f"the zygote did not answer '{op}' in time") from None
+            raise
         finally:
             self._waiting.pop(seq, None)
         if "error" in answer:
+            close_descriptors(answer)
             raise PlatformError(str(answer["error"]))
         return answer
 
@@ -172,20 +183,24 @@ class ZygoteClient:
     def _readable(self) -> None:
         while self._socket is not None:
             try:
-                message = self._socket.recv(MAX_MESSAGE)
+                message, fds, _flags, _address = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_DESCRIPTORS)
             except BlockingIOError:
                 return
             except OSError:
-                message = b""
+                message, fds = b"", []
             if not message:
                 self._lost()
                 return
+            for descriptor in fds:  # `recv_fds` does not pass on the flag for it
+                os.set_inheritable(descriptor, False)
             answer = json.loads(message)
             seq = answer.pop("seq", 0)
             waiting = [self._waiting.get(seq)] if seq else list(self._waiting.values())
-            for future in waiting:
-                if future is not None and not future.done():
-                    future.set_result(answer)
+            heard = [future for future in waiting if future is not None and not future.done()]
+            for future in heard:
+                future.set_result({**answer, "fds": fds} if fds else answer)
+            if not heard:
+                close_descriptors({"fds": fds})
 
     def _lost(self) -> None:
         self._hang_up()
@@ -230,6 +245,12 @@ class ZygoteClient:
         elif self._process is not None:
             self._process.returncode = 0  # left alone on purpose
         self._process = None
+
+
+def close_descriptors(answer: dict[str, Any]) -> None:
+    """Close what came with an answer."""
+    for descriptor in answer.get("fds", ()):
+        os.close(descriptor)
 
 
 def _watch(pid: int) -> int:

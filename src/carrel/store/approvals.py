@@ -82,6 +82,13 @@ class ApprovalStore:
         found = await self._all(query.where(approvals.c.scope == ApprovalScope.CONTEXT.value).limit(1))
         return found[0] if found else None
 
+    async def ready(self, context_id: str | None, digest: str, decided_after: float) -> ApprovalRecord | None:
+        """An approval of the same operation that was given and not used yet."""
+        query = select(approvals).where(_same(context_id, digest), approvals.c.state == ApprovalState.APPROVED.value)
+        query = query.where(approvals.c.used_at.is_(None), approvals.c.decided_at > decided_after)
+        found = await self._all(query.order_by(approvals.c.decided_at).limit(1))
+        return found[0] if found else None
+
     async def decide(
         self,
         approval_id: str,

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sqlalchemy import ColumnElement, Select, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import LimitExceeded
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
-from carrel.store.tables import secrets
+from carrel.store.tables import former_secrets, secrets, sessions
 
 ScopeKind = Literal["context", "template"]
 """What a secret belongs to."""
+Place = tuple[ScopeKind, str]
+Places = Sequence[Place]
 
 MOST = 256
 """Secrets a context or a template may have."""
+MOST_FORMER = 16
+"""Former values of one secret that are remembered."""
+Sizes = Mapping[str, int]
+"""How many bytes the sealed values have that a sandbox would get, by the names of the secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,28 @@ class SecretRecord(SecretInfo):
     sealed: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class FormerSecret:
+    """A value that a secret had, sealed: a sandbox that runs may have seen it."""
+
+    kind: ScopeKind
+    scope: str
+    name: str
+    version: int
+    key_id: str
+    sealed: bytes = field(repr=False)
+
+
 Infos = list[SecretInfo]
 Records = list[SecretRecord]
+Formers = list[FormerSecret]
 
 _SHOWN = tuple(secrets.c[name] for name in SecretInfo.__slots__)
 _ALL = (*_SHOWN, secrets.c.key_id, secrets.c.sealed)
+
+
+def _anything(_sizes: Sizes) -> None:
+    return
 
 
 class SecretStore:
@@ -56,12 +79,29 @@ class SecretStore:
         self._database = database
         self._clock = clock
 
-    async def put(self, kind: ScopeKind, scope: str, name: str, *, sealed: bytes, key_id: str) -> SecretInfo:
-        """Store a secret or the next version of it; `LimitExceeded` when its scope has too many."""
+    async def put(
+        self,
+        kind: ScopeKind,
+        scope: str,
+        name: str,
+        *,
+        sealed: bytes,
+        key_id: str,
+        sandboxes: Sequence[Places] = (),
+        check: Callable[[Sizes], None] = _anything,
+    ) -> SecretInfo:
+        """Store a secret or the next version of it; `LimitExceeded` when its scope has too many.
+
+        `check` is called with the sizes of what a sandbox would have that has the secrets of this place alone, and of
+        what each of `sandboxes` would have; what it raises undoes the whole.
+        """
 
         def run(connection: Connection) -> SecretInfo:
             now = float(connection.execute(select(self._clock())).scalar_one())
-            return _put(connection, kind, scope, name, sealed, key_id, now)
+            info = _put(connection, kind, scope, name, sealed, key_id, now)
+            for places in dict.fromkeys([((kind, scope),), *map(tuple, sandboxes)]):
+                check(_sizes(connection, places))
+            return info
 
         try:
             return await self._database.write(run)
@@ -84,12 +124,10 @@ class SecretStore:
 
     async def of_scope(self, context: str | None, templates: Sequence[str] = ()) -> Records:
         """What a sandbox gets, by name: the secrets of its context, and of each template those that no earlier has."""
-        order = [("context", context)] if context is not None else []
-        order += [("template", name) for name in dict.fromkeys(templates)]
+        order = places_of(context, templates)
         if not order:
             return []
-        wanted = or_(*(and_(secrets.c.kind == kind, secrets.c.scope == scope) for kind, scope in order))
-        found = await self._records(select(*_ALL).where(wanted))
+        found = await self._records(select(*_ALL).where(_any_of(secrets, order)))
         rank = {place: number for number, place in enumerate(order)}
         first: dict[str, SecretRecord] = {}
         for record in sorted(found, key=lambda record: rank[record.kind, record.scope]):
@@ -97,9 +135,44 @@ class SecretStore:
         return [first[name] for name in sorted(first)]
 
     async def delete(self, kind: ScopeKind, scope: str, name: str) -> bool:
-        """Forget a secret; False when there was none."""
-        statement = delete(secrets).where(_is(kind, scope, name))
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+        """Forget a secret; False when there was none. Its value stays among the former ones."""
+
+        def run(connection: Connection) -> bool:
+            _keep_former(connection, kind, scope, name)
+            return connection.execute(delete(secrets).where(_is(kind, scope, name))).rowcount == 1
+
+        return await self._database.write(run)
+
+    async def former(self, context: str | None, templates: Sequence[str] = ()) -> Formers:
+        """Values that a context's and a template's secrets had, the newest first."""
+        order = places_of(context, templates)
+        if not order:
+            return []
+        query = select(*(former_secrets.c[name] for name in FormerSecret.__slots__)).where(
+            _any_of(former_secrets, order)
+        )
+
+        def run(connection: Connection) -> Formers:
+            rows = connection.execute(query.order_by(former_secrets.c.id.desc())).mappings()
+            return [FormerSecret(**{**row, "sealed": bytes(row["sealed"])}) for row in rows]
+
+        return await self._database.read(run)
+
+    async def forget_former(self, states: Iterable[str]) -> int:
+        """Forget the former values that no sandbox can have seen, as none of their context or template is in one of
+        these states; how many.
+        """
+        live = sessions.c.state.in_([*states])
+        contexts = select(sessions.c.context_id).where(live, sessions.c.context_id.is_not(None))
+        templates = select(sessions.c.template).where(live, sessions.c.template.is_not(None))
+        table = former_secrets.c
+        statement = delete(former_secrets).where(
+            or_(
+                and_(table.kind == "context", table.scope.not_in(contexts)),
+                and_(table.kind == "template", table.scope.not_in(templates)),
+            )
+        )
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount)
 
     async def forget(self, kind: ScopeKind, scope: str) -> int:
         """Forget everything a context or a template has, and say how many."""
@@ -125,6 +198,37 @@ class SecretStore:
         return await self._database.read(run)
 
 
+def places_of(context: str | None, templates: Sequence[str] = ()) -> Places:
+    """Whose secrets a sandbox gets, the first to be asked first."""
+    order: list[Place] = [("context", context)] if context is not None else []
+    return [*order, *(("template", name) for name in dict.fromkeys(templates))]
+
+
+def _any_of(table: Table, places: Places) -> ColumnElement[bool]:
+    return or_(*(and_(table.c.kind == kind, table.c.scope == scope) for kind, scope in places))
+
+
+def _sizes(connection: Connection, order: Places) -> Sizes:
+    query = select(secrets.c.kind, secrets.c.scope, secrets.c.name, func.length(secrets.c.sealed).label("size"))
+    found = connection.execute(query.where(_any_of(secrets, order))).mappings().all()
+    rank = {place: number for number, place in enumerate(order)}
+    sizes: dict[str, int] = {}
+    for row in sorted(found, key=lambda row: rank[row["kind"], row["scope"]]):
+        sizes.setdefault(row["name"], row["size"])
+    return sizes
+
+
+def _keep_former(connection: Connection, kind: ScopeKind, scope: str, name: str) -> None:
+    """Remember the value that a secret has, and no more of older ones than there is room for."""
+    names = ("kind", "scope", "name", "version", "sealed", "key_id")
+    values = select(*(secrets.c[each] for each in names)).where(_is(kind, scope, name))
+    connection.execute(insert(former_secrets).from_select(names, values))
+    table = former_secrets.c
+    same = and_(table.kind == kind, table.scope == scope, table.name == name)
+    newest = select(table.id).where(same).order_by(table.id.desc()).limit(MOST_FORMER)
+    connection.execute(delete(former_secrets).where(same, table.id.not_in(newest)))
+
+
 def _is(kind: ScopeKind, scope: str, name: str) -> ColumnElement[bool]:
     return and_(secrets.c.kind == kind, secrets.c.scope == scope, secrets.c.name == name)
 
@@ -138,6 +242,7 @@ def _put(
     key_id: str,
     now: float,
 ) -> SecretInfo:
+    _keep_former(connection, kind, scope, name)
     changed = update(secrets).where(_is(kind, scope, name))
     changed = changed.values(sealed=sealed, key_id=key_id, version=secrets.c.version + 1, updated_at=now)
     if connection.execute(changed).rowcount == 0:

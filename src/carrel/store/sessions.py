@@ -50,6 +50,7 @@ class SessionRecord:
     filespace: bool = False
     snapshot: str | None = None
     notice: str | None = None
+    template: str | None = None
 
     def info(self, last_activity_at: float | None = None) -> SandboxInfo:
         """The record as the API shows it."""
@@ -72,6 +73,7 @@ class SessionRecord:
             filespace=self.filespace,
             snapshot=self.snapshot,
             notice=self.notice,
+            template=self.template,
         )
 
 
@@ -114,6 +116,7 @@ def _record(row: RowMapping) -> SessionRecord:
         filespace=row["filespace"],
         snapshot=row["snapshot"],
         notice=row["notice"],
+        template=row["template"],
     )
 
 

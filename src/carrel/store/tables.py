@@ -89,6 +89,7 @@ sessions = Table(
     Column("filespace", Boolean, nullable=False, server_default=text("false")),
     Column("snapshot", Words(64), nullable=True),
     Column("notice", Prose, nullable=True),
+    Column("template", Words(128), nullable=True),
 )
 
 _live = sessions.c.state != "terminated"
@@ -215,6 +216,19 @@ secrets = Table(
     Column("updated_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
 )
 Index("secrets_key", secrets.c.key_id)
+
+former_secrets = Table(
+    "former_secrets",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("kind", String(16), nullable=False),
+    Column("scope", Words(128), nullable=False),
+    Column("name", Words(128), nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("sealed", LargeBinary, nullable=False),
+    Column("key_id", String(32), nullable=False),
+)
+Index("former_secrets_scope", former_secrets.c.kind, former_secrets.c.scope)
 
 approvals = Table(
     "approvals",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import NamedTuple
 
 from sqlalchemy import Select, and_, insert, or_, select, update
@@ -12,6 +14,9 @@ from carrel.errors import AlreadyExists
 from carrel.store.cursors import decode_cursor, encode_cursor
 from carrel.store.database import Database
 from carrel.store.tables import tokens
+
+_MOST_AT_ONCE = 500
+"""Values of one query; databases have limits."""
 
 Names = tuple[str, ...]
 TokenRow = tuple[
@@ -41,6 +46,10 @@ def _record(row: RowMapping) -> TokenRecord:
     contexts = row["contexts"]
     held = {**row, "scopes": tuple(row["scopes"]), "contexts": None if contexts is None else tuple(contexts)}
     return TokenRecord(**held)
+
+
+def _ids(query: Select[tuple[str]], connection: Connection) -> list[str]:
+    return [row["id"] for row in connection.execute(query).mappings()]
 
 
 class TokenStore:
@@ -82,6 +91,16 @@ class TokenStore:
         """Revoke a token; False when it was already, or there is none."""
         statement = update(tokens).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None)).values(revoked_at=at)
         return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+
+    async def revoked(self, token_ids: Collection[str]) -> set[str]:
+        """Those of these tokens that were revoked."""
+        wanted, found = sorted(token_ids), set[str]()
+        for start in range(0, len(wanted), _MOST_AT_ONCE):
+            query = select(tokens.c.id).where(
+                tokens.c.id.in_(wanted[start : start + _MOST_AT_ONCE]), tokens.c.revoked_at.is_not(None)
+            )
+            found.update(await self._database.read(partial(_ids, query)))
+        return found
 
     async def used(self, token_id: str, at: float) -> None:
         """Note when a token was used last."""

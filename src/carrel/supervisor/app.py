@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from carrel.errors import InvalidRequest, Unsupported
+from carrel.supervisor import environment
 from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
 from carrel.supervisor.files import Files
@@ -29,7 +30,6 @@ from carrel.supervisor.reaper import kill_below
 from carrel.supervisor.secrets import Secrets
 
 FRAME = 256 * 1024
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
 
 
@@ -52,6 +52,10 @@ class Born(Protocol):
     def oom_score_fd(self) -> int: ...  # noqa: D102
     @property
     def secrets_fd(self) -> int: ...  # noqa: D102
+    @property
+    def relay_port(self) -> int | None: ...  # noqa: D102
+    @property
+    def trust(self) -> bool: ...  # noqa: D102
 
 
 class Supervisor:
@@ -89,16 +93,14 @@ class Supervisor:
         Secrets(born.secrets_fd).routes(self.router)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
-        self._env = {
-            "PATH": PATH if born.isolated else os.environ.get("PATH", PATH),
-            "HOME": born.home,
-            "USER": "agent",
-            "LOGNAME": "agent",
-            "SHELL": "/bin/sh",
-            "LANG": "C.UTF-8",
-            "WORKSPACE": born.workspace,
-            **born.env,
-        }
+        self._env = environment.variables(
+            workspace=born.workspace,
+            home=born.home,
+            path=environment.PATH if born.isolated else os.environ.get("PATH", environment.PATH),
+            relay_port=born.relay_port,
+            trust=born.trust,
+            given=born.env,
+        )
 
     # commands
 
@@ -368,7 +370,7 @@ def main(born: Born, prepared: object) -> None:
 class _Rehearsal:
     """A stand-in sandbox for `warm`."""
 
-    isolated, memory_mb = False, 64
+    isolated, memory_mb, relay_port, trust = False, 64, None, False
 
     def __init__(self, folder: str):
         self.workspace = self.home = folder

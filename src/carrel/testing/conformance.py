@@ -15,13 +15,13 @@ from collections.abc import Iterator
 
 from carrel.errors import CarrelError, Unsupported
 from carrel.providers.base import Capability, Provider
-from carrel.testing import promises
+from carrel.testing import networks, promises
 from carrel.testing.checks import CHECKS, Check, Outcome, Report
 from carrel.testing.harness import Harness, MakeProvider, MakeWorkspace
 
 __all__ = ["CHECKS", "applicable", "parameters", "run", "run_check"]
 
-_DECLARED = promises.__name__  # imported for what it declares
+_DECLARED = (promises.__name__, networks.__name__)  # imported for what they declare
 
 
 def parameters() -> dict[str, object]:

@@ -66,19 +66,20 @@ class Harness:
         """A new, empty workspace."""
         return self._make_workspace(f"eph-{secrets.token_hex(8)}")
 
-    def launch(self, workspace: str | None = None, **fields: Any) -> Launch:
-        """A launch with the network this provider has, the strictest first."""
-        network = next((kind for kind in Network if NETWORK_CAPABILITY[kind] in self.provider.capabilities()), None)
+    def launch(self, workspace: str | None = None, *, network: Network | None = None, **fields: Any) -> Launch:
+        """A launch; unless another is asked for, with the strictest network this provider has."""
+        promised = self.provider.capabilities()
+        network = network or next((kind for kind in Network if NETWORK_CAPABILITY[kind] in promised), None)
         assert network is not None, f"provider '{self.provider.name}' promises no kind of network, not even none"
         name = f"check-{secrets.token_hex(6)}"
         return Launch(id=name, workspace=workspace or self.workspace(), network=network, **fields)
 
     @asynccontextmanager
     async def sandbox(
-        self, workspace: str | None = None, *, env: Mapping[str, str] | None = None, **limits: Any
+        self, workspace: str | None = None, *, env: Mapping[str, str] | None = None, **terms: Any
     ) -> AsyncIterator[Running]:
         """A sandbox that is removed in the end."""
-        launch = self.launch(workspace, env=dict(env or {}), **limits)
+        launch = self.launch(workspace, env=dict(env or {}), **terms)
         handle = await self.provider.start(launch)
         try:
             running = Running(handle, launch.workspace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import time
@@ -340,13 +341,6 @@ async def removal_ends_daemons(harness: Harness) -> None:
         assert await box.read("beat") == before
 
 
-@check(Capability.NETWORK_NONE)
-async def no_network(harness: Harness) -> None:
-    """Without a network there is loopback and nothing else."""
-    async with harness.sandbox() as box:
-        _said(await box.run("cut -d: -f1 /proc/net/dev | tail -n +3 | tr -d ' '"), "lo\n")
-
-
 @check(Capability.LIMIT_PROCESSES)
 async def processes_are_limited(harness: Harness) -> None:
     """No more processes than allowed, and the sandbox works after they are gone."""
@@ -405,19 +399,16 @@ async def masks_hold(harness: Harness) -> None:
         _said(await box.run("echo kept > out/here; cat out/here"), "kept\n")
 
 
-@check(Capability.NETWORK_ALLOWLIST)
-async def allowlist(harness: Harness) -> None:
-    """A network with an allow list is refused where it cannot be kept."""
-    harness.provider.require(Capability.NETWORK_ALLOWLIST)
-
-
-@check(Capability.NETWORK_BRIDGE)
-async def bridge(harness: Harness) -> None:
-    """A bridged network is refused where there is none."""
-    harness.provider.require(Capability.NETWORK_BRIDGE)
-
-
-@check(Capability.NETWORK_HOST)
-async def host_network(harness: Harness) -> None:
-    """The host's network is refused where the provider keeps sandboxes off it."""
-    harness.provider.require(Capability.NETWORK_HOST)
+@check(Capability.SECRETS)
+async def secrets_are_files(harness: Harness) -> None:
+    """A secret is a file the agent can read and not change, and is in no environment; the next set replaces it."""
+    async with harness.sandbox() as box:
+        for value in ("first-value", "second-value"):
+            given = {"secrets": {"KEY": base64.b64encode(value.encode()).decode()}}
+            await box.connection.request_json("PUT", "/secrets", given)
+            _said(await box.run("cat /run/secrets/KEY"), value)
+            assert value not in (await box.run("env; cat /proc/*/environ")).stdout
+            assert (await box.run("echo more >> /run/secrets/KEY")).exit_code != 0
+            assert (await box.run("rm -f /run/secrets/KEY")).exit_code != 0
+        await box.connection.request_json("PUT", "/secrets", {"secrets": {}})
+        assert (await box.run("cat /run/secrets/KEY")).exit_code != 0

@@ -8,7 +8,7 @@ from datetime import datetime
 import httpx
 
 from carrel.client._async.connection import AsyncConnection
-from carrel.models import AuditKey, AuditPage, AuditRecord
+from carrel.models import AuditKey, AuditPage, AuditPruned, AuditRecord
 
 PAGE = 200
 READ_SIZE = 256 * 1024
@@ -69,6 +69,10 @@ class AsyncAudit:
             raise self._connection.unreachable(error) from None
         finally:
             await response.aclose()
+
+    async def prune(self) -> AuditPruned:
+        """Remove the records that are older than the server keeps them; it does so by itself every day."""
+        return await self._connection.post(AuditPruned, "/v1/audit/prune", b"", timeout=self._connection.patience(None))
 
     async def key(self) -> AuditKey:
         """Who signs the log."""

@@ -9,7 +9,7 @@ from datetime import datetime
 import httpx
 
 from carrel.client._sync.connection import Connection
-from carrel.models import AuditKey, AuditPage, AuditRecord
+from carrel.models import AuditKey, AuditPage, AuditPruned, AuditRecord
 
 PAGE = 200
 READ_SIZE = 256 * 1024
@@ -68,6 +68,10 @@ class Audit:
             raise self._connection.unreachable(error) from None
         finally:
             response.close()
+
+    def prune(self) -> AuditPruned:
+        """Remove the records that are older than the server keeps them; it does so by itself every day."""
+        return self._connection.post(AuditPruned, "/v1/audit/prune", b"", timeout=self._connection.patience(None))
 
     def key(self) -> AuditKey:
         """Who signs the log."""

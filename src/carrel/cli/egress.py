@@ -1,0 +1,76 @@
+"""The way out on the command line: which hosts sandboxes reach, and which they were refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.cli.audit import Context, newest
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from carrel.models import AuditRecord
+
+app = typer.Typer(help="Where sandboxes connect to.", no_args_is_help=True, add_completion=False)
+
+_COLUMNS = ["TIME", "CONTEXT", "HOST", "ADDRESS", "REQUEST", "DECISION", "RULE", "RESULT", "IN", "OUT", "TOOK"]
+
+
+@app.callback()
+def _egress() -> None:
+    """Where sandboxes connect to."""
+
+
+@app.command("tail")
+def tail(
+    context: Context = None,
+    count: Annotated[int, typer.Option("--lines", "-n", min=0, max=1000, help="How many to begin with.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more comes, until Ctrl-C.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Show the last connections to the outside, let through and refused, the newest at the end.
+
+    \b
+    carrel egress tail
+    carrel egress tail -f --context conversation-42
+    """
+    from carrel.cli.shown import print_line
+    from carrel.client import Client
+
+    with Client() as client:
+        for records in newest(client, count, follow=follow, context_id=context, kind="network"):
+            if json:
+                for record in records:
+                    print_line(record.model_dump(mode="json"))
+            elif records:
+                _show(records)
+
+
+def _show(records: list[AuditRecord]) -> None:
+    from carrel.cli.shown import coloured, print_table, size
+
+    colours = {"allow": "green", "deny": "red", "ask": "yellow"}
+    rows: list[list[str | Text]] = []
+    for record in records:
+        said = record.arguments
+        host, port = said.get("host"), said.get("port")
+        request = " ".join(str(said[name]) for name in ("method", "path") if said.get(name))
+        rows.append(
+            [
+                f"{record.at.astimezone():%Y-%m-%d %H:%M:%S}",
+                record.context_id or record.chain,
+                "" if host is None else f"{host}:{port}",
+                str(said.get("address") or said.get("upstream") or ""),
+                request or str(said.get("protocol", "")),
+                coloured(record.decision, colours[record.decision]),
+                record.rule or record.approval or "",
+                record.result or "…",
+                "" if record.bytes_in is None else size(record.bytes_in),
+                "" if record.bytes_out is None else size(record.bytes_out),
+                "" if record.duration_ms is None else f"{record.duration_ms:.0f}ms",
+            ]
+        )
+    print_table(_COLUMNS, rows)

@@ -1,0 +1,219 @@
+"""The control plane's end of the egress process: starts it, finds it again after a restart, talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message
+from carrel.errors import PlatformError
+
+log = logging.getLogger("carrel.egress")
+
+_ANSWER_S = 15.0
+_END_S = 10.0
+_PASSED_ON = (
+    "PATH PYTHONPATH LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy "
+    "https_proxy all_proxy no_proxy PIP_PROXY PIP_CONFIG_FILE HOME XDG_CONFIG_HOME XDG_CONFIG_DIRS"
+).split()
+"""What says how this host itself gets packages, and what Python needs."""
+
+
+class EgressClient:
+    """One egress process, started on first use and again whenever it has died. For one event loop.
+
+    `on_message` is given what the process says by itself; `on_down` is called when it is gone.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        arguments: Sequence[str],
+        *,
+        on_message: Callable[[Message], None],
+        on_down: Callable[[], None],
+    ):
+        self._path = os.path.join(run_dir, "egress.sock")
+        self._log = os.path.join(run_dir, "egress.log")
+        self._arguments = list(arguments)
+        self._on_message = on_message
+        self._on_down = on_down
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._lock = asyncio.Lock()
+
+    @property
+    def pid(self) -> int:
+        """The process; 0 when there is none."""
+        return self._pid if self.up else 0
+
+    @property
+    def up(self) -> bool:
+        """Whether a process is there to talk to."""
+        return self._channel is not None and not self._channel.closed
+
+    def left_behind(self) -> bool:
+        """Whether a server before this one may have left a process."""
+        return os.path.lexists(self._path)
+
+    async def connect(self) -> list[str]:
+        """Reach the process, or start one; the sandboxes it knows already."""
+        async with self._lock:
+            if self.up:
+                return []
+            description = await self._known()
+            if description is None:
+                connection = await asyncio.to_thread(self._spawn)
+                self._open(connection)
+                description = await self.request("describe")
+            self._pid = int(description["pid"])
+            return [str(each) for each in description["sandboxes"]]
+
+    async def request(self, op: str, fds: Sequence[int] = (), **body: object) -> Message:
+        """Ask, and wait for the answer. Raises `PlatformError`."""
+        number = next(self._numbers)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self.send(op, fds, seq=number, **body)
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await future
+        except ChannelClosed:
+            raise PlatformError("the egress process is gone", hint="it is being started again; try again") from None
+        except TimeoutError:
+            raise PlatformError(f"the egress process did not answer '{op}' in time", hint=f"see {self._log}") from None
+        finally:
+            self._waiting.pop(number, None)
+        if answer.get("op") == "failed":
+            raise PlatformError(f"the egress process refused '{op}': {answer.get('error')}", hint=f"see {self._log}")
+        return answer
+
+    def send(self, op: str, fds: Sequence[int] = (), **body: object) -> None:
+        """Say something without waiting for an answer. Raises `ChannelClosed`."""
+        if self._channel is None:
+            raise ChannelClosed
+        self._channel.send({"op": op, **body}, fds)
+
+    async def close(self) -> None:
+        """End the process, whoever started it."""
+        async with self._lock:
+            if not self.up and await self._known() is None:
+                await asyncio.to_thread(self._reap)
+                return
+            with suppress(ChannelClosed):
+                self.send("drain", seconds=0)
+            await asyncio.to_thread(self._wait)
+            for path in (self._path, self._log):
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+        if self._channel is not None:
+            self._channel.close()
+
+    # inner
+
+    async def _known(self) -> Message | None:
+        """What a process of a server before this one says of itself; None when there is none of use."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            return None
+        self._open(connection)
+        try:
+            description = await self.request("describe")
+        except PlatformError:
+            if self._channel is not None:
+                self._channel.close()
+            return None
+        if description.get("version") == VERSION:
+            self._pid = int(description["pid"])
+            return description
+        with suppress(ChannelClosed):
+            self.send("drain")
+        return None
+
+    def _open(self, connection: socket.socket) -> None:
+        holder: list[Channel] = []
+        self._channel = Channel(connection, self._said, lambda: self._gone(holder))
+        holder.append(self._channel)
+
+    def _gone(self, channel: list[Channel]) -> None:
+        if channel and channel[0] is not self._channel:
+            return
+        self._channel = None
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result({"op": "failed", "error": "it is gone"})
+        self._on_down()
+
+    def _said(self, message: Message, fds: list[int]) -> None:
+        for each in fds:
+            os.close(each)
+        if message.get("op") in {"done", "failed"}:
+            future = self._waiting.get(message.get("seq", 0))
+            if future is not None and not future.done():
+                future.set_result(message)
+            return
+        self._on_message(message)
+
+    def _spawn(self) -> socket.socket:
+        """Start a process on a listener made here, so that connecting to it cannot be too early."""
+        self._reap()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+            listener.bind(self._path)
+            os.chmod(self._path, 0o600)
+            listener.listen(8)
+            env = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+            env |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
+            with open(self._log, "ab") as log_file:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "carrel.egress", "--listen-fd", str(listener.fileno()), *self._arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    pass_fds=[listener.fileno()],
+                    env=env,
+                    start_new_session=True,
+                )
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            connection.connect(self._path)
+            return connection
+        finally:
+            listener.close()
+
+    def _wait(self) -> None:
+        """Wait for the end of the process; kill it when it takes too long."""
+        try:
+            process = os.pidfd_open(self._pid)
+        except OSError:
+            return
+        try:
+            if not select.select([process], [], [], _END_S)[0]:
+                log.warning("the egress process did not end in time and is killed")
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                select.select([process], [], [], _END_S)
+        finally:
+            os.close(process)
+        self._reap()
+
+    def _reap(self) -> None:
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            self._process = None

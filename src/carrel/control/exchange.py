@@ -1,0 +1,122 @@
+"""How operations are put to a supervisor, and how its answers are believed. Pure: no I/O.
+
+What comes back is written by hostile code: an answer that is not what was asked for is `SandboxLost`.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from typing import TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, ValidationError
+
+from carrel.control.frames import Chunk
+from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
+from carrel.models import CommandInfo, CommandRequest, CommandResult
+
+SMALL = 1024 * 1024
+LIST = 32 * 1024 * 1024
+DEFAULT_DEADLINE = 300.0
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def asked(request: CommandRequest) -> dict[str, object]:
+    """Everything of a command that decides what it does."""
+    return request.model_dump(
+        include={"command", "cwd", "env", "stdin", "interactive", "timeout"}, exclude_defaults=True
+    )
+
+
+def command_body(request: CommandRequest, default: float | None) -> tuple[bytes, float]:
+    """A command as the supervisor takes it, and its deadline."""
+    timeout = request.timeout or default or DEFAULT_DEADLINE
+    body = request.model_dump()
+    body["timeout"] = timeout
+    return json.dumps(body, separators=(",", ":")).encode(), timeout
+
+
+def segment_of(value: str) -> str:
+    """The id of a command as a part of a path."""
+    if not value or len(value) > 128 or not value.isascii() or not value.replace("-", "").replace("_", "").isalnum():
+        raise InvalidRequest(
+            "a command id has letters, digits, '-' and '_'", field="command_id", hint="take the id the start gave"
+        )
+    return value
+
+
+def query_of(**values: str | int | bool | None) -> str:
+    """A query string; what is None is left out. A path goes as its bytes, whatever they are."""
+    pairs = []
+    for key, value in values.items():
+        if value is not None:
+            text = str(int(value)) if isinstance(value, bool | int) else value
+            pairs.append(f"{key}={quote(text.encode('utf-8', 'surrogateescape'), safe='')}")
+    return "?" + "&".join(pairs) if pairs else ""
+
+
+def checked_path(path: str, name: str = "path") -> str:
+    """A path that can be a file name; `InvalidPath`. Where it leads is for the supervisor to say."""
+    if not path or "\0" in path or len(path) > 4096:
+        raise InvalidPath(
+            "a path has 1 to 4096 characters and no NUL",
+            field=name,
+            hint="give a path relative to the workspace",
+        )
+    try:
+        path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidPath("the path cannot be a file name", field=name, hint="use UTF-8 names") from None
+    return path
+
+
+def check(model: type[M], answer: object) -> M:
+    """An answer as the model it should be."""
+    try:
+        return model.model_validate(answer)
+    except (ValidationError, ValueError, OverflowError, RecursionError):
+        raise SandboxLost(f"the sandbox's answer is not a {model.__name__}") from None
+
+
+def json_object(answer: bytes) -> object:
+    """An answer as JSON."""
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        raise SandboxLost("the sandbox answered something that is not JSON") from None
+
+
+def checked_end(chunk: Chunk) -> Chunk:
+    """The end of an output, with the info that was checked."""
+    info = check(CommandInfo, json_object(chunk.data))
+    return Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
+
+
+def checked_result(answer: bytes) -> CommandResult:
+    """The result of a command. What only the control plane can know is never taken from inside."""
+    try:
+        result = CommandResult.model_validate_json(answer)
+    except ValidationError:
+        raise SandboxLost("the sandbox's answer is not a CommandResult") from None
+    result.oom_killed = False
+    return result
+
+
+def result_size(output_limit: int) -> int:
+    """The most bytes the result of a command may have."""
+    # A control character costs six bytes as JSON, and bytes that are not UTF-8 come as base64 besides.
+    return 8 * output_limit + SMALL
+
+
+def size_of(text: str | None, exact: str | None = None) -> int:
+    """How many bytes a text stands for; `exact` has them in base64 when they are not UTF-8."""
+    if exact is not None:
+        try:
+            return len(b64decode(exact))
+        except ValueError:
+            raise SandboxLost("the sandbox's answer is not base64") from None
+    if not text:
+        return 0
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

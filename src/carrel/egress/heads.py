@@ -1,0 +1,292 @@
+"""Heads of HTTP/1 messages, and bodies in chunks: read strictly, and written anew from what was read.
+
+What passes can be read in one way only. The parser is llhttp by way of httptools, without any leniency: h11 takes bare
+line feeds, folded lines, and a length beside chunks, and is fifteen times slower. Knows no sockets and no policy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import httptools
+
+from carrel.egress.terms import Refused
+
+MOST = 64 * 1024
+"""The most bytes of a head."""
+MOST_HEADERS = 200
+END = b"\r\n\r\n"
+
+METHODS = frozenset(
+    {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "PROPFIND", "PROPPATCH", "MKCOL", "COPY"}
+    | {"MOVE", "LOCK", "UNLOCK", "REPORT", "SEARCH"}
+)
+"""Every other method is refused. TRACE would send back what others put into a request."""
+
+Header = tuple[bytes, bytes]
+Headers = tuple[Header, ...]
+
+_REQUEST_LINE = re.compile(rb"([A-Z]{1,20}) ([\x21-\x7e]+) HTTP/1\.([01])\r\n")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?\r\n")
+_NUMBER = re.compile(rb"[0-9]{1,18}")
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection proxy-authorization proxy-authenticate te trailer transfer-encoding "
+    b"upgrade host content-length expect".split()
+)
+"""Never passed on: they are about one connection, or are written anew."""
+
+
+@dataclass(slots=True)
+class Head:
+    """What both kinds of head have."""
+
+    minor: int
+    """1 for HTTP/1.1, 0 for HTTP/1.0."""
+    headers: Headers
+    fields: Mapping[bytes, Sequence[bytes]]
+    """The values of each header by its name in lower case."""
+    length: int | None
+    """How long the body is; None when nothing says so."""
+    chunked: bool
+
+    def all(self, name: bytes) -> Sequence[bytes]:
+        """The values of a header, whose name is given in lower case."""
+        return self.fields.get(name, ())
+
+    def words(self, name: bytes) -> set[bytes]:
+        """The words of a header that is a list, in lower case."""
+        values = self.fields.get(name)
+        if values is None:
+            return set()
+        return {word.strip().lower() for value in values for word in value.split(b",")} - {b""}
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the connection may be used again."""
+        return self.minor == 1 and b"close" not in self.words(b"connection")
+
+    @property
+    def websocket(self) -> bool:
+        """Whether it asks for a WebSocket, or grants one."""
+        asked = self.words(b"upgrade") == {b"websocket"} and b"upgrade" in self.words(b"connection")
+        return asked and self.minor == 1
+
+    def forwarded(self) -> list[Header]:
+        """The headers that are passed on: none that is about this one connection, or says where the body ends."""
+        named = self.words(b"connection")
+        dropped = _HOP_BY_HOP | named if named else _HOP_BY_HOP
+        return [header for header in self.headers if header[0].lower() not in dropped]
+
+
+@dataclass(slots=True)
+class Request(Head):
+    """The head of a request."""
+
+    method: str
+    target: str
+
+    @property
+    def body(self) -> bool:
+        """Whether a body follows."""
+        return self.chunked or bool(self.length)
+
+
+@dataclass(slots=True)
+class Response(Head):
+    """The head of a response."""
+
+    status: int
+    reason: bytes
+
+    def bodiless(self, method: str) -> bool:
+        """Whether no body follows, whatever the headers say."""
+        return method == "HEAD" or self.status in (204, 304) or self.status < 200
+
+
+class _Found:
+    """What the parser calls."""
+
+    def __init__(self) -> None:
+        self.headers: list[Header] = []
+        self.fields: dict[bytes, list[bytes]] = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+        self.fields.setdefault(name.lower(), []).append(value)
+
+
+def end_of(data: bytes) -> int | None:
+    """Where the head that the bytes begin with ends; None when more are needed. Raises `Refused`."""
+    at = data.find(END)
+    if at >= 0:
+        return at + len(END)
+    if len(data) >= MOST:
+        raise Refused("the head of the message is too long", code="bad_request", status=431)
+    return None
+
+
+def read_request(data: bytes) -> Request:
+    """The whole head of a request. Raises `Refused`."""
+    line = _REQUEST_LINE.match(data)
+    if line is None:
+        _bad("the request does not begin with a method, a target and HTTP/1.1")
+    method, target = line[1].decode(), line[2].decode()
+    if method not in METHODS:
+        raise Refused(f"the method {method} is not known here", code="bad_request", status=501)
+    head = _parse(data, httptools.HttpRequestParser, "request")
+    length, chunked = _framing(head, minor=int(line[3]), what="request")
+    found = Request(int(line[3]), tuple(head.headers), head.fields, length, chunked, method, target)
+    if found.all(b"expect") and found.words(b"expect") != {b"100-continue"}:
+        raise Refused("nothing but 100-continue can be expected", code="bad_request", status=417)
+    hosts = len(found.all(b"host"))
+    if hosts > 1 or (hosts == 0 and found.minor == 1 and method != "CONNECT"):
+        _bad("the request must have one Host header")
+    if method == "CONNECT" and (found.chunked or found.length):
+        _bad("a CONNECT has no body")
+    return found
+
+
+def read_response(data: bytes) -> Response:
+    """The whole head of a response. Raises `Refused` with status 502."""
+    try:
+        line = _STATUS_LINE.match(data)
+        if line is None:
+            _bad("the response does not begin with HTTP/1.1 and a status")
+        head = _parse(data, httptools.HttpResponseParser, "response")
+        length, chunked = _framing(head, minor=int(line[1]), what="response")
+    except Refused as refusal:
+        raise Refused(refusal.reason, code="bad_response", status=502) from None
+    return Response(int(line[1]), tuple(head.headers), head.fields, length, chunked, int(line[2]), line[3] or b"")
+
+
+def _parse(
+    data: bytes, kind: type[httptools.HttpRequestParser] | type[httptools.HttpResponseParser], what: str
+) -> _Found:
+    found = _Found()
+    try:
+        kind(found).feed_data(data)
+    except httptools.HttpParserUpgrade:
+        pass  # it was read to its end, and what follows is not for the parser
+    except httptools.HttpParserError as error:
+        _bad(f"the {what} is not valid: {_words(error)}")
+    if len(found.headers) > MOST_HEADERS:
+        raise Refused(f"the {what} has too many headers", code="bad_request", status=431)
+    return found
+
+
+def _words(error: Exception) -> str:
+    return str(error)[:100].lower() or "it cannot be read"
+
+
+def _framing(head: _Found, *, minor: int, what: str) -> tuple[int | None, bool]:
+    """Where the body ends. The parser refuses most of what is wrong here; nothing depends on that alone."""
+    lengths, codings = head.fields.get(b"content-length"), head.fields.get(b"transfer-encoding")
+    if codings:
+        if lengths or minor == 0 or [value.lower() for value in codings] != [b"chunked"]:
+            _bad(f"the {what} does not say clearly where its body ends")
+        return None, True
+    if not lengths:
+        return None, False
+    if len(lengths) > 1 or not _NUMBER.fullmatch(lengths[0]):
+        _bad(f"the {what} does not say clearly where its body ends")
+    return int(lengths[0]), False
+
+
+def _bad(reason: str) -> NoReturn:
+    raise Refused(reason, code="bad_request", status=400)
+
+
+def write_request(method: str, target: str, host: str, headers: Iterable[Header], request: Request) -> bytes:
+    """The head of a request as it goes out: in origin form, with a Host of ours, and with the body's end as read."""
+    lines = [f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n".encode(), *map(_line, headers)]
+    if request.chunked:
+        lines.append(b"Transfer-Encoding: chunked\r\n")
+    elif request.length is not None:
+        lines.append(b"Content-Length: %d\r\n" % request.length)
+    if request.all(b"expect"):
+        lines.append(b"Expect: 100-continue\r\n")
+    return b"".join(lines) + b"\r\n"
+
+
+def write_response(status: int, reason: bytes, headers: Iterable[Header]) -> bytes:
+    """The head of a response."""
+    return b"".join([b"HTTP/1.1 %d %s\r\n" % (status, reason), *map(_line, headers), b"\r\n"])
+
+
+def _line(header: Header) -> bytes:
+    return b"%s: %s\r\n" % header
+
+
+class Chunks:
+    """Takes a body out of its chunks. Extensions and trailers are dropped, within bounds."""
+
+    _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+    _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+    _MOST_LINE = 1024
+    _MOST_BESIDE = 256 * 1024
+    """The most bytes of extensions in one body."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._part = "size"
+        self._beside = 0
+        self.ended = False
+
+    def feed(self, data: bytes) -> tuple[int, bytes]:
+        """How many of the bytes were used, and what they hold. Bytes that are not used must be given again, with
+        more. Raises `Refused`.
+        """
+        at = 0
+        found: list[bytes] = []
+        while not self.ended:
+            if self._part == "data":
+                piece = data[at : at + self._left]
+                if not piece:
+                    break
+                found.append(piece)
+                at += len(piece)
+                self._left -= len(piece)
+                if not self._left:
+                    self._part = "after"
+                continue
+            stop = data.find(b"\n", at, at + self._MOST_LINE)
+            if stop < 0:
+                if len(data) - at >= self._MOST_LINE:
+                    _bad("a chunk of the body is announced by too long a line")
+                break
+            self._take_line(data[at : stop + 1])
+            at = stop + 1
+        return at, b"".join(found)
+
+    def _take_line(self, line: bytes) -> None:
+        if not line.endswith(b"\r\n"):
+            _bad("a chunk of the body is not announced as it must be")
+        text = line[:-2]
+        if self._part == "after":
+            if text:
+                _bad("a chunk of the body is longer than announced")
+            self._part = "size"
+            return
+        if self._part == "size":
+            size = self._SIZE.fullmatch(text)
+            if size is None:
+                _bad("a chunk of the body is not announced as it must be")
+            self._left = int(size[1], 16)
+            self._part = "data" if self._left else "trailer"
+            self._beside += len(text) - len(size[1])
+        elif not text:
+            self.ended = True
+        elif not self._TRAILER.fullmatch(text):
+            _bad("a trailer of the body is not valid")
+        else:
+            self._beside += len(text)
+        if self._beside > self._MOST_BESIDE:
+            _bad("the body's chunks carry too much beside the body")
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk. An empty one ends the body."""
+    return b"%x\r\n%s\r\n" % (len(data), data)

@@ -1,0 +1,206 @@
+"""Pages of projects, asked of their index once for everybody, kept, and asked for again when they are old.
+
+Knows nothing of sandboxes. A page that an index does not have is remembered too, so that looking for a project on one
+index after another asks each only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from carrel.egress.index import pages
+from carrel.egress.index.cache import Cache, key
+from carrel.egress.index.pages import BadPage, Page
+from carrel.egress.index.upstream import Fetch, Unreachable, plain
+from carrel.egress.plan import Index
+
+log = logging.getLogger(__name__)
+
+FRESH_S = 600.0
+"""For this long an index is not asked again."""
+RETRY_S = 30.0
+"""After an index failed, an old page serves for this long without asking again."""
+_MOST_TIME_S = 60.0
+_MOST_LINKS_IN_MEMORY = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of a project on an index. `page` is None when the index does not have it."""
+
+    page: Page | None
+    asked: float
+    etag: str | None = None
+    modified: str | None = None
+
+
+class Catalogue:
+    """The pages of every index."""
+
+    def __init__(self, cache: Cache, fetch: Fetch, clock: Callable[[], float] = time.time):
+        self._cache, self._fetch, self._clock = cache, fetch, clock
+        self._memory: OrderedDict[str, Entry] = OrderedDict()
+        self._links = 0
+        self._failed: dict[str, float] = {}
+        self._asking: dict[str, asyncio.Task[Entry]] = {}
+
+    async def page(self, index: Index, project: str, *, any_age: bool = False) -> Page | None:
+        """The page of a project; None when the index does not have it. Raises `Unreachable` or `BadPage`.
+
+        When the index fails, an old page serves; that it once did not have the project does not.
+        """
+        name = scope(index, "page", project)
+        entry = self._memory.get(name) or await self._load(name, project)
+        if entry is not None:
+            age = self._clock() - entry.asked
+            failed = entry.page is not None and self._clock() - self._failed.get(name, -RETRY_S) < RETRY_S
+            if 0 <= age < FRESH_S or failed or (any_age and entry.page is not None):
+                self._remember(name, entry)
+                return entry.page
+        task = self._asking.get(name)
+        if task is None:
+            task = self._asking[name] = asyncio.get_running_loop().create_task(self._ask(name, index, project, entry))
+            task.add_done_callback(lambda done: self._answered(name, done))
+        return (await asyncio.shield(task)).page
+
+    async def aclose(self) -> None:
+        """Break every request off."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _answered(self, name: str, task: asyncio.Task[Entry]) -> None:
+        del self._asking[name]
+        if not task.cancelled():
+            task.exception()  # nobody may be left to hear it
+
+    async def _ask(self, name: str, index: Index, project: str, known: Entry | None) -> Entry:
+        try:
+            async with asyncio.timeout(_MOST_TIME_S):
+                entry = await self._get(name, index, project, known)
+        except (Unreachable, BadPage, TimeoutError) as error:
+            if known is None or known.page is None:
+                raise Unreachable("it did not answer in time") if isinstance(error, TimeoutError) else error from None
+            log.warning("an old page of %s serves: index %s: %s", project, index.name, error)
+            self._note_failure(name)
+            entry = known
+        else:
+            self._failed.pop(name, None)
+        self._remember(name, entry)
+        return entry
+
+    async def _get(self, name: str, index: Index, project: str, known: Entry | None) -> Entry:
+        headers = {"accept": pages.ACCEPT, "accept-encoding": "gzip, deflate"}
+        if known is not None and known.page is not None:
+            if known.etag:
+                headers["if-none-match"] = known.etag
+            if known.modified:
+                headers["if-modified-since"] = known.modified
+        async with self._fetch.get(index, page_url(index, project), headers) as response:
+            now = self._clock()
+            if response.status_code == 304 and known is not None:
+                await asyncio.to_thread(self._cache.asked, name, now)
+                return Entry(known.page, now, known.etag, known.modified)
+            if response.status_code in {404, 410}:
+                entry = Entry(None, now)
+            elif response.status_code == 200:
+                body = await _body(response)
+                kind, base = response.headers.get("content-type", ""), str(response.url)
+                page = await asyncio.to_thread(pages.read, body, kind, project, base)
+                entry = Entry(page, now, _short(response, "etag"), _short(response, "last-modified"))
+            else:
+                raise Unreachable(f"it answered {response.status_code}")
+        try:
+            await asyncio.to_thread(lambda: self._cache.put_page(name, _pack(entry), now))
+        except OSError as error:
+            log.warning("the package cache cannot be written: %s", error.strerror)
+        return entry
+
+    async def _load(self, name: str, project: str) -> Entry | None:
+        return await asyncio.to_thread(self._read, name, project)
+
+    def _read(self, name: str, project: str) -> Entry | None:
+        kept = self._cache.page(name)
+        if kept is None:
+            return None
+        try:
+            return _unpack(*kept, project)
+        except (BadPage, ValueError, KeyError, TypeError):  # damaged, or written by another version
+            self._cache.drop_page(name)
+            return None
+
+    def _remember(self, name: str, entry: Entry) -> None:
+        self._forget(name)
+        self._memory[name] = entry
+        self._links += _weight(entry)
+        while self._links > _MOST_LINKS_IN_MEMORY and len(self._memory) > 1:
+            self._forget(next(iter(self._memory)))
+
+    def _forget(self, name: str) -> None:
+        former = self._memory.pop(name, None)
+        if former is not None:
+            self._links -= _weight(former)
+
+    def _note_failure(self, name: str) -> None:
+        now = self._clock()
+        self._failed = {each: at for each, at in self._failed.items() if now - at < RETRY_S}
+        self._failed[name] = now
+
+
+def scope(index: Index, kind: str, *parts: str | None) -> str:
+    """The key of something of an index. The credentials and how sure one is of the index are part of it: what one
+    sandbox may see is not shown to another by way of the cache.
+    """
+    return key(kind, index.url.rstrip("/"), "trusted" if index.trusted else index.cert, *parts)
+
+
+def page_url(index: Index, project: str) -> str:
+    """Where the index has a project."""
+    parts = urlsplit(index.url)
+    return parts._replace(path=f"{parts.path.rstrip('/')}/{project}/", fragment="").geturl()
+
+
+def shown(index: Index) -> str:
+    """An index for people."""
+    return f"{index.name} ({plain(index)})"
+
+
+def _weight(entry: Entry) -> int:
+    return 10 + (len(entry.page.links) if entry.page else 0)
+
+
+async def _body(response: httpx.Response) -> bytes:
+    data = bytearray()
+    async for chunk in response.aiter_bytes():
+        data += chunk
+        if len(data) > pages.MOST_BYTES:
+            raise BadPage(f"the page has more than {pages.MOST_BYTES} bytes")
+    return bytes(data)
+
+
+def _short(response: httpx.Response, name: str) -> str | None:
+    value = response.headers.get(name)
+    return value if value and len(value) <= 512 and value.isascii() and value.isprintable() else None
+
+
+def _pack(entry: Entry) -> bytes:
+    head = {"v": 1, "etag": entry.etag, "modified": entry.modified, "missing": entry.page is None}
+    return json.dumps(head).encode() + b"\n" + (pages.pack(entry.page) if entry.page else b"")
+
+
+def _unpack(data: bytes, asked: float, project: str) -> Entry:
+    first, _, rest = data.partition(b"\n")
+    head = json.loads(first)
+    if head["v"] != 1:
+        raise BadPage("the page is of another version")
+    return Entry(None if head["missing"] else pages.read_json(rest, project), asked, head["etag"], head["modified"])

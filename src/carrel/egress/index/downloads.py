@@ -1,0 +1,336 @@
+"""Files on their way into the cache, each fetched once for everybody who waits for it.
+
+A file is given out while it still comes, but for its last part, which waits until the whole is known to be right. Knows
+nothing of sandboxes; what one may have is decided by who waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from carrel.egress.index.cache import Cache, Draft, Kept
+from carrel.egress.index.upstream import Fetch, Unreachable
+from carrel.egress.plan import Index
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TAIL = 64 << 10
+"""What is held back until a file is known to be right. The directory of a wheel lies in it."""
+LINGER_S = 10.0
+"""For this long a file still comes when nobody waits for it any more."""
+_CHUNK = 256 << 10
+_MOST_AT_ONCE = 32
+_HEADERS = {"accept-encoding": "identity", "accept": "*/*"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A file of an index, and what the index said of it."""
+
+    index: Index
+    url: str
+    digest: tuple[str, str] | None
+    sealed: bool
+    size: int | None = None
+    most: int | None = None
+    """Refused when it is longer; None: as long as the cache has room for."""
+    at_hand: Callable[[], bytes | None] | None = None
+    """A way to have the content without asking the index; it may block. Its hash counts all the same."""
+
+
+class Wrong(Exception):
+    """A file is not what its index says, or is too long to be kept."""
+
+
+class Missing(Exception):
+    """The index lists a file that it does not have."""
+
+
+class Download:
+    """One file, and those who wait for it. Whoever joined it leaves it once."""
+
+    def __init__(self, cache: Cache, fetch: Fetch, name: str, wanted: Wanted, slots: asyncio.Semaphore):
+        self._cache, self._fetch, self._name, self._wanted, self._slots = cache, fetch, name, wanted, slots
+        self._changed = asyncio.Event()
+        self._descriptor = -1
+        self._failure: Exception | None = None
+        self._guests = 0
+        self.written = 0
+        self.total: int | None = None
+        """The whole size, once it is known."""
+        self.digest: str | None = None
+        """The SHA-256, once the file is whole and right."""
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the file is whole and right."""
+        return self.digest is not None
+
+    @property
+    def known_size(self) -> int:
+        """How long the file is at least, as far as is known."""
+        return max(self.written, self.total or 0)
+
+    # --- those who wait
+
+    def join(self) -> None:
+        """One more waits."""
+        self._guests += 1
+
+    def leave(self, *, for_good: bool = False) -> None:
+        """One waits no more. A file nobody waits for is not fetched on; but who lost his patience may come back soon,
+        unless he left `for_good`.
+        """
+        self._guests -= 1
+        if not self._guests:
+            if self.task is None or self.task.done():
+                self._close()
+            elif for_good:
+                self._abandon()
+            else:
+                self.task.get_loop().call_later(LINGER_S, self._abandon)
+
+    def _abandon(self) -> None:
+        if not self._guests and self.task is not None:
+            self.task.cancel()
+
+    async def until(self, enough: Callable[[], bool]) -> None:
+        """Wait until enough is there. Raises what the download failed with."""
+        while not enough():
+            if self._failure is not None:
+                raise self._failure
+            await self._changed.wait()
+
+    def open(self) -> int:
+        """A descriptor of what is there so far, for who joined; the caller closes it."""
+        return os.dup(self._descriptor)
+
+    # --- the download
+
+    async def run(self) -> None:
+        """Take the file from the cache or the index."""
+        try:
+            kept = await _whole(lambda: self._cache.file(self._name), _close_kept)
+            if kept is not None:
+                self._descriptor, self.written, self.total, self.digest = (
+                    kept.descriptor,
+                    kept.size,
+                    kept.size,
+                    kept.digest,
+                )
+            else:
+                async with self._slots:
+                    await self._get()
+        except (Unreachable, Wrong, Missing) as error:
+            self._failure = error
+        except OSError as error:
+            log.warning("the package cache cannot be written: %s", error.strerror)
+            self._failure = Unreachable("carrel could not keep the file")
+        except Exception:
+            log.exception("a package could not be fetched")
+            self._failure = Unreachable("carrel could not fetch the file")
+
+    def ended(self) -> None:
+        """The task is over, however it ended, even before it began."""
+        if not self.done and self._failure is None:
+            self._failure = Unreachable("nobody waited for it any more")
+        self._tell()
+        if not self._guests:
+            self._close()
+
+    async def _get(self) -> None:
+        draft = await _whole(self._cache.draft, _close_draft)
+        self._descriptor = draft.descriptor
+        try:
+            checked = hashlib.new(self._wanted.digest[0], usedforsecurity=False) if self._wanted.digest else None
+            if await self._at_hand(draft):
+                return
+            async with self._fetch.get(
+                self._wanted.index, self._wanted.url, _HEADERS, sealed=self._wanted.sealed
+            ) as response:
+                if response.status_code in {404, 410}:
+                    raise Missing
+                if response.status_code != 200:
+                    raise Unreachable(f"it answered {response.status_code}")
+                length = response.headers.get("content-length", "")
+                self.total = int(length) if length.isdecimal() and len(length) < 19 else self._wanted.size
+                self._check_size()
+                self._tell()
+                async for chunk in response.aiter_raw():
+                    await _whole(partial(_write, draft, checked, chunk))
+                    self.written = draft.size
+                    self._check_size()
+                    self._tell()
+            if checked is not None and self._wanted.digest and checked.hexdigest() != self._wanted.digest[1]:
+                raise Wrong("the file is not the one that its index lists: its hash is another")
+            if self._wanted.size not in {None, draft.size}:
+                raise Wrong("the file is shorter than its index says")
+            await self._finish(draft)
+        except BaseException:
+            draft.drop()
+            raise
+
+    async def _at_hand(self, draft: Draft) -> bool:
+        if self._wanted.at_hand is None:
+            return False
+        data = await asyncio.to_thread(self._wanted.at_hand)
+        expected = self._wanted.digest
+        if data is None or (expected and hashlib.new(expected[0], data).hexdigest() != expected[1]):
+            return False
+        await _whole(partial(draft.write, data))
+        await self._finish(draft)
+        return True
+
+    async def _finish(self, draft: Draft) -> None:
+        await _whole(partial(self._cache.finish, draft, self._name))
+        self.written = self.total = draft.size
+        self.digest = draft.digest
+
+    def _check_size(self) -> None:
+        most = self._cache.most_bytes if self._wanted.most is None else self._wanted.most
+        if self.known_size > most:
+            raise Wrong(f"the file has more than the {most} bytes that can be kept of it")
+        if self._wanted.size is not None and self.written > self._wanted.size:
+            raise Wrong("the file is longer than its index says")
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _write(draft: Draft, checked: hashlib._Hash | None, chunk: bytes) -> None:
+    draft.write(chunk)
+    if checked is not None:
+        checked.update(chunk)
+
+
+async def _whole(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+    """Work in a thread that is waited for even when nobody wants it any more: its descriptors stay open until then.
+    What it made is then undone.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if undo is not None and task.exception() is None:
+            undo(task.result())
+        raise
+
+
+def _close_kept(kept: Kept | None) -> None:
+    if kept is not None:
+        os.close(kept.descriptor)
+
+
+def _close_draft(draft: Draft) -> None:
+    draft.drop()
+    os.close(draft.descriptor)
+
+
+_Flight = tuple[str, str, bool, str | None]
+
+
+class Downloads:
+    """All files that are on their way."""
+
+    def __init__(self, cache: Cache, fetch: Fetch):
+        self._cache, self._fetch = cache, fetch
+        # By index too: a slow or wrong one is waited for only by who chose it.
+        self._running: dict[_Flight, Download] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+
+    def join(self, name: str, wanted: Wanted) -> Download:
+        """The download of the file under a key, begun if it is not under way. The caller leaves it."""
+        flight = (name, wanted.index.url, wanted.index.trusted, wanted.index.cert)
+        found = self._running.get(flight)
+        if found is None or found.task is None or found.task.done() or found.task.cancelling():
+            found = self._running[flight] = Download(self._cache, self._fetch, name, wanted, self._slots)
+            task = found.task = asyncio.get_running_loop().create_task(found.run())
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, flight, found))
+        found.join()
+        return found
+
+    def _ended(self, flight: _Flight, download: Download, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._running.get(flight) is download:
+            del self._running[flight]
+        download.ended()
+
+    async def aclose(self) -> None:
+        """Break every download off."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Body:
+    """The bytes of a download, as they come. Closing it leaves the download; it is closed at its end by itself."""
+
+    def __init__(self, download: Download, size: int, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]):
+        """`settle` is awaited before the last part is given and may raise; `alive` is told of each part."""
+        self._download, self._size, self._settle, self._alive = download, size, settle, alive
+        self._descriptor = download.open()
+        self._at = 0
+        self._settled = False
+
+    def __aiter__(self) -> Body:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            await self._download.until(self._enough)
+            if self._download.done and not self._settled:
+                await self._settle()
+                self._settled = True
+            ready = self._size if self._settled else min(self._download.written, self._size - 1) - TAIL
+            data = await _whole(partial(os.pread, self._descriptor, min(_CHUNK, ready - self._at), self._at))
+        except BaseException:
+            self.close()
+            raise
+        if not data:
+            self.close()
+            raise StopAsyncIteration
+        self._at += len(data)
+        self._alive()
+        return data
+
+    async def aclose(self) -> None:
+        """Let go of the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._download.leave()
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0 and self._download.task is not None:  # forgotten, and in whichever thread
+            os.close(self._descriptor)
+            with suppress(RuntimeError):
+                self._download.task.get_loop().call_soon_threadsafe(self._download.leave)
+
+    def _enough(self) -> bool:
+        return self._download.done or min(self._download.written, self._size - 1) - TAIL > self._at

@@ -1,0 +1,364 @@
+"""The package index as a sandbox sees it: pages whose files lie on the front itself, and those files.
+
+Origin-form requests of `pip` and `uv` are answered here. What the asking sandbox may install comes with each request;
+what was fetched is shared by all. Direct URLs and version control are none of its business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import html
+import json
+import logging
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import quote, unquote, urlsplit
+
+from carrel.egress.index import pages, wheels
+from carrel.egress.index.cache import Cache
+from carrel.egress.index.catalogue import Catalogue, scope, shown
+from carrel.egress.index.downloads import Body, Download, Downloads, Missing, Wanted, Wrong
+from carrel.egress.index.packages import Budget, Packages
+from carrel.egress.index.pages import BadPage, Link, Page
+from carrel.egress.index.upstream import Fetch, Unreachable
+from carrel.egress.plan import Index
+from carrel.egress.terms import Refused
+
+__all__ = ["Answer", "Budget", "Front", "Index", "Packages"]
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""A file that takes longer to come is given out while it comes. `pip` waits 15 s for the first byte."""
+_MOST_TARGET = 2048
+_MOST_COSTS = 10_000
+_TOKEN = re.compile(r"x?[0-9a-f]{64}")
+_TYPES = {"json": pages.JSON_TYPE, "html": pages.HTML_TYPE, "plain": "text/html; charset=utf-8"}
+
+
+@dataclass(slots=True)
+class Answer:
+    """An HTTP answer. `content-length` is among the headers. A body that is not bytes is iterated once; when it raises,
+    the answer cannot be finished and the connection has to be broken off. Close the answer in any case.
+    """
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes | AsyncIterator[bytes] = b""
+    reason: str = "OK"
+    """The reason phrase: plain ASCII, one line."""
+    refused: Refused | None = None
+    """What was refused, for the access log."""
+    project: str | None = None
+    """What it was about."""
+    index: str | None = None
+    """The name of the index it came from."""
+
+    async def aclose(self) -> None:
+        """Let go of the body, whether it was iterated or not."""
+        if isinstance(self.body, Body):
+            await self.body.aclose()
+
+
+_WORDS_FOR_PIP = {403: "denied.by.policy", 502: "index.unavailable"}
+"""Refusals of a page that are put as a version: `pip` says of a page that fails only that there is no such package."""
+
+
+@dataclass(slots=True)
+class _Request:
+    method: str
+    segments: list[str]
+    headers: Mapping[str, str]
+    packages: Packages
+    project: str | None = None
+    index: str | None = None
+
+
+class Front:
+    """The front of one process."""
+
+    def __init__(self, cache: Cache, *, fetch: Fetch, clock: Callable[[], float] = time.time):
+        self._cache, self._fetch = cache, fetch
+        self._catalogue = Catalogue(cache, fetch, clock)
+        self._downloads = Downloads(cache, fetch)
+        self._costs: OrderedDict[str, int] = OrderedDict()
+
+    async def answer(self, method: str, target: str, headers: Mapping[str, str], packages: Packages) -> Answer:
+        """Answer a request of one sandbox. Names of headers are in lower case. Raises nothing."""
+        request = _Request(method, [], headers, packages)
+        try:
+            with packages.budget.asking():
+                answer = await self._route(request, target)
+        except Refused as refused:
+            answer = _refusal(refused)
+        except Exception:
+            log.exception("a request to the package index failed")
+            answer = _refusal(Refused("carrel failed to answer this", code="platform_error", status=500, retry=True))
+        if method == "HEAD":
+            await answer.aclose()
+            answer.body = b""
+        answer.project, answer.index = request.project, request.index
+        return answer
+
+    async def aclose(self) -> None:
+        """Break off what is under way, and close connections."""
+        await self._catalogue.aclose()
+        await self._downloads.aclose()
+        await self._fetch.aclose()
+
+    async def _route(self, request: _Request, target: str) -> Answer:
+        if request.method not in {"GET", "HEAD"}:
+            refusal = _refusal(Refused("a package index is only read", code="invalid_request", status=405))
+            refusal.headers.append(("allow", "GET, HEAD"))
+            return refusal
+        if len(target) > _MOST_TARGET:
+            raise Refused("the path is too long", code="invalid_request", status=414)
+        request.segments = [unquote(each) for each in target.partition("?")[0].split("/")[1:]]
+        match request.segments:
+            case ["simple"] | ["simple", ""]:
+                request.packages.check_enabled()
+                return _root(request.packages)
+            case ["simple", name] | ["simple", name, ""]:
+                try:
+                    return await self._page(request, name)
+                except Refused as refused:
+                    if (
+                        request.project
+                        and request.headers.get("user-agent", "").startswith("pip/")
+                        and refused.status in _WORDS_FOR_PIP
+                    ):
+                        return _telling(request.project, refused)
+                    raise
+            case ["files", index, project, token, filename]:
+                return await self._file(request, index, project, token, filename)
+        raise _unknown("there is nothing here", "the package index is at /simple/")
+
+    # --- pages
+
+    async def _page(self, request: _Request, text: str) -> Answer:
+        project = self._project(request, text)
+        index, page = await self._locate(request.packages, project)
+        request.index = index.name
+        form = pages.form(request.headers.get("accept", ""))
+        write = pages.write_json if form == "json" else pages.write_html
+        body = await asyncio.to_thread(write, page, lambda link: _place(index, project, link))
+        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        common = [("etag", etag), ("vary", "Accept"), ("cache-control", "no-cache")]
+        if etag in request.headers.get("if-none-match", ""):
+            return Answer(304, [*common, ("content-length", "0")], reason="Not Modified")
+        return Answer(200, [("content-type", _TYPES[form]), ("content-length", str(len(body))), *common], body)
+
+    def _project(self, request: _Request, text: str) -> str:
+        project = pages.project_name(text)
+        if project is None:
+            raise _unknown("this cannot be the name of a package")
+        request.project = project
+        request.packages.check(project)
+        return project
+
+    async def _locate(self, packages: Packages, project: str, asked: str | None = None) -> tuple[Index, Page]:
+        """The first index that has the project, and its page. An index that fails ends the search: what it has is not
+        taken from a later one. The page of the index that was `asked` for may be old.
+        """
+        for index in packages.indexes:
+            try:
+                page = await self._catalogue.page(index, project, any_age=index.name == asked)
+            except (Unreachable, BadPage) as error:
+                raise _failed(index, error) from None
+            if page is not None:
+                return index, page
+        raise _unknown(f"no index has the package {project}")
+
+    # --- files
+
+    async def _file(self, request: _Request, name: str, text: str, token: str, filename: str) -> Answer:
+        project = self._project(request, text)
+        plain = filename.removesuffix(".metadata")
+        if not _TOKEN.fullmatch(token) or not pages.belongs(plain, project):
+            raise _unknown("there is no such file")
+        index, page = await self._locate(request.packages, project, name)
+        link = page.find(token, plain) if index.name == name else None
+        if link is None:
+            index, page = await self._locate(request.packages, project)
+            link = page.find(token, plain) if index.name == name else None
+        if link is None:
+            raise _unknown("there is no such file on the index any more", "look at the package's page again")
+        request.index = index.name
+        if plain != filename:
+            return await self._metadata(index, link)
+        return await self._content(request, index, link)
+
+    async def _metadata(self, index: Index, link: Link) -> Answer:
+        if not link.metadata:
+            raise _unknown("the index does not give this file's metadata by itself")
+        known = link.metadata if isinstance(link.metadata, str) else None
+        path, mark, query = link.url.partition("?")
+        wanted = Wanted(
+            index,
+            f"{path}.metadata{mark}{query}",
+            ("sha256", known) if known else None,
+            known is not None,
+            most=wheels.MOST_METADATA,
+            at_hand=lambda: self._metadata_at_hand(index, link),
+        )
+        download = self._downloads.join(_name(index, link, f"metadata {known}"), wanted)
+        try:
+            with _failures(index):
+                await download.until(lambda: download.done)
+            return _stream(download, "text/plain; charset=utf-8", _nothing, _ignore)
+        except BaseException:
+            download.leave()
+            raise
+
+    def _metadata_at_hand(self, index: Index, link: Link) -> bytes | None:
+        kept = self._cache.file(_name(index, link))
+        if kept is None:
+            return None
+        try:
+            return wheels.metadata(kept.descriptor)
+        finally:
+            os.close(kept.descriptor)
+
+    async def _content(self, request: _Request, index: Index, link: Link) -> Answer:
+        name = _name(index, link)
+        budget, most = request.packages.budget, request.packages.max_install_bytes
+        counted = budget.has(name)
+        budget.take(name, link.size or 0, most)
+        download = self._downloads.join(name, Wanted(index, link.url, link.digest, link.sealed, link.size))
+
+        async def settle() -> None:
+            budget.take(name, await self._cost(download, link), most)
+
+        try:
+            with _failures(index):
+                await _arrival(download, lambda: budget.fits(name, download.known_size, most))
+            budget.take(name, download.known_size, most)
+            if download.done:
+                await settle()
+            return _stream(download, "application/octet-stream", settle, budget.keep)
+        except BaseException as error:
+            if not counted:
+                budget.give_back(name)
+            download.leave(for_good=isinstance(error, Refused))
+            raise
+
+    async def _cost(self, download: Download, link: Link) -> int:
+        """What a file takes: a wheel what it holds, anything else its own size."""
+        size = download.known_size
+        if not link.filename.endswith(".whl") or download.digest is None:
+            return size
+        if download.digest not in self._costs:
+            found = await asyncio.to_thread(_unpacked, download)
+            if found is None:
+                raise Refused("the wheel's directory is too long to be read", code="limit_exceeded")
+            self._costs[download.digest] = found
+            while len(self._costs) > _MOST_COSTS:
+                self._costs.popitem(last=False)
+        return self._costs[download.digest]
+
+
+async def _arrival(download: Download, fits: Callable[[], bool]) -> None:
+    """Wait until the file is whole, or until its size is known and waiting longer would try the client's patience; no
+    longer than until it is known not to fit.
+    """
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await download.until(lambda: download.done or not fits())
+    except TimeoutError:
+        await download.until(lambda: download.done or download.total is not None or not fits())
+
+
+def _unpacked(download: Download) -> int | None:
+    descriptor = download.open()
+    try:
+        return wheels.unpacked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stream(download: Download, kind: str, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]) -> Answer:
+    """The answer with a download's bytes; who closes it leaves the download."""
+    size = download.known_size
+    headers = [
+        ("content-type", kind),
+        ("content-length", str(size)),
+        ("cache-control", "max-age=31536000, immutable"),
+        ("accept-ranges", "none"),
+    ]
+    return Answer(200, headers, Body(download, size, settle, alive))
+
+
+async def _nothing() -> None:
+    pass
+
+
+def _ignore() -> None:
+    pass
+
+
+def _name(index: Index, link: Link, part: str | None = None) -> str:
+    """The key of a file. Only what an index shows to everybody is shared with other indexes by its content."""
+    open_to_all = "@" not in urlsplit(index.url).netloc
+    if part is None and open_to_all and (known := link.hashes.get("sha256")):
+        return known
+    return scope(index, "file", link.token, link.url if "sha256" not in link.hashes else None, part)
+
+
+def _place(index: Index, project: str, link: Link) -> str:
+    return f"/files/{quote(index.name, safe='')}/{project}/{link.token}/{quote(link.filename)}"
+
+
+def _root(packages: Packages) -> Answer:
+    """A page for people; tools ask for projects by name."""
+    lines = [f"<li>{html.escape(shown(index))}</li>" for index in packages.indexes]
+    body = (
+        "<!DOCTYPE html><html><head><title>Packages</title></head><body><h1>Packages</h1>"
+        "<p>Ask for a package by name: <code>/simple/NAME/</code>. They come from, in this order:</p>"
+        f"<ol>{''.join(lines)}</ol></body></html>"
+    ).encode()
+    return Answer(200, [("content-type", _TYPES["plain"]), ("content-length", str(len(body)))], body)
+
+
+def _telling(project: str, refused: Refused) -> Answer:
+    """A page for `pip` with one file that cannot be had: `pip` shows why, or at least the file's version."""
+    link = Link(f"{project}-0+{_WORDS_FOR_PIP[refused.status]}.tar.gz", "")
+    place = f"/files/-/{project}/x{'0' * 64}/{quote(link.filename)}"
+    body = pages.write_html(Page(project, (link,)), lambda _link: place)
+    headers = [("content-type", _TYPES["plain"]), ("content-length", str(len(body))), ("cache-control", "no-store")]
+    return Answer(200, headers, body, refused=refused)
+
+
+def _unknown(reason: str, hint: str | None = None) -> Refused:
+    return Refused(reason, code="not_found", status=404, hint=hint)
+
+
+def _failed(index: Index, error: Exception) -> Refused:
+    return Refused(f"the package index {index.name} failed: {error}", code="index_unavailable", status=502, retry=True)
+
+
+@contextmanager
+def _failures(index: Index) -> Iterator[None]:
+    """Turn what a download fails with into a refusal."""
+    try:
+        yield
+    except Missing:
+        raise _unknown("the index lists this file and does not have it") from None
+    except Unreachable as error:
+        raise _failed(index, error) from None
+    except Wrong as error:
+        raise Refused(
+            f"the package index {index.name} gave a wrong file: {error}", code="index_unavailable", status=502
+        ) from None
+
+
+def _refusal(refused: Refused) -> Answer:
+    body = json.dumps(refused.shown()).encode() + b"\n"
+    headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("cache-control", "no-store")]
+    phrase = "".join(each if " " <= each <= "~" else "?" for each in refused.reason)[:200]
+    return Answer(refused.status, headers, body, phrase, refused)

@@ -1,0 +1,179 @@
+"""The indexes that the host's own `pip` is configured with: the same files and variables, read as `pip` reads them.
+
+The index that `pip` uses when nothing is configured is taken from `pip` itself. Blocking; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from configparser import Error as ConfigError
+from configparser import RawConfigParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+from urllib.request import getproxies_environment
+
+from carrel.egress.plan import Index
+from carrel.errors import InvalidRequest, PlatformError
+
+_NAME = "pip.conf"
+_MODULE = "pip/_internal/models/index.py"
+_WHEELS = "/usr/share/python-wheels"
+
+
+def host_index(
+    environment: Mapping[str, str] | None = None, *, root: str = "/", prefix: str = sys.prefix
+) -> list[Index]:
+    """The indexes of the host's `pip`, the extra ones first: on those an operator has what is their own, and no package
+    of the same name elsewhere comes before it. Empty when `pip` is told to use none.
+    """
+    options = _Options(os.environ if environment is None else environment, root, prefix)
+    if options.truth("no-index"):
+        return []
+    extra = (options.get("extra-index-url") or "").split()
+    main = options.get("index-url") or options.get("pypi-url") or default_index()
+    trusted = {each.lower() for each in (options.get("trusted-host") or "").split()}
+    cert = options.get("cert")
+    named = [
+        *((f"extra-{at}" if len(extra) > 1 else "extra", url) for at, url in enumerate(extra, 1)),
+        ("default", main),
+    ]
+    return [
+        Index(name, _checked(url), _is_trusted(url, trusted), os.path.expanduser(cert) if cert else None)
+        for name, url in named
+    ]
+
+
+def host_proxy(
+    environment: Mapping[str, str] | None = None, *, root: str = "/", prefix: str = sys.prefix
+) -> str | None:
+    """The proxy that the host's `pip` goes through; None when it goes directly."""
+    told = _Options(os.environ if environment is None else environment, root, prefix).get("proxy")
+    if told:
+        return told if "://" in told else f"http://{told}"
+    if environment is None:
+        found = getproxies_environment()
+    else:
+        found = {name.lower().removesuffix("_proxy"): value for name, value in environment.items()}
+    return found.get("https") or found.get("all") or None
+
+
+def default_index() -> str:
+    """The index that `pip` uses by itself."""
+    for source in _sources():
+        if url := _default_of(source):
+            return url
+    raise PlatformError(
+        "no package index is configured, and there is no pip to say which it uses by itself",
+        hint="set index-url in pip.conf, or name registries in sources.json",
+    )
+
+
+def _sources() -> Iterator[str]:
+    """The texts in which a `pip` of this host says what its index is."""
+    spec = find_spec("pip")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    places += [os.path.join(sys.base_prefix, "lib", version, "site-packages", "pip")]
+    for place in places:
+        path = Path(place).parent / _MODULE
+        if path.is_file():
+            yield path.read_text()
+    ensure = find_spec("ensurepip")
+    bundled = Path(ensure.origin).parent / "_bundled" if ensure and ensure.origin else Path(_WHEELS)
+    for wheel in sorted([*bundled.glob("pip-*.whl"), *Path(_WHEELS).glob("pip-*.whl")]):
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive.read(_MODULE).decode()
+
+
+def _default_of(source: str) -> str | None:
+    """The URL of the first index that the module makes. It is read and not run: importing `pip` changes logging."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+            first = node.value.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                return urljoin(first.value, "simple")
+    return None
+
+
+class _Options:
+    """The options of `pip install`: files, the later over the earlier, and above them variables."""
+
+    def __init__(self, environment: Mapping[str, str], root: str, prefix: str):
+        self._environment = environment
+        self._found: dict[tuple[str, str], str] = {}
+        for path in _files(environment, root, prefix):
+            self._read(path)
+
+    def get(self, name: str) -> str | None:
+        """The value of an option; an empty one counts as none."""
+        return (
+            self._environment.get(f"PIP_{name.replace('-', '_').upper()}")
+            or self._found.get(("install", name))
+            or self._found.get(("global", name))
+            or None
+        )
+
+    def truth(self, name: str) -> bool:
+        """The value of a switch."""
+        return (self.get(name) or "").strip().lower() in {"1", "y", "yes", "t", "true", "on"}
+
+    def _read(self, path: str) -> None:
+        parser = RawConfigParser()
+        try:
+            parser.read(path)
+        except (ConfigError, UnicodeDecodeError):
+            raise InvalidRequest(
+                f"{path} cannot be read, so the package index of this host is not known",
+                field="pip.conf",
+                hint="mend the file; `pip config debug` shows what is wrong",
+            ) from None
+        for section in parser.sections():
+            for name, value in parser.items(section):
+                if value:
+                    self._found[section, name.lower().replace("_", "-").removeprefix("--")] = value
+
+
+def _files(environment: Mapping[str, str], root: str, prefix: str) -> Iterator[str]:
+    """The files that `pip` reads, the weakest first."""
+    chosen = environment.get("PIP_CONFIG_FILE")
+    if chosen == os.devnull:
+        return
+    for directory in (environment.get("XDG_CONFIG_DIRS") or f"{root}etc/xdg").split(os.pathsep):
+        yield os.path.join(directory, "pip", _NAME)
+    yield os.path.join(root, "etc", _NAME)
+    if not (chosen and os.path.exists(chosen)):
+        home = environment.get("HOME") or os.path.expanduser("~")
+        yield os.path.join(home, ".pip", _NAME)
+        yield os.path.join(environment.get("XDG_CONFIG_HOME") or os.path.join(home, ".config"), "pip", _NAME)
+    yield os.path.join(prefix, _NAME)
+    if chosen:
+        yield chosen
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InvalidRequest(
+            "an index that pip is configured with is no URL of http or https",
+            field="index-url",
+            hint="`pip config list` shows it",
+        )
+    return url
+
+
+def _is_trusted(url: str, trusted: set[str]) -> bool:
+    """Whether `trusted-host` names the host, or the host with this port."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").lower()
+    shown = f"[{host}]" if ":" in host else host
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    return bool(trusted & {host, shown, f"{shown}:{port}"})

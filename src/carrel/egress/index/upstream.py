@@ -1,0 +1,263 @@
+"""Requests to the operator's indexes: redirects, credentials, certificates, and where a foreign host may lie.
+
+An index the operator named may lie anywhere. What a public index leads on to, by a link or a redirect, may not be a
+private address. Credentials go to the index's own origin only and are in no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+from urllib.request import proxy_bypass
+
+import httpcore
+import httpx
+
+from carrel.egress.plan import Index
+
+MOST_REDIRECTS = 5
+_TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+_LIMITS = httpx.Limits(max_connections=32, max_keepalive_connections=8, keepalive_expiry=30.0)
+_MOST_CLIENTS = 64
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""The addresses of a host name."""
+
+
+class Unreachable(Exception):
+    """An index did not give what it was asked for. The words name no URL and no credential."""
+
+
+class Fetch(Protocol):
+    """How the front asks indexes."""
+
+    def get(
+        self, index: Index, url: str, headers: Mapping[str, str], *, sealed: bool = False
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """The answer to a request below or beside an index. `sealed`: the caller knows the content's hash."""
+
+    async def aclose(self) -> None:
+        """Close connections."""
+
+
+@dataclass(slots=True)
+class _Client:
+    http: httpx.AsyncClient
+    users: int = 0
+
+
+class Upstream:
+    """The indexes, as one process asks them. `proxy` is used for all but what `NO_PROXY` names."""
+
+    def __init__(self, *, proxy: str | None = None, resolve: Resolve | None = None):
+        self._proxy = proxy
+        self._resolve = resolve or _look_up
+        self._clients: dict[tuple[Index, bool], _Client] = {}
+        self._contexts: dict[tuple[bool, str | None], ssl.SSLContext] = {}
+        self._private: dict[str, bool] = {}
+
+    @asynccontextmanager
+    async def get(
+        self, index: Index, url: str, headers: Mapping[str, str], *, sealed: bool = False
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer to a GET, its body unread, after redirects. Raises `Unreachable`.
+
+        From https to http leads no way but to what is `sealed` by a hash or on an index that is trusted anyway.
+        """
+        secure = urlsplit(index.url).scheme == "https" and not index.trusted and not sealed
+        for _hop in range(MOST_REDIRECTS + 1):
+            try:
+                target, shown = httpx.URL(_plain(url)), _credentials(index, url)
+            except (ValueError, httpx.InvalidURL):
+                raise Unreachable(_NO_ADDRESS) from None
+            if target.scheme not in {"http", "https"} or not target.host:
+                raise Unreachable(_NO_ADDRESS)
+            if secure and target.scheme != "https":
+                raise Unreachable("it led on to a connection that is not encrypted")
+            client = await self._join(index, target.host)
+            try:
+                async with _words():
+                    request = client.http.build_request("GET", target, headers={**headers, **shown})
+                    response = await client.http.send(request, stream=True, follow_redirects=False)
+                try:
+                    if not response.has_redirect_location:
+                        async with _words():
+                            yield response
+                        return
+                    url = _joined(target, response.headers["location"])
+                finally:
+                    await response.aclose()
+            finally:
+                client.users -= 1
+        raise Unreachable(f"it led on more than {MOST_REDIRECTS} times")
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            await client.http.aclose()
+
+    async def _join(self, index: Index, host: str) -> _Client:
+        """The client for an index, with one more user, who leaves by himself. Each index has its own connections, so
+        that none is shared with one less trusted.
+        """
+        proxied = self._proxy is not None and not proxy_bypass(host)
+        known = self._clients.get((index, proxied))
+        if known is None:
+            own = urlsplit(index.url).hostname or ""
+            guarded = not proxied and not await self._is_private(own)
+            known = self._clients.get((index, proxied)) or _Client(self._open(index, own, proxied, guarded))
+            self._clients[index, proxied] = known
+        known.users += 1
+        await self._drop_idle()
+        return known
+
+    def _open(self, index: Index, own: str, proxied: bool, guarded: bool) -> httpx.AsyncClient:
+        try:
+            transport = httpx.AsyncHTTPTransport(
+                verify=self._context(index), limits=_LIMITS, proxy=self._proxy if proxied else None, trust_env=False
+            )
+        except (ValueError, ImportError, OSError):
+            raise Unreachable("the proxy or certificate it is to be reached with cannot be used") from None
+        if guarded:
+            transport._pool = httpcore.AsyncConnectionPool(
+                ssl_context=self._context(index),
+                max_connections=_LIMITS.max_connections,
+                max_keepalive_connections=_LIMITS.max_keepalive_connections,
+                keepalive_expiry=_LIMITS.keepalive_expiry,
+                network_backend=_Guarded(own, self._resolve),
+            )
+        return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, trust_env=False)
+
+    def _context(self, index: Index) -> ssl.SSLContext:
+        chosen = (index.trusted, index.cert)
+        if chosen not in self._contexts:
+            if index.trusted:
+                context = httpx.create_ssl_context(verify=False)
+            elif index.cert is not None:
+                context = ssl.create_default_context(cafile=index.cert)
+            else:
+                context = httpx.create_ssl_context()
+                context.load_default_certs()
+            self._contexts[chosen] = context
+        return self._contexts[chosen]
+
+    async def _is_private(self, host: str) -> bool:
+        if host not in self._private:
+            try:
+                self._private[host] = not all(map(_is_public, await self._resolve(host, 0)))
+            except OSError:
+                return False
+        return self._private[host]
+
+    async def _drop_idle(self) -> None:
+        idle = [chosen for chosen, client in self._clients.items() if not client.users]
+        dropped = [self._clients.pop(chosen) for chosen in idle[: max(0, len(self._clients) - _MOST_CLIENTS)]]
+        for client in dropped:
+            await client.http.aclose()
+
+
+class _Guarded(httpcore.AsyncNetworkBackend):
+    """Connects to public addresses only, but for the index's own host: the address that was looked at is used."""
+
+    def __init__(self, own: str, resolve: Resolve):
+        self._own = own
+        self._resolve = resolve
+        self._inner = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """A connection, to the first address that answers."""
+        try:
+            addresses = await self._resolve(host, port)
+        except OSError:
+            raise httpcore.ConnectError("the name is not known") from None
+        if host != self._own and not all(map(_is_public, addresses)):
+            raise httpcore.ConnectError(_PRIVATE)
+        failure: Exception = httpcore.ConnectError("the name has no address")
+        for address in addresses[:4]:
+            try:
+                return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+
+_NO_ADDRESS = "it led on to something that is no web address"
+_PRIVATE = "it led on to a private address"
+
+
+def _is_public(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_global and not found.is_multicast
+
+
+async def _look_up(host: str, port: int) -> Sequence[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def _plain(url: str) -> str:
+    """The URL without user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="").geturl()
+
+
+def _joined(base: httpx.URL, location: str) -> str:
+    try:
+        return str(base.join(location))
+    except (ValueError, httpx.InvalidURL):
+        raise Unreachable(_NO_ADDRESS) from None
+
+
+def plain(index: Index) -> str:
+    """An index's URL as it may be shown: without user and password."""
+    return _plain(index.url)
+
+
+def _credentials(index: Index, url: str) -> dict[str, str]:
+    """The header that a URL's own user, or on the same origin the index's, is shown with."""
+    own, asked = urlsplit(index.url), urlsplit(url)
+    same = (own.scheme, own.hostname, own.port) == (asked.scheme, asked.hostname, asked.port)
+    source = asked if asked.username else own if same else None
+    if source is None or not source.username:
+        return {}
+    told = f"{unquote(source.username)}:{unquote(source.password or '')}"
+    return {"authorization": f"Basic {b64encode(told.encode()).decode()}"}
+
+
+@asynccontextmanager
+async def _words() -> AsyncIterator[None]:
+    """Turn what the HTTP library raises into words that name no address."""
+    try:
+        yield
+    except httpx.TimeoutException:
+        raise Unreachable("it did not answer in time") from None
+    except httpx.ConnectError as error:
+        told = str(error)
+        if "CERTIFICATE_VERIFY_FAILED" in told:
+            raise Unreachable("its certificate is not valid") from None
+        raise Unreachable(_PRIVATE if _PRIVATE in told else "it cannot be reached") from None
+    except httpx.ProxyError:
+        raise Unreachable("the proxy on the way to it refused") from None
+    except httpx.HTTPError:
+        raise Unreachable("the connection to it broke") from None

@@ -1,0 +1,139 @@
+"""The access log on the proxy's side: numbered, told, and kept until the control plane has written it down.
+
+What opens is told at once, before anything goes out, so that a proxy that is killed has let nothing out unseen; what
+closes is told in batches. When nobody takes what is told, new connections are refused rather than go unrecorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from carrel.egress.terms import Access, Refused
+
+Item = dict[str, object]
+Tell = Callable[[int, list[Item]], bool]
+"""Takes items and the number they go up to; says whether they could be sent."""
+
+BATCH = 20
+FLUSH_S = 0.05
+MOST_UNTOLD = 10_000
+_MOST_TEXT = 200
+"""A batch of the longest items fits into one message of the channel."""
+
+
+def _short(text: str | None) -> str | None:
+    return None if text is None else text[:_MOST_TEXT]
+
+
+def item_of(access: Access) -> Item:
+    """An access as it is told."""
+    target, said = access.target, access.said
+    return {
+        "number": access.number,
+        "sandbox": access.sandbox,
+        "protocol": access.protocol,
+        "host": None if target is None else target.host[:_MOST_TEXT],
+        "port": None if target is None else target.port,
+        "method": _short(access.method),
+        "path": _short(access.path),
+        "verdict": said.verdict,
+        "rule": _short(said.rule),
+        "source": _short(said.source),
+        "reason": _short(said.reason),
+        "approval": said.approval,
+        "address": access.address,
+        "upstream": access.upstream,
+        "inspected": access.inspected,
+        "credential": access.credential,
+        "sent": access.sent,
+        "received": access.received,
+        "result": access.result[:100],
+        "began": access.began,
+        "ended": access.ended,
+    }
+
+
+class Ledger:
+    """All accesses of one proxy; a `terms.Report`."""
+
+    def __init__(self, *, flush_s: float = FLUSH_S, most: int = MOST_UNTOLD):
+        self._numbers = itertools.count(1)
+        self._places = itertools.count(1)
+        self._flush_s = flush_s
+        self._most = most
+        self._new: OrderedDict[int, Item] = OrderedDict()
+        self._told: OrderedDict[int, list[Item]] = OrderedDict()
+        self._timer: asyncio.TimerHandle | None = None
+        self.tell: Tell | None = None
+        """Set while somebody listens."""
+
+    def __len__(self) -> int:
+        return len(self._new) + sum(len(items) for items in self._told.values())
+
+    def opened(self, access: Access) -> None:
+        """See `terms.Report`."""
+        if len(self._new) + len(self._told) >= self._most:
+            raise Refused(
+                "the access log cannot be written at the moment",
+                code="platform_error",
+                status=503,
+                hint="try again in a moment",
+                retry=True,
+            )
+        access.number = next(self._numbers)
+        if self.tell is None:
+            self._put(access)
+        else:
+            self._tell([item_of(access)])
+
+    def closed(self, access: Access) -> None:
+        """See `terms.Report`."""
+        if access.number:
+            self._put(access)
+
+    def listen(self, tell: Tell) -> None:
+        """Tell everything that was not acknowledged, and all that comes."""
+        self.tell = tell
+        for place, items in self._told.items():
+            if not tell(place, items):
+                self.tell = None
+                return
+        self.flush()
+
+    def acknowledged(self, upto: int) -> None:
+        """What was told up to here is written down."""
+        while self._told and next(iter(self._told)) <= upto:
+            self._told.popitem(last=False)
+
+    def _put(self, access: Access) -> None:
+        self._new[access.number] = item_of(access)
+        if len(self._new) >= BATCH:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._flush_s, self.flush)
+
+    def flush(self) -> None:
+        """Tell now what has come since the last time."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.tell is None:
+            return
+        for items in self._batches():
+            self._tell(items)
+
+    def _tell(self, items: list[Item]) -> None:
+        place = next(self._places)
+        self._told[place] = items
+        if self.tell is not None and not self.tell(place, items):
+            self.tell = None
+
+    def _batches(self) -> Iterator[list[Item]]:
+        while self._new:
+            batch: list[Item] = []
+            while self._new and len(batch) < BATCH:
+                batch.append(self._new.popitem(last=False)[1])
+            yield batch

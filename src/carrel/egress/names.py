@@ -1,0 +1,119 @@
+"""Reads the hosts and ports that a sandbox writes: one spelling passes, every other is refused.
+
+What passes means the same to every program that reads it: a name in lower-case ASCII, or an address in the plain form.
+Knows nothing of policy and looks nothing up.
+"""
+
+from __future__ import annotations
+
+import re
+from ipaddress import IPv4Address, IPv6Address
+
+import idna
+
+from carrel.egress.terms import Address, Refused, Target
+
+MAX_NAME = 253
+MAX_LABEL = 63
+MAX_PORT = 65_535
+
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?")
+_PLAIN = re.compile(r"(0|[1-9][0-9]{0,2})(\.(0|[1-9][0-9]{0,2})){3}")
+_NUMBER = re.compile(r"[0-9]+|0x.*")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+
+
+def read_host(text: str | bytes, port: int) -> Target:
+    """One host: a name, four decimal numbers, or an IPv6 address in brackets. Raises `Refused`."""
+    if not 1 <= port <= MAX_PORT:
+        raise _refused(f"{port} is not a port")
+    host = _ascii(text)
+    if host.startswith("["):
+        return of_address(_in_brackets(host), port)
+    if _PLAIN.fullmatch(host):
+        return of_address(_four_numbers(host), port)
+    return Target(_name(host), port)
+
+
+def read_authority(text: str | bytes, default_port: int | None) -> Target:
+    """A host and perhaps a port, as in `CONNECT` and `Host`; without a default the port must be there."""
+    whole = _ascii(text)
+    host, colon, port = whole.rpartition(":")
+    if not colon or whole.endswith("]"):
+        if default_port is None:
+            raise _refused(f"'{_shown(whole)}' names no port")
+        return read_host(whole, default_port)
+    if ":" in host and not host.startswith("["):
+        raise _refused(f"'{_shown(whole)}' is not a host and a port; an IPv6 address is written in brackets")
+    return read_host(host, read_port(port))
+
+
+def read_port(text: str) -> int:
+    """A port: decimal digits, nothing else."""
+    if not _PORT.fullmatch(text) or int(text) > MAX_PORT:
+        raise _refused(f"'{_shown(text)}' is not a port")
+    return int(text)
+
+
+def of_address(address: Address, port: int) -> Target:
+    """The target of an address that came as bytes. An IPv4 address in IPv6 clothes is taken out of them."""
+    if isinstance(address, IPv6Address):
+        address = address.ipv4_mapped or IPv6Address(int(address))
+    return Target(str(address), port, address)
+
+
+def _ascii(text: str | bytes) -> str:
+    # The longest thing that can be right is a name with a dot and a port.
+    if len(text) > MAX_NAME + 7:
+        raise _refused("the host is longer than a name can be")
+    try:
+        return text.decode("ascii") if isinstance(text, bytes) else text.encode("ascii").decode("ascii")
+    except UnicodeError:
+        raise _refused("the host is not plain ASCII", "write international names in their xn-- form") from None
+
+
+def _in_brackets(host: str) -> IPv6Address:
+    inner = host[1:-1]
+    # A scope (`%eth0`) chooses an interface of the machine that connects: never the sandbox's to choose.
+    if not host.endswith("]") or "%" in inner or "/" in inner:
+        raise _refused(f"'{_shown(host)}' is not an IPv6 address")
+    try:
+        return IPv6Address(inner)
+    except ValueError:
+        raise _refused(f"'{_shown(host)}' is not an IPv6 address") from None
+
+
+def _four_numbers(host: str) -> IPv4Address:
+    try:
+        return IPv4Address(host)
+    except ValueError:
+        raise _refused(f"'{_shown(host)}' is not an address") from None
+
+
+def _name(host: str) -> str:
+    name = host.removesuffix(".").lower()
+    labels = name.split(".")
+    if not name or len(name) > MAX_NAME or any(len(each) > MAX_LABEL or not _LABEL.fullmatch(each) for each in labels):
+        raise _refused(f"'{_shown(host)}' is not the name of a host")
+    # Some programs take such names for addresses, in octal, hexadecimal, or with parts left out.
+    if _NUMBER.fullmatch(labels[-1]):
+        raise _refused(f"'{_shown(host)}' is not the name of a host", "write an address as four decimal numbers")
+    for label in labels:
+        if label.startswith("xn--") and not _is_international(label):
+            raise _refused(f"'{_shown(label)}' is not the xn-- form of a name")
+    return name
+
+
+def _is_international(label: str) -> bool:
+    try:
+        return idna.alabel(idna.ulabel(label)) == label.encode()
+    except (idna.IDNAError, UnicodeError):
+        return False
+
+
+def _shown(text: str) -> str:
+    return text[:100].encode("unicode_escape").decode("ascii")
+
+
+def _refused(reason: str, hint: str | None = None) -> Refused:
+    return Refused(reason, code="bad_request", status=400, hint=hint)

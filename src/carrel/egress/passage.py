@@ -1,0 +1,255 @@
+"""What the connections of one sandbox share: its plan, its rules, its budget, and the one way a connection is opened.
+
+Nothing is dialled here that was not decided, looked up once, checked address by address, and told to the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Protocol
+
+from carrel.egress import addresses
+from carrel.egress.budget import Budget, Meter
+from carrel.egress.index.front import Front
+from carrel.egress.index.packages import Budget as InstallBudget
+from carrel.egress.index.packages import Packages
+from carrel.egress.plan import Index, Plan
+from carrel.egress.rules import Rules
+from carrel.egress.terms import Access, Address, Ask, Dial, Refused, Report, Resolve, Said, Target
+
+RELAY_PORT = 3128
+"""Where the proxy listens on the loopback of every sandbox."""
+
+
+_MOST_REMEMBERED = 4096
+
+
+class Inspect(Protocol):
+    """Opens the TLS of a tunnel and looks at each request."""
+
+    async def __call__(
+        self, client: socket.socket, upstream: socket.socket, target: Target, passage: Passage, tunnel: Access
+    ) -> None:
+        """Serve the tunnel to its end. Every byte the client sent after its CONNECT is still unread in `client`, and
+        the name in its ClientHello was checked. Closes neither socket.
+        """
+
+
+@dataclass(slots=True)
+class _Running:
+    access: Access
+    task: asyncio.Task[object] | None
+    entered: bool
+
+
+class Passage:
+    """The way out of one sandbox."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        resolve: Resolve,
+        dial: Dial,
+        ask: Ask,
+        report: Report,
+        front: Front | None = None,
+        inspect: Inspect | None = None,
+        own_port: int = RELAY_PORT,
+    ):
+        self.plan = plan
+        self.rules = _rules(plan)
+        self.budget = Budget(self.rules.limits)
+        self.report = report
+        self.front = front
+        self.inspect = inspect
+        self._resolve = resolve
+        self._dial = dial
+        self._ask = ask
+        self._own_port = own_port
+        self._installs = InstallBudget()
+        self._running: dict[int, _Running] = {}
+        self._remembered: dict[tuple[Target, Address | None], Said] = {}
+
+    async def open(self, access: Access, target: Target) -> socket.socket:
+        """A connection to the target, non-blocking and owned by the caller, who calls `close` once it has ended.
+
+        The access is reported, also one that is refused, which is closed at once. Raises `Refused`. A later policy
+        that denies the target cancels the task that called this.
+        """
+        access.target = target
+        try:
+            self.budget.enter()
+        except Refused as refusal:
+            self.refuse(access, refusal)
+            raise
+        try:
+            found = await self._decide(access, target)
+        except BaseException as error:
+            self.budget.leave()
+            self.refuse(access, error)
+            raise
+        access.address = str(found[0])  # the log tells where it is going before it goes
+        self._begin(access, entered=True)
+        try:
+            return await self._dial(target, found, access)
+        except BaseException as error:
+            self.close(access, error)
+            raise
+
+    async def again(self, access: Access, target: Target, before: Access) -> None:
+        """One more request over a connection that `before` opened to the same target: decided by itself, and reported
+        as `open` does, but nothing is looked up or dialled. Raises `Refused`.
+        """
+        access.target, access.address, access.upstream = target, before.address, before.upstream
+        try:
+            await self._consent(access, target, self._said(target))
+        except BaseException as error:
+            self.refuse(access, error)
+            raise
+        self._begin(access, entered=False)
+
+    def begin(self, access: Access) -> None:
+        """Report an access that somebody else allowed, and that needs no connection of its own. Raises `Refused`."""
+        self._begin(access, entered=False)
+
+    def refuse(self, access: Access, error: BaseException) -> None:
+        """Report an access that does not happen. `open` and `again` do so themselves."""
+        access.result = _code(error)
+        if isinstance(error, Refused) and not (access.said.verdict == "deny" and access.said.reason):
+            access.said = _denied(error)
+        access.ended = time.time()
+        with suppress(Refused):  # what cannot be written down is refused, as this is
+            self.report.opened(access)
+            self.report.closed(access)
+
+    def close(self, access: Access, error: BaseException | None = None) -> None:
+        """The access has ended, perhaps because something went wrong. Does nothing for one that is not running."""
+        running = self._running.pop(id(access), None)
+        if running is None:
+            return
+        if running.entered:
+            self.budget.leave()
+        if error is not None and access.result == "ok":
+            access.result = _code(error)
+            if isinstance(error, Refused) and error.status in (403, 421, 429):
+                access.said = _denied(error)
+        access.ended = time.time()
+        self.report.closed(access)
+
+    def meter(self, access: Access) -> Meter:
+        """Counts the bytes of an access that was opened."""
+        most = None if access.target is None else self.rules.most_received(access.target)
+        return Meter(access, self.budget, most)
+
+    def packages(self) -> Packages:
+        """What the sandbox may install, and from where."""
+        rules = self.rules.packages
+        if rules.registries is None:
+            indexes = self.plan.indexes
+        else:
+            indexes = tuple(Index(each.name, each.url, each.trusted) for each in rules.registries)
+        return Packages(indexes, rules.blocked, rules.allowed, rules.max_install_bytes, rules.enabled, self._installs)
+
+    def change(self, plan: Plan) -> None:
+        """Another policy holds from now on. What runs to where it now denies is cut."""
+        self.plan, self.rules = plan, _rules(plan)
+        self._remembered.clear()
+        self.budget.change(self.rules.limits)
+        for running in list(self._running.values()):
+            said = self._still(running.access)
+            if said.verdict == "deny" and running.task is not None:
+                if running.access.result == "ok":
+                    running.access.result = "denied_by_policy"
+                running.access.said = said
+                running.task.cancel()
+
+    def _still(self, access: Access) -> Said:
+        if access.target is None:
+            return access.said
+        said = self._said(access.target)
+        if said.verdict != "deny" and access.address is not None:
+            return self._said(access.target, ip_address(access.address))
+        return said
+
+    # deciding
+
+    def _said(self, target: Target, address: Address | None = None) -> Said:
+        """What the rules say of a target, or of an address found for it. They say the same until they change."""
+        said = self._remembered.get((target, address))
+        if said is None:
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            said = self.rules.decide(target) if address is None else self.rules.check_address(target, address)
+            self._remembered[target, address] = said
+        return said
+
+    async def _decide(self, access: Access, target: Target) -> Sequence[Address]:
+        """The addresses to dial, every one of them checked. Notes in the access what was said."""
+        rules = self.rules
+        said = self._said(target)
+        await self._consent(access, target, said)
+        asked = said.verdict == "ask"
+        found: Sequence[Address]
+        found = (target.literal,) if target.literal is not None else await self._resolve(target.host)
+        if not found:
+            raise Refused(f"{target.host} has no address", code="unreachable", status=502)
+        for address in found:
+            self._check_own(access, target, address)
+            said = self._said(target, address)
+            if said.verdict == "deny" or (said.verdict == "ask" and not asked):
+                await self._consent(access, target, said)
+                asked = True
+        if self.rules is not rules and (said := self._said(target)).verdict == "deny":
+            await self._consent(access, target, said)
+        return found
+
+    async def _consent(self, access: Access, target: Target, said: Said) -> None:
+        access.said = said
+        if said.verdict == "ask":
+            access.said = await self._ask(self.plan.sandbox, target, said)
+        if access.said.verdict != "allow":
+            raise Refused.by(access.said)
+
+    def _check_own(self, access: Access, target: Target, address: Address) -> None:
+        """The proxy is no target of its own: with one request, a sandbox could use up all it has."""
+        if target.port != self._own_port:
+            return
+        meant = addresses.plain(address)
+        if meant.is_loopback or meant.is_unspecified:
+            hint = "connect to loopback directly, without the proxy"
+            access.said = Said("deny", f"{target} is the proxy itself", hint=hint)
+            raise Refused.by(access.said)
+
+    def _begin(self, access: Access, *, entered: bool) -> None:
+        try:
+            self.report.opened(access)
+        except BaseException:
+            if entered:
+                self.budget.leave()
+            raise
+        self._running[id(access)] = _Running(access, asyncio.current_task(), entered)
+
+
+def _rules(plan: Plan) -> Rules:
+    return Rules(plan.policy(), indexes=plan.indexes)
+
+
+def _denied(error: Refused) -> Said:
+    return Said("deny", error.reason, error.rule, error.source, error.hint, error.approval)
+
+
+def _code(error: BaseException) -> str:
+    if isinstance(error, Refused):
+        return error.code
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    if isinstance(error, TimeoutError):
+        return "timed_out"
+    return "reset" if isinstance(error, OSError) else "platform_error"

@@ -1,0 +1,264 @@
+"""The egress process: takes sandboxes from the control plane and lets them out, each by its own rules.
+
+It outlives a control plane that is killed: connections go on, what a person has to be asked is refused, and what is
+logged is kept until the next control plane takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import uvloop
+
+from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message, content
+from carrel.egress.gateway import Gateway
+from carrel.egress.index.cache import Cache
+from carrel.egress.index.front import Front
+from carrel.egress.index.host import host_proxy
+from carrel.egress.index.upstream import Upstream
+from carrel.egress.inspecting import Inspecting
+from carrel.egress.ledger import Item, Ledger
+from carrel.egress.passage import Passage
+from carrel.egress.plan import Plan
+from carrel.egress.resolver import Resolver, names_are_whole
+from carrel.egress.terms import Said, Target
+from carrel.egress.upstreams import Health, Upstreams
+
+log = logging.getLogger("carrel.egress")
+
+DRAIN_S = 30.0
+"""How long running connections may go on when the process is told to end."""
+
+
+class Egress:
+    """Every sandbox of this process."""
+
+    def __init__(self, cache: Cache, resolver: Resolver, inspect: Inspecting, *, proxy: str | None = None):
+        self._indexes = Upstream(proxy=proxy)
+        self._front = Front(cache, fetch=self._indexes)
+        self._resolver = resolver
+        self._inspect = inspect
+        self._health = Health()
+        self._ledger = Ledger()
+        self._gateways: dict[str, tuple[Gateway, Passage]] = {}
+        self._channel: Channel | None = None
+        self._questions: dict[int, asyncio.Future[Said]] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.ended = asyncio.Event()
+
+    # the control plane
+
+    def meet(self, connection: socket.socket) -> None:
+        """A control plane has come; the one before is gone, or will be."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = channel = Channel(connection, self._told, self._left)
+        self._ledger.listen(partial(self._tell, channel))
+
+    def _tell(self, channel: Channel, place: int, items: list[Item]) -> bool:
+        try:
+            channel.send({"op": "log", "upto": place, "items": items})
+        except ChannelClosed:
+            return False
+        return True
+
+    def _left(self) -> None:
+        self._channel = None
+        self._ledger.tell = None
+        for question in self._questions.values():
+            if not question.done():
+                question.set_result(_nobody())
+        if not self._gateways:
+            self.ended.set()
+
+    def _told(self, message: Message, fds: list[int]) -> None:
+        act: dict[object, Callable[[Message, list[int]], object]] = {
+            "attach": self._attach,
+            "change": self._change,
+            "detach": self._detach,
+            "answer": self._answer,
+            "ack": self._ack,
+            "describe": self._describe,
+            "drain": self._drain,
+        }
+        known = act.get(message.get("op"))
+        answer: dict[str, object] = {"op": "done"}
+        try:
+            if known is None:
+                raise ValueError(f"the proxy does not know '{message.get('op')}'")
+            more = known(message, fds)
+            answer |= more if isinstance(more, dict) else {}
+        except Exception as error:
+            log.exception("the control plane's '%s' failed", message.get("op"))
+            answer = {"op": "failed", "error": f"{type(error).__name__}: {error}"[:1000]}
+        finally:
+            for each in fds:
+                with suppress(OSError):
+                    os.close(each)
+        if "seq" in message and self._channel is not None:
+            with suppress(ChannelClosed):
+                self._channel.send({**answer, "seq": message["seq"]})
+
+    def _attach(self, message: Message, fds: list[int]) -> None:
+        plan = Plan.unpack(content(fds.pop(0)))
+        known = self._gateways.get(plan.sandbox)
+        if known is not None:
+            known[1].change(plan)
+            return
+        listener = socket.socket(fileno=fds.pop(0))
+        try:
+            passage = Passage(
+                plan,
+                resolve=self._resolver.share(),
+                dial=Upstreams(plan.upstreams, self._health),
+                ask=self._ask,
+                report=self._ledger,
+                front=self._front,
+                inspect=self._inspect,
+            )
+            gateway = Gateway(listener, passage)
+        except BaseException:
+            listener.close()
+            raise
+        self._gateways[plan.sandbox] = (gateway, passage)
+        gateway.start()
+
+    def _change(self, message: Message, fds: list[int]) -> None:
+        plan = Plan.unpack(content(fds.pop(0)))
+        known = self._gateways.get(plan.sandbox)
+        if known is None:
+            raise ValueError("it is not attached")
+        known[1].change(plan)
+
+    def _detach(self, message: Message, _fds: list[int]) -> None:
+        known = self._gateways.pop(str(message["sandbox"]), None)
+        if known is not None:
+            known[0].close()
+
+    def _answer(self, message: Message, _fds: list[int]) -> None:
+        question = self._questions.get(message["ask"])
+        if question is not None and not question.done():
+            question.set_result(Said(**message["said"]))
+
+    def _ack(self, message: Message, _fds: list[int]) -> None:
+        self._ledger.acknowledged(int(message["upto"]))
+
+    def _describe(self, _message: Message, _fds: list[int]) -> dict[str, object]:
+        return {"version": VERSION, "pid": os.getpid(), "sandboxes": sorted(self._gateways)}
+
+    def _drain(self, message: Message, _fds: list[int]) -> None:
+        task = asyncio.get_running_loop().create_task(self.drain(float(message.get("seconds", DRAIN_S))))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, sandbox: str, target: Target, said: Said) -> Said:
+        if self._channel is None:
+            return _nobody()
+        number = next(self._numbers)
+        question: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
+        self._questions[number] = question
+        try:
+            self._channel.send(
+                {
+                    "op": "ask",
+                    "ask": number,
+                    "sandbox": sandbox,
+                    "host": target.host,
+                    "port": target.port,
+                    "reason": said.reason[:500],
+                }
+            )
+            return await question
+        except ChannelClosed:
+            return _nobody()
+        finally:
+            del self._questions[number]
+
+    # its own life
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, let what runs finish, then end."""
+        gateways = [gateway for gateway, _ in self._gateways.values()]
+        self._gateways.clear()
+        await asyncio.gather(*(gateway.drain(seconds) for gateway in gateways), return_exceptions=True)
+        for gateway in gateways:
+            gateway.close()
+        self.ended.set()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve control planes that come to a listening socket, one after the other, until told to end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ended.set)
+        listener.setblocking(False)
+        self._health.start()
+        loop.add_reader(listener, self._come, listener)
+        try:
+            await self.ended.wait()
+            loop.remove_reader(listener)
+            for gateway, _ in self._gateways.values():
+                gateway.close()
+            self._ledger.flush()
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+            await self._health.close()
+            await self._indexes.aclose()
+            await self._resolver.close()
+
+    def _come(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        self.meet(connection)
+
+
+def _nobody() -> Said:
+    return Said(
+        "deny",
+        "a person would have to allow this host, and nobody can be asked now",
+        hint="try again in a moment",
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run until told to end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listen-fd", type=int, required=True, help="the socket control planes come to")
+    parser.add_argument("--cache", required=True, help="where packages are kept")
+    parser.add_argument("--cache-mb", type=int, default=4096, help="how much of them")
+    parser.add_argument("--nameserver", action="append", default=[], help="whom to ask for names, not the system")
+    parser.add_argument("--roots", help="more authorities that inspected hosts may have their certificates from")
+    given = parser.parse_args(arguments)
+    names_are_whole()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    listener = socket.socket(fileno=given.listen_fd)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection takes two
+
+    async def serve() -> None:
+        cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
+        roots = None if given.roots is None else await asyncio.to_thread(_text, given.roots)
+        proxy = await asyncio.to_thread(host_proxy)
+        egress = Egress(cache, Resolver(given.nameserver), Inspecting(roots=roots), proxy=proxy)
+        await egress.run(listener)
+
+    uvloop.run(serve())
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()

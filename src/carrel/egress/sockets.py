@@ -1,0 +1,172 @@
+"""Waiting on raw sockets: what a peer has sent is looked at where it lies, and taken only by who needs it.
+
+So a byte that was checked is still unread when the tunnel begins. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import IPv6Address
+from typing import TypeVar
+
+from carrel.egress.terms import Address
+
+T = TypeVar("T")
+
+IDLE_S = 15 * 60.0
+"""A connection on which nothing moves for so long is ended."""
+
+_FREE_LOOKS, _PAUSE_S = 16, 0.02
+"""Who sends a head byte by byte is looked at less often, or each byte would cost as much as the whole."""
+_FIRST_LOOK = 8192
+_FAREWELL_S, _FAREWELL_BYTES = 2.0, 4 << 20
+
+
+class Ended(ConnectionError):
+    """The peer has ended before what was waited for had come."""
+
+
+async def readable(connection: socket.socket, patience_s: float | None = None) -> None:
+    """Wait until something can be read, be it the end. Raises `TimeoutError`."""
+    loop, descriptor = asyncio.get_running_loop(), connection.fileno()
+    future: asyncio.Future[None] = loop.create_future()
+    timer = None if patience_s is None else loop.call_later(patience_s, _expire, future)
+    loop.add_reader(descriptor, _wake, future)
+    try:
+        await future
+    finally:
+        loop.remove_reader(descriptor)
+        if timer is not None:
+            timer.cancel()
+
+
+async def writable(connection: socket.socket, patience_s: float | None = None) -> None:
+    """Wait until something can be written. Raises `TimeoutError`."""
+    loop, descriptor = asyncio.get_running_loop(), connection.fileno()
+    future: asyncio.Future[None] = loop.create_future()
+    timer = None if patience_s is None else loop.call_later(patience_s, _expire, future)
+    loop.add_writer(descriptor, _wake, future)
+    try:
+        await future
+    finally:
+        loop.remove_writer(descriptor)
+        if timer is not None:
+            timer.cancel()
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _expire(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError("the peer takes too long"))
+
+
+async def connect(address: Address, port: int, patience_s: float | None = None) -> socket.socket:
+    """A connection to an address. Raises `OSError`, `TimeoutError`.
+
+    The loop's own `sock_connect` would look the address up in a thread.
+    """
+    family = socket.AF_INET6 if isinstance(address, IPv6Address) else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        where = (str(address), port)
+        failure = connection.connect_ex(where)
+        if failure == errno.EINPROGRESS:
+            failure = connection.connect_ex(where)  # a peer on this machine has answered by now
+        if failure == errno.EALREADY:
+            await writable(connection, patience_s)
+            failure = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+async def look(
+    connection: socket.socket, read: Callable[[bytes], T | None], most: int, patience_s: float, *, later: bool = False
+) -> T:
+    """Show `read` what the peer has sent, from the first unread byte on, until it makes something of it. Takes nothing.
+
+    `later`: the peer has just been asked, so that nothing can be there yet. Raises `TimeoutError`, and `Ended` when no
+    more will come or when `most` bytes do not suffice.
+    """
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + patience_s
+    seen = looks = 0
+    size = min(most, _FIRST_LOOK)
+    if later:
+        await readable(connection, patience_s)
+    try:
+        while True:
+            try:
+                data = connection.recv(size, socket.MSG_PEEK)
+            except BlockingIOError:
+                await readable(connection, ends - loop.time())
+                continue
+            if len(data) == seen:
+                raise Ended("the peer has ended")
+            found = read(data)
+            if found is not None:
+                return found
+            if len(data) == size < most:
+                size = most
+                continue
+            seen, looks = len(data), looks + 1
+            if seen >= most:
+                raise Ended("the peer has sent too much")
+            # Wakes only for more than was seen, or for the end.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, seen + 1)
+            if looks > _FREE_LOOKS:
+                await asyncio.sleep(_PAUSE_S)
+            await readable(connection, ends - loop.time())
+    finally:
+        if seen:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+
+def take(connection: socket.socket, size: int) -> bytes:
+    """Bytes that were looked at."""
+    data = connection.recv(size)
+    while len(data) < size:
+        data += connection.recv(size - len(data))
+    return data
+
+
+async def send(connection: socket.socket, data: bytes) -> None:
+    """Send everything. Raises `TimeoutError` when the peer takes nothing for too long."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest) :]
+        except BlockingIOError:
+            await writable(connection, IDLE_S)
+
+
+async def farewell(connection: socket.socket) -> None:
+    """End it so that the peer gets the last words: what it still sends is thrown away for a moment, since closing with
+    unread bytes would take back what was said.
+    """
+    with suppress(OSError, TimeoutError):
+        connection.shutdown(socket.SHUT_WR)
+        left, loop = _FAREWELL_BYTES, asyncio.get_running_loop()
+        ends = loop.time() + _FAREWELL_S
+        while left > 0 and loop.time() < ends:
+            try:
+                thrown = len(connection.recv(65536))
+            except BlockingIOError:
+                await readable(connection, ends - loop.time())
+                continue
+            if not thrown:
+                return
+            left -= thrown

@@ -1,0 +1,126 @@
+"""User-mode NAT for sandboxes with a network `bridge`: a `slirp4netns` each, between its namespace and the host's.
+
+What a sandbox sends leaves the host as connections of the user who runs carrel. The host's loopback is out of reach and
+there is no IPv6; but slirp4netns has no list of forbidden ranges, so whatever else that user can connect to, private
+networks and metadata services included, so can the sandbox, past every rule and every log. That is why an operator has
+to switch it on. It runs confined by mounts and seccomp of its own, and ends with its sandbox, whoever else has died:
+the zygote holds the other end of a pipe that it watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import subprocess
+
+from carrel.errors import PlatformError
+from carrel.isolation import cgroups, probe
+from carrel.providers import processes
+from carrel.providers.base import Handle
+
+RESOLVER = "nameserver 10.0.2.3\n"
+"""What stands in `/etc/resolv.conf`: slirp4netns passes questions on to the host's own resolver."""
+
+DEADLINE_S = 20.0
+PATIENCE_S = 5.0
+_LOG_SIZE = 4096
+_PID, _START = "bridge_pid", "bridge_start_time"
+
+
+class Bridges:
+    """The bridges a provider has built."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+
+    async def build(self, network: int, lifeline: int, users: int) -> Handle:
+        """Connect a network namespace; what a handle must say of it. The descriptors stay the caller's."""
+        loop = asyncio.get_running_loop()
+        ready, tell = os.pipe()
+        log = _bounded_log()
+        answered: asyncio.Future[bytes] = loop.create_future()
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            process = _spawn(network, lifeline, users, tell, log)
+            os.close(tell)
+            tell = -1
+            loop.add_reader(ready, lambda: None if answered.done() else answered.set_result(os.read(ready, 8)))
+            async with asyncio.timeout(DEADLINE_S):
+                if not await answered:
+                    raise PlatformError(f"slirp4netns did not start: {_read(log)}")
+            self._children[process.pid] = process
+            return {_PID: process.pid, _START: cgroups.start_time(process.pid)}
+        except BaseException as error:
+            if process is not None:
+                process.kill()
+                process.wait()
+            if isinstance(error, TimeoutError):
+                raise PlatformError(f"slirp4netns was not ready in time: {_read(log)}") from None
+            if isinstance(error, OSError):
+                raise PlatformError(f"slirp4netns could not be run: {error}") from error
+            raise
+        finally:
+            loop.remove_reader(ready)
+            for descriptor in (ready, log, *((tell,) if tell >= 0 else ())):
+                os.close(descriptor)
+
+    async def gone(self, handle: Handle) -> None:
+        """Wait for the end of the bridge of a sandbox that has ended, if it had one."""
+        pid, start_time = handle.get(_PID), handle.get(_START)
+        if isinstance(pid, int) and isinstance(start_time, int):
+            try:
+                await processes.end(pid, start_time, patience_s=PATIENCE_S)
+            except TimeoutError:
+                raise PlatformError(f"the bridge of sandbox {handle['id']} could not be ended") from None
+            process = self._children.pop(pid, None)
+            if process is not None:
+                process.wait()
+
+    def close(self) -> None:
+        """Leave those that run to their sandboxes."""
+        for process in self._children.values():
+            if process.poll() is None:
+                process.returncode = 0  # not ours to wait for any more
+        self._children.clear()
+
+
+def _spawn(network: int, lifeline: int, users: int, ready: int, log: int) -> subprocess.Popen[bytes]:
+    command = [
+        "slirp4netns",
+        "--configure",
+        "--mtu=65520",
+        "--disable-host-loopback",
+        "--enable-sandbox",
+        "--enable-seccomp",
+        f"--exit-fd={lifeline}",
+        f"--ready-fd={ready}",
+        "--netns-type=path",
+        f"/proc/self/fd/{network}",
+        "tap0",
+    ]
+    if os.geteuid() != 0:  # as root of the zygote's user namespace it may enter those below, and confine itself
+        command = ["nsenter", "--preserve-credentials", f"--user=/proc/self/fd/{users}", "--", *command]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[network, lifeline, users, ready],
+        env={"PATH": os.pathsep.join(probe.PATH), "LANG": "C.UTF-8"},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def _bounded_log() -> int:
+    """Memory that takes the first words and refuses the rest: a sandbox can make slirp4netns complain forever."""
+    log = os.memfd_create("slirp4netns", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(log, _LOG_SIZE)
+    fcntl.fcntl(log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return log
+
+
+def _read(log: int) -> str:
+    words = os.pread(log, _LOG_SIZE, 0).rstrip(b"\0").decode(errors="replace")
+    return "; ".join(line for line in words.splitlines()[-5:] if line.strip()) or "no reason given"

@@ -1,0 +1,84 @@
+"""The variables that every command of a sandbox starts with: who it is, and how its tools find the way out.
+
+Pure: it knows names and values that tools read, not whether anybody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NO_PROXY = "localhost,127.0.0.1,::1"
+CERTIFICATES = "/run/secrets/carrel-ca.pem"
+"""The certificates that tools trust where connections are looked into. Whoever can write secrets puts them there."""
+
+NODE_PRELOAD = "/etc/carrel/node.cjs"
+"""A program for Node that whoever builds the sandbox's root puts there: without it, no Node would start."""
+
+_TRUSTING = (
+    "SSL_CERT_FILE",  # OpenSSL and what is built on it: Python, httpx, aiohttp, uv, Go, Ruby
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "GIT_SSL_CAINFO",
+    "PIP_CERT",
+    "NODE_EXTRA_CA_CERTS",
+    "AWS_CA_BUNDLE",
+    "CARGO_HTTP_CAINFO",
+    "DENO_CERT",
+    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+)
+
+
+def variables(
+    *, workspace: str, home: str, path: str, relay_port: int | None, trust: bool, given: Mapping[str, str]
+) -> dict[str, str]:
+    """All of them; what the caller gives wins."""
+    return {
+        "PATH": path,
+        "HOME": home,
+        "USER": "agent",
+        "LOGNAME": "agent",
+        "SHELL": "/bin/sh",
+        "LANG": "C.UTF-8",
+        "WORKSPACE": workspace,
+        **({} if relay_port is None else way_out(relay_port)),
+        **(dict.fromkeys(_TRUSTING, CERTIFICATES) if trust else {}),
+        **given,
+    }
+
+
+def way_out(port: int) -> dict[str, str]:
+    """What tools need to know of the relay on the sandbox's loopback. It speaks HTTP and SOCKS5 on one port.
+
+    Most read the proxy variables: curl, git, pip, uv, npm, requests, httpx, urllib, cargo, Go, aiohttp with
+    `trust_env`. Both cases, because curl takes `http_proxy` only in lower case and others look only for upper case.
+    """
+    relay = f"http://127.0.0.1:{port}"
+    proxies = {
+        "HTTP_PROXY": relay,
+        "HTTPS_PROXY": relay,
+        # Not socks5h://, although it is spoken: httpx refuses to make any client at all when this names a SOCKS proxy
+        # and the package `socksio` is not there, and requests and aiohttp need packages of their own too. What speaks
+        # neither HTTP nor TLS is rare, and can be told of SOCKS by whoever runs it.
+        "ALL_PROXY": relay,
+        "WS_PROXY": relay,  # aiohttp looks up a proxy by the scheme of the address
+        "WSS_PROXY": relay,
+        "NO_PROXY": NO_PROXY,
+    }
+    return {
+        **proxies,
+        **{name.lower(): value for name, value in proxies.items()},
+        # The package front is the relay itself, asked as a server and not as a proxy: the address is in NO_PROXY, and
+        # pip takes loopback for safe without TLS.
+        "PIP_INDEX_URL": f"{relay}/simple/",
+        "UV_DEFAULT_INDEX": f"{relay}/simple/",
+        # Questions nobody asked, to a host that may not be allowed.
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "npm_config_update_notifier": "false",
+        # npm reads the proxy variables by itself, Yarn from version 2 on only these.
+        "YARN_HTTP_PROXY": relay,
+        "YARN_HTTPS_PROXY": relay,
+        # Node from 22.21 and 24 on is told by the first; the second does the same for an older one.
+        "NODE_USE_ENV_PROXY": "1",
+        "NODE_OPTIONS": f"--require={NODE_PRELOAD}",
+    }

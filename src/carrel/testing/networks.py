@@ -1,0 +1,118 @@
+"""The checks of what a sandbox reaches. Inside they need `bash`, which can open connections by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from carrel.models import Network
+from carrel.providers import Capability
+from carrel.testing.checks import check
+from carrel.testing.harness import Harness, Running
+
+_GREETING = b"carrel was reached\n"
+_INTERFACES = "cut -d: -f1 /proc/net/dev | tail -n +3 | tr -d ' '"
+
+
+@asynccontextmanager
+async def _listening(address: str) -> AsyncIterator[int]:
+    """Somebody on the host who greets whoever connects: the port."""
+
+    async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(_GREETING)
+        writer.close()
+
+    server = await asyncio.start_server(greet, address, 0)
+    async with server:
+        yield int(server.sockets[0].getsockname()[1])
+
+
+async def _reaches(box: Running, address: str, port: int) -> bool:
+    result = await box.run(["bash", "-c", f"exec 3<>/dev/tcp/{address}/{port} && timeout 5 cat <&3"], timeout=15)
+    return result.stdout.encode() == _GREETING
+
+
+def _outward_address() -> str | None:
+    """The address this host is known by outside; None when it leads nowhere. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+async def _leads_nowhere(box: Running) -> None:
+    for command, expected in (
+        (_INTERFACES, "lo\n"),
+        ("tail -n +2 /proc/net/route", ""),
+        ("grep nameserver /etc/resolv.conf", ""),
+    ):
+        said = (await box.run(command)).stdout
+        assert said == expected, f"{command}: {said!r}"
+    async with _listening("127.0.0.1") as port:
+        assert not await _reaches(box, "127.0.0.1", port), "the host's loopback is reached"
+
+
+@check(Capability.NETWORK_NONE)
+async def no_network(harness: Harness) -> None:
+    """Without a network there is loopback and nothing else, and nobody listens there."""
+    async with harness.sandbox(network=Network.NONE) as box:
+        await _leads_nowhere(box)
+        listening = await box.run("tail -qn +2 /proc/net/tcp /proc/net/tcp6 /proc/net/udp /proc/net/udp6")
+        assert listening.stdout == "", listening.stdout
+        assert await harness.provider.way_out(box.handle) is None
+
+
+@check(Capability.NETWORK_ALLOWLIST)
+async def allowlist(harness: Harness) -> None:
+    """With an allow list the one way out is the address its tools are told, and it leads to us and to nobody else."""
+    async with harness.sandbox(network=Network.ALLOWLIST) as box, harness.sandbox(network=Network.ALLOWLIST) as other:
+        await _leads_nowhere(box)
+        ways = [await harness.provider.way_out(one.handle) for one in (box, other)]
+        assert None not in ways, "there is no way out"
+        mine, others = (socket.socket(fileno=way) for way in ways)
+        with mine, others:
+            for one in (mine, others):
+                one.setblocking(False)
+            knock = "exec 3<>/dev/tcp/127.0.0.1/${http_proxy##*:}; echo hello >&3; timeout 10 cat <&3"
+            command = await box.start(["bash", "-c", knock])
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(20):
+                connection, _ = await loop.sock_accept(mine)
+                with connection:
+                    connection.setblocking(False)
+                    assert await loop.sock_recv(connection, 100) == b"hello\n"
+                    await loop.sock_sendall(connection, _GREETING)
+            assert (await box.result(command.id)).stdout.encode() == _GREETING
+            try:
+                others.accept()
+            except BlockingIOError:
+                return
+            raise AssertionError("another sandbox's way out was reached")
+
+
+@check(Capability.NETWORK_BRIDGE)
+async def bridge(harness: Harness) -> None:
+    """A bridged network leads out, but not to the host's loopback."""
+    async with harness.sandbox(network=Network.BRIDGE) as box:
+        assert (await box.run(_INTERFACES)).stdout != "lo\n"
+        assert "nameserver" in (await box.run("cat /etc/resolv.conf")).stdout
+        gateway = (await box.run("awk '$2 == \"00000000\" {print $3}' /proc/net/route")).stdout.strip()
+        assert gateway, "there is no route that leads out"
+        async with _listening("127.0.0.1") as port:
+            for address in ("127.0.0.1", socket.inet_ntoa(bytes.fromhex(gateway)[::-1])):
+                assert not await _reaches(box, address, port), f"the host's loopback is reached by {address}"
+        outward = _outward_address()
+        if outward is not None:
+            async with _listening(outward) as port:
+                assert await _reaches(box, outward, port), "nothing outside is reached"
+
+
+@check(Capability.NETWORK_HOST)
+async def host_network(harness: Harness) -> None:
+    """The host's network is the host's, with its loopback."""
+    async with harness.sandbox(network=Network.HOST) as box, _listening("127.0.0.1") as port:
+        assert await _reaches(box, "127.0.0.1", port)

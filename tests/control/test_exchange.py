@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import base64
+import json
+from urllib.parse import parse_qs, unquote_to_bytes
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrel.control.exchange import (
+    asked,
+    check,
+    checked_end,
+    checked_path,
+    checked_result,
+    command_body,
+    json_object,
+    query_of,
+    result_size,
+    segment_of,
+    size_of,
+)
+from carrel.control.frames import Chunk
+from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
+from carrel.models import CommandInfo, CommandRequest, FileInfo
+
+RESULT = {"id": "c", "stdout": "", "stderr": "", "exit_code": 0, "duration_ms": 1.0}
+
+
+def test_a_command_has_a_deadline() -> None:
+    body, timeout = command_body(CommandRequest(command="true", timeout=5), 7.0)
+    assert (json.loads(body)["timeout"], timeout) == (5, 5)
+    assert command_body(CommandRequest(command="true"), 7.0)[1] == 7.0
+    assert command_body(CommandRequest(command="true"), None)[1] == 300.0
+
+
+def test_what_decides_what_a_command_does_is_asked() -> None:
+    assert asked(CommandRequest(command=["ls"], cwd="a", output_limit=3)) == {"command": ["ls"], "cwd": "a"}
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=20))
+def test_any_text_comes_back_out_of_a_query(text: str) -> None:
+    assert parse_qs(query_of(path=text, n=3, flag=True, no=None)[1:], keep_blank_values=True) == {
+        "path": [text],
+        "n": ["3"],
+        "flag": ["1"],
+    }
+
+
+def test_a_path_goes_as_its_bytes() -> None:
+    path = b"caf\xe9".decode(errors="surrogateescape")
+    assert unquote_to_bytes(query_of(path=checked_path(path)).removeprefix("?path=")) == b"caf\xe9"
+    assert query_of(path=None) == ""
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "x" * 4097, "\ud800"])
+def test_what_cannot_be_a_path(path: str) -> None:
+    with pytest.raises(InvalidPath):
+        checked_path(path)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "é", "x" * 129, "a?b"])
+def test_what_cannot_be_a_command_id(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        segment_of(name)
+    assert segment_of("cmd-1_a") == "cmd-1_a"
+
+
+def test_nonsense_is_not_believed() -> None:
+    for nonsense in (None, [], {"path": 1}, "x"):
+        with pytest.raises(SandboxLost):
+            check(FileInfo, nonsense)
+    with pytest.raises(SandboxLost):
+        json_object(b"{")
+    with pytest.raises(SandboxLost):
+        checked_end(Chunk("end", b"{}"))
+    with pytest.raises(SandboxLost):
+        checked_result(b"[]")
+
+
+def test_only_the_control_plane_knows_of_memory() -> None:
+    assert checked_result(json.dumps({**RESULT, "oom_killed": True}).encode()).oom_killed is False
+
+
+def test_an_end_is_given_as_it_was_checked() -> None:
+    info = {"id": "c", "command": "true", "running": False, "pid": None, "terminal": False, "output_bytes": 0}
+    info |= {"started_at": "2030-01-01T00:00:00Z", "duration_ms": 1.0, "more": "x"}
+    end = checked_end(Chunk("end", json.dumps(info).encode()))
+    assert "more" not in json.loads(end.data)
+    assert CommandInfo.model_validate_json(end.data).id == "c"
+
+
+@given(st.binary(max_size=50))
+def test_sizes_are_those_of_the_bytes(data: bytes) -> None:
+    encoded = base64.b64encode(data).decode()
+    assert size_of(data.decode(errors="replace"), encoded) == len(data)
+    text = data.decode("latin-1")
+    assert size_of(text) == len(text.encode())
+    assert size_of(None) == 0
+    assert result_size(len(data)) > 8 * len(data)
+
+
+def test_a_size_that_is_a_lie() -> None:
+    with pytest.raises(SandboxLost):
+        size_of("", "a")

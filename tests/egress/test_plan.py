@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from carrel.egress.plan import Index, Injected, Plan, Upstream
+from carrel.policy import settings, sources
+from carrel.policy.layers import Layer
+
+SETTINGS = settings.load('{"permissions": {"allow": ["network(outbound:a.example)"], "deny": ["shell(curl:*)"]}}')
+SOURCES = sources.load(
+    '{"web_access": {"allowed_domains": ["*.b.example"], "allowed_ports": [443], "credentials":'
+    ' [{"host": "api.b.example", "secret": "key", "methods": ["GET"], "paths": ["/v1"]}]},'
+    ' "git": {"allowed_remotes": ["https://c.example/*"], "max_clone_size_mb": 5}}'
+)
+
+
+def test_a_plan_survives_the_way_to_the_proxy() -> None:
+    plan = Plan(
+        "sbx-1",
+        "c",
+        (Layer("server", None, SOURCES, "/etc/sources.json"), Layer("settings.json", SETTINGS)),
+        (Injected("api.b.example", "Authorization", "Bearer v", "v", "key", ("GET",), ("/v1",)),),
+        (Upstream("eu", "http://u:p@127.0.0.1:3128", remote_names=True),),
+        (Index("own", "https://python-index.example/simple/", trusted=True),),
+        "pem",
+    )
+    again = Plan.unpack(plan.pack())
+    assert again == plan
+    assert again.policy().allow.hosts.keys() == {"a.example"}
+    assert Plan.unpack(Plan("s", None).pack()) == Plan("s", None)
+
+
+def test_a_plan_does_not_show_what_it_hides() -> None:
+    plan = Plan(
+        "s",
+        None,
+        injected=(Injected("h", "X", "hidden-value", "hidden-secret", "n"),),
+        upstreams=(Upstream("u", "http://hidden-user@h"),),
+        indexes=(Index("i", "https://hidden-index@h"),),
+        authority="hidden-pem",
+    )
+    assert "hidden" not in repr(plan)

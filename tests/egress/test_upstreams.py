@@ -1,0 +1,509 @@
+"""Connections straight to checked addresses, and through a real Squid and a real SOCKS server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import quote
+
+import pytest
+import uvloop
+
+from carrel.egress.plan import Upstream
+from carrel.egress.terms import Access, Address, Refused, Target
+from carrel.egress.upstreams import Health, Upstreams, dial_directly
+from carrel.errors import InvalidRequest
+from squid import Squid
+
+USER, PASSWORD = "ann", "pä: s/w@%rd?"
+HERE = IPv4Address("127.0.0.1")
+
+
+def access() -> Access:
+    return Access("s1", "connect")
+
+
+def target(host: str, port: int) -> Target:
+    try:
+        return Target(host, port, ip_address(host))
+    except ValueError:
+        return Target(host, port)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: Handler, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
+    """A server whose connections end with it."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            await handler(reader, writer)
+        writer.close()
+        tasks.discard(task)
+
+    server = await asyncio.start_server(serve, host, port)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.wait_closed()
+        await asyncio.sleep(0)  # transports that were told to close do
+
+
+@dataclass
+class Origin:
+    """Greets whoever comes, then says everything back."""
+
+    visits: int = 0
+    port: int = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.visits += 1
+        writer.write(b"hello")
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+
+
+@pytest.fixture
+async def origin() -> AsyncIterator[Origin]:
+    found = Origin()
+    async with serving(found) as found.port:
+        yield found
+
+
+@dataclass
+class Socks:
+    """A SOCKS5 server; `names` says where names lead, `reply` is what it answers when it is not 0."""
+
+    user: bytes | None = None
+    password: bytes = b""
+    names: dict[str, str] = field(default_factory=dict)
+    reply: int = 0
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    port: int = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        version, count = await reader.readexactly(2)
+        assert version == 5
+        methods = await reader.readexactly(count)
+        method = 0 if self.user is None else 2
+        if method not in methods:
+            writer.write(b"\x05\xff")
+            return
+        writer.write(bytes([5, method]))
+        if method == 2:
+            assert await reader.readexactly(1) == b"\x01"
+            user = await reader.readexactly((await reader.readexactly(1))[0])
+            password = await reader.readexactly((await reader.readexactly(1))[0])
+            good = (user, password) == (self.user, self.password)
+            writer.write(b"\x01\x00" if good else b"\x01\x01")
+            if not good:
+                return
+        assert await reader.readexactly(3) == b"\x05\x01\x00"
+        kind = (await reader.readexactly(1))[0]
+        if kind == 3:
+            host = (await reader.readexactly((await reader.readexactly(1))[0])).decode()
+        else:
+            host = str(ip_address(await reader.readexactly(4 if kind == 1 else 16)))
+        port = int.from_bytes(await reader.readexactly(2))
+        self.asked.append((host, port))
+        if self.reply:
+            writer.write(bytes([5, self.reply, 0, 3, 3]) + b"xyz\0\0")
+            return
+        try:
+            further, on = await asyncio.open_connection(self.names.get(host, host), port)
+        except OSError:
+            writer.write(b"\x05\x05\x00\x01" + bytes(6))
+            return
+        # The answer and the first words of the target in one piece.
+        try:
+            writer.write(b"\x05\x00\x00\x04" + bytes(18) + await further.read(5))
+            await asyncio.gather(_pour(reader, on), _pour(further, writer))
+        finally:
+            on.close()
+
+
+async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def healthy(every_s: float = 60.0) -> AsyncIterator[Health]:
+    health = Health(every_s=every_s)
+    health.start()
+    try:
+        yield health
+    finally:
+        await health.close()
+
+
+@pytest.fixture(scope="module")
+def squid() -> Iterator[Squid]:
+    squid = Squid(USER, PASSWORD)
+    yield squid
+    squid.close()
+
+
+def through(squid: Squid, *, user: str = USER, password: str = PASSWORD, names: bool = False) -> Upstream:
+    url = f"http://{quote(user, safe='')}:{quote(password, safe='')}@127.0.0.1:{squid.port}"
+    return Upstream("office", url, remote_names=names)
+
+
+def nobody() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+async def talks(connection: socket.socket) -> bool:
+    """Whether the origin is at the other end, with its first words not lost."""
+    loop = asyncio.get_running_loop()
+    with connection:
+        assert not connection.getblocking()
+        heard = b""
+        while len(heard) < 5:
+            heard += await loop.sock_recv(connection, 100)
+        await loop.sock_sendall(connection, b"and back")
+        while len(heard) < 13:
+            heard += await loop.sock_recv(connection, 100)
+    return heard == b"helloand back"
+
+
+@contextlib.contextmanager
+def silent_address(address: str) -> Iterator[int]:
+    """A port whose queue of new connections is full: nothing is answered there."""
+    with socket.socket() as server, contextlib.ExitStack() as stack:
+        server.bind((address, 0))
+        server.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield server.getsockname()[1]
+
+
+# directly
+
+
+async def test_the_first_address_that_answers_is_taken(origin: Origin) -> None:
+    seen = access()
+    addresses: list[Address] = [IPv4Address("127.0.0.9"), IPv6Address("::1"), HERE]
+    assert await talks(await dial_directly(target("a.test", origin.port), addresses, seen))
+    assert (seen.address, seen.upstream) == ("127.0.0.1", None)
+
+
+async def test_an_address_that_is_silent_is_not_waited_for(origin: Origin) -> None:
+    with silent_address("127.0.0.8") as port:
+        async with serving(origin, "127.0.0.2", port):
+            seen = access()
+            addresses = [IPv4Address("127.0.0.8"), IPv4Address("127.0.0.2")]
+            assert await talks(await dial_directly(target("a.test", port), addresses, seen))
+    assert seen.address == "127.0.0.2"
+
+
+async def test_two_that_answer_leave_one_connection(origin: Origin) -> None:
+    async with serving(origin, "127.0.0.2", origin.port):
+        connection = await dial_directly(target("a.test", origin.port), [HERE, IPv4Address("127.0.0.2")], access())
+        assert await talks(connection)
+
+
+async def test_nobody_there_is_said_in_words() -> None:
+    for addresses in ([HERE], [HERE, IPv4Address("127.0.0.2")]):
+        with pytest.raises(Refused, match=r"a\.test:\d+ cannot be reached: connection refused") as raised:
+            await dial_directly(target("a.test", nobody()), addresses, access())
+        assert (raised.value.status, raised.value.code) == (502, "unreachable")
+
+
+async def test_silence_ends() -> None:
+    with silent_address("127.0.0.8") as port:
+        for addresses in ([IPv4Address("127.0.0.8")], [IPv4Address("127.0.0.8")] * 2):
+            with pytest.raises(Refused, match="does not answer") as raised:
+                await dial_directly(target("a.test", port), addresses, access(), timeout_s=0.4)
+            assert (raised.value.status, raised.value.code) == (504, "timed_out")
+
+
+async def test_no_address_is_no_connection() -> None:
+    with pytest.raises(Refused):
+        await dial_directly(target("a.test", 80), [], access())
+
+
+# Squid
+
+
+async def test_squid_leads_on_with_credentials(squid: Squid, origin: Origin) -> None:
+    async with healthy() as health:
+        seen = access()
+        dial = Upstreams([through(squid)], health)
+        assert await talks(await dial(target("a.test", origin.port), [HERE], seen))
+        assert (seen.address, seen.upstream) == ("127.0.0.1", "office")
+
+
+async def test_squid_is_given_the_name_when_it_looks_names_up_itself(squid: Squid, origin: Origin) -> None:
+    async with healthy() as health:
+        seen = access()
+        dial = Upstreams([through(squid, names=True)], health)
+        # The address is one where nobody is: only the name can have led there.
+        where = target("localhost", origin.port)
+        assert await talks(await dial(where, [IPv4Address("127.0.0.77")], seen))
+        assert (seen.address, seen.upstream) == (None, "office")
+        with pytest.raises(Refused, match="'office' says 503"):
+            await Upstreams([through(squid)], health)(where, [IPv4Address("127.0.0.77")], access())
+
+
+async def test_what_squid_refuses_is_told_and_not_tried_elsewhere(squid: Squid, origin: Origin) -> None:
+    async with serving(other := Socks()) as port, healthy() as health:
+        second = Upstream("second", f"socks5://127.0.0.1:{port}")
+        dial = Upstreams([through(squid), second], health)
+        with pytest.raises(Refused, match="'office' refused the connection: 403 Forbidden") as raised:
+            await dial(target("a.test", origin.port), [IPv4Address("127.0.0.3")], access())
+        assert (raised.value.status, raised.value.code) == (502, "upstream_refused")
+        assert health.works(through(squid))
+        dial = Upstreams([through(squid, password="wrong-one"), second], health)
+        with pytest.raises(Refused, match="'office' refused the connection: 407") as raised:
+            await dial(target("a.test", origin.port), [HERE], access())
+        assert "credentials" in str(raised.value.hint)
+        assert "wrong-one" not in repr(raised.value.shown())
+    assert not other.asked
+    assert not origin.visits
+
+
+async def test_a_target_that_squid_cannot_reach_does_not_take_squid_down(squid: Squid) -> None:
+    async with healthy() as health:
+        with pytest.raises(Refused, match="'office' says 503 Service Unavailable") as raised:
+            await Upstreams([through(squid)], health)(target("a.test", nobody()), [HERE], access())
+        assert (raised.value.status, raised.value.code) == (502, "unreachable")
+        assert health.works(through(squid))
+
+
+async def test_the_next_address_is_tried_by_the_same_upstream(squid: Squid, origin: Origin) -> None:
+    async with healthy() as health:
+        seen = access()
+        dial = Upstreams([through(squid)], health)
+        assert await talks(await dial(target("a.test", origin.port), [IPv4Address("127.0.0.77"), HERE], seen))
+        assert seen.address == "127.0.0.1"
+
+
+async def test_squid_that_dies_is_left_for_the_next(origin: Origin) -> None:
+    squid = Squid(USER, PASSWORD)
+    try:
+        async with serving(socks := Socks()) as port, healthy(every_s=0.05) as health:
+            dial = Upstreams([through(squid), Upstream("second", f"socks5://127.0.0.1:{port}")], health)
+            where = target("a.test", origin.port)
+            assert await talks(await dial(where, [HERE], first := access()))
+            assert first.upstream == "office"
+            await asyncio.sleep(0.2)  # checks that find it well
+            assert health.works(through(squid))
+            squid.kill()
+            await until(lambda: not health.works(through(squid)))  # found by a check alone
+            assert await talks(await dial(where, [HERE], second := access()))
+            assert second.upstream == "second"
+            assert len(socks.asked) == 1
+    finally:
+        squid.close()
+
+
+# SOCKS5
+
+
+async def test_socks_with_user_and_password(origin: Origin) -> None:
+    async with serving(socks := Socks(USER.encode(), PASSWORD.encode())) as port, healthy() as health:
+        url = f"socks5://{USER}:{quote(PASSWORD, safe='')}@localhost:{port}"
+        dial = Upstreams([Upstream("s", url)], health)
+        assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
+        assert (seen.address, seen.upstream) == ("127.0.0.1", "s")
+        for user in (f"{USER}:wrong-one@", ""):
+            dial = Upstreams([Upstream("s", f"socks5://{user}127.0.0.1:{port}")], health)
+            with pytest.raises(Refused, match="'s' refused the connection: ") as raised:
+                await dial(target("a.test", origin.port), [HERE], access())
+            assert raised.value.code == "upstream_refused"
+            assert "wrong-one" not in repr(raised.value.shown())
+    assert socks.asked == [("127.0.0.1", origin.port)]
+
+
+async def test_socks_is_given_names_or_addresses(origin: Origin) -> None:
+    async with serving(socks := Socks(names={"a.test": "127.0.0.1"})) as port, healthy() as health:
+        by_name = Upstreams([Upstream("s", f"socks5h://127.0.0.1:{port}", remote_names=True)], health)
+        assert await talks(await by_name(target("a.test", origin.port), [], seen := access()))
+        assert seen.address is None
+        assert await talks(await by_name(target("127.0.0.1", origin.port), [HERE], seen := access()))
+        assert seen.address == "127.0.0.1"
+        by_address = Upstreams([Upstream("s", f"socks5://127.0.0.1:{port}")], health)
+        with pytest.raises(Refused, match="no address"):
+            await by_address(target("a.test", origin.port), [], access())
+        v6 = IPv6Address("::1")
+        async with serving(origin, "::1", origin.port):
+            assert await talks(await by_address(target("a.test", origin.port), [v6], seen := access()))
+        assert seen.address == "::1"
+    assert socks.asked == [("a.test", origin.port), ("127.0.0.1", origin.port), ("::1", origin.port)]
+
+
+@pytest.mark.parametrize(("reply", "code"), [(1, "unreachable"), (4, "unreachable"), (2, "upstream_refused")])
+async def test_socks_that_says_no(origin: Origin, reply: int, code: str) -> None:
+    async with serving(socks := Socks(reply=reply)) as port, healthy() as health:
+        upstream = Upstream("s", f"socks5://127.0.0.1:{port}")
+        with pytest.raises(Refused) as raised:
+            await Upstreams([upstream], health)(target("a.test", origin.port), [HERE], access())
+        assert (raised.value.status, raised.value.code) == (502, code)
+        assert health.works(upstream)
+    assert len(socks.asked) == 1
+
+
+# health
+
+
+async def test_when_all_are_down_nothing_goes_out_directly(origin: Origin) -> None:
+    async with healthy() as health:
+        upstreams = [
+            Upstream("one", f"http://u:very-secret@127.0.0.1:{nobody()}"),
+            Upstream("two", f"socks5://u:very-secret@127.0.0.1:{nobody()}"),
+        ]
+        for _ in range(2):  # found out, and remembered
+            with pytest.raises(Refused, match="no upstream proxy works: 'one', 'two'") as raised:
+                await Upstreams(upstreams, health)(target("a.test", origin.port), [HERE], access())
+            assert (raised.value.status, raised.value.code, raised.value.retry) == (502, "upstream_unavailable", True)
+            assert "very-secret" not in repr(raised.value.shown())
+            assert "very-secret" not in repr(upstreams)
+            assert not any(map(health.works, upstreams))
+    assert not origin.visits
+
+
+async def test_who_has_no_upstreams_goes_directly(origin: Origin) -> None:
+    dial = Upstreams([], Health(), timeout_s=5)
+    assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
+    assert (seen.address, seen.upstream) == ("127.0.0.1", None)
+
+
+async def test_one_that_comes_back_is_used_again(origin: Origin) -> None:
+    port = nobody()
+    async with serving(second := Socks()) as other, healthy(every_s=0.05) as health:
+        upstreams = [Upstream("one", f"socks5://127.0.0.1:{port}"), Upstream("two", f"socks5://127.0.0.1:{other}")]
+        dial = Upstreams(upstreams, health)
+        assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
+        assert seen.upstream == "two"
+        assert not health.works(upstreams[0])
+        async with serving(first := Socks(), port=port):
+            await until(lambda: health.works(upstreams[0]))
+            assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
+            assert seen.upstream == "one"
+    assert (len(first.asked), len(second.asked)) == (1, 1)
+
+
+async def test_each_failure_is_waited_for_longer() -> None:
+    health, upstream = Health(), Upstream("one", "http://127.0.0.1:1")
+    health.failed(upstream)
+    state = health._states[upstream]
+    waits = []
+    for _ in range(10):
+        health.failed(upstream)  # at the same time as the one before: counts once
+        state.again -= 1000
+        assert health.works(upstream)
+        health.failed(upstream)
+        waits.append(state.again - asyncio.get_running_loop().time())
+    assert [round(wait) for wait in waits[:6]] == [2, 4, 8, 16, 32, 60]
+    assert max(waits) <= 60
+    health.worked(upstream)
+    assert health.works(upstream)
+
+
+@pytest.mark.parametrize("scheme", ["http", "socks5"])
+@pytest.mark.parametrize(
+    "said", [b"", b"SSH-2.0-x\r\n\r\n", b"\x04\x00" + b"HTTP/1.1\r\n" * 4000], ids=["", "odd", "long"]
+)
+async def test_one_that_makes_no_sense_is_left_for_the_next_and_looked_at(
+    monkeypatch: pytest.MonkeyPatch, origin: Origin, scheme: str, said: bytes
+) -> None:
+    monkeypatch.setattr("carrel.egress.upstreams._REACH_S", 0.3)
+
+    async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        await reader.read(1)
+        if not said:
+            await reader.read()  # silent until the other side goes
+
+    async with serving(odd) as port, serving(Socks()) as other, healthy(every_s=60) as health:
+        upstreams = [Upstream("one", f"{scheme}://127.0.0.1:{port}"), Upstream("two", f"socks5://127.0.0.1:{other}")]
+        dial = Upstreams(upstreams, health, timeout_s=0.3)
+        assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
+        assert seen.upstream == "two"
+        await until(lambda: not health.works(upstreams[0]))
+
+
+async def test_upstreams_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
+    monkeypatch.setattr("carrel.egress.upstreams._WANTED_S", 0.0)
+    async with serving(Socks()) as port, healthy(every_s=0.02) as health:
+        dial = Upstreams([Upstream("s", f"socks5://127.0.0.1:{port}")], health)
+        assert await talks(await dial(target("a.test", origin.port), [HERE], access()))
+        await until(lambda: not health._states)
+
+
+async def test_a_dial_that_is_given_up_leaves_nothing(origin: Origin) -> None:
+    waiting = asyncio.Event()
+
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        waiting.set()
+        await reader.read()
+
+    async with serving(mute) as port, healthy() as health:
+        dial = Upstreams([Upstream("s", f"http://127.0.0.1:{port}")], health)
+        task = asyncio.ensure_future(dial(target("a.test", origin.port), [HERE], access()))
+        await waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+def test_a_url_that_cannot_be_read_is_refused_when_it_is_given() -> None:
+    async def make() -> None:
+        Upstreams([Upstream("s", "ftp://u:very-secret@h:1")], Health())
+
+    with pytest.raises(InvalidRequest, match="'s'"):
+        asyncio.run(make())
+
+
+@pytest.fixture(scope="module")
+def fast_loops() -> None:
+    """The first loop of this kind makes pipes that its library keeps for good."""
+    uvloop.new_event_loop().close()
+
+
+@pytest.mark.usefixtures("fast_loops")
+def test_the_same_on_the_loop_of_the_proxy(squid: Squid) -> None:
+    async def all_of_it() -> None:
+        async with serving(origin := Origin()) as origin.port:
+            await test_the_first_address_that_answers_is_taken(origin)
+            await test_an_address_that_is_silent_is_not_waited_for(origin)
+            await test_two_that_answer_leave_one_connection(origin)
+            await test_nobody_there_is_said_in_words()
+            await test_silence_ends()
+            await test_squid_leads_on_with_credentials(squid, origin)
+            await test_socks_with_user_and_password(origin)
+            await test_one_that_comes_back_is_used_again(origin)
+            await test_a_dial_that_is_given_up_leaves_nothing(origin)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(all_of_it())
