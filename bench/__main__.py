@@ -51,6 +51,7 @@ BENCHMARKS = {
         Benchmark("resume", "a stopped context, to the end of its first command"),
         Benchmark("redact", "taking 100 secrets out of output, MB/s"),
         Benchmark("policy", "a decision about a command, 60 and 10,000 rules"),
+        Benchmark("egress", "the way out beside Squid, and under load"),
         Benchmark("audit", "appending to the audit log, searching a million records, verifying"),
     )
 }

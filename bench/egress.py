@@ -202,7 +202,7 @@ async def _squid() -> AsyncIterator[Address]:
         raise BenchFailed("'squid' is not installed; get it with `apt-get install squid`")
     place = Path(tempfile.mkdtemp(prefix="carrel-bench-squid-"))
     process = None
-    before = set(Path("/dev/shm").glob("squid-*"))
+    name = f"bench{os.getpid()}"  # of what it keeps in /dev/shm
     try:
         with socket.create_server(("127.0.0.1", 0)) as reserved:
             port = int(reserved.getsockname()[1])
@@ -210,7 +210,7 @@ async def _squid() -> AsyncIterator[Address]:
         user = "cache_effective_user nobody" if os.geteuid() == 0 else ""
         (place / "squid.conf").write_text(_SQUID.format(port=port, place=place, user=user))
         with (place / "out.log").open("wb") as log:
-            command = [program, "-N", "-n", f"bench{os.getpid()}", "-f", str(place / "squid.conf")]
+            command = [program, "-N", "-n", name, "-f", str(place / "squid.conf")]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + 30
         while not _listens(port):
@@ -224,7 +224,7 @@ async def _squid() -> AsyncIterator[Address]:
             process.kill()
             process.wait()
         shutil.rmtree(place, ignore_errors=True)
-        for left in set(Path("/dev/shm").glob(f"squid-bench{os.getpid()}*")) - before:
+        for left in Path("/dev/shm").glob(f"{name}-*"):
             left.unlink(missing_ok=True)
 
 

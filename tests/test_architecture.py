@@ -20,7 +20,7 @@ ALLOWED = {
     "isolation": BASE,
     "supervisor": BASE,
     "providers": BASE | {"isolation", "models"},
-    "egress": BASE | {"policy", "models", "metrics", "events"},
+    "egress": BASE | {"policy", "models", "metrics", "events", "isolation"},
     "control": BASE | KINDS | {"models", "policy", "config", "isolation", "providers", "egress"},
     "api": BASE | {"control", "models", "metrics", "identity", "audit"},
     "client": BASE | {"models"},

@@ -66,6 +66,11 @@ class SandboxSettings(_Group):
     filespace: bool = Field(
         default=False, description="sync the workspaces of contexts with their filespace unless asked otherwise"
     )
+    template: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="the template of sandboxes that ask for none",
+    )
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
@@ -161,6 +166,12 @@ class Settings(_Group):
         default="auto",
         description="how workspaces are kept: `btrfs` has kernel quotas and instant snapshots and needs root; "
         "`auto` takes it where it can be had",
+    )
+    templates_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="where templates are kept, a folder each; servers on one database need the same; "
+        "without one, `templates` in `data_dir`",
     )
     node: str | None = Field(
         default=None,

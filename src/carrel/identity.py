@@ -74,10 +74,11 @@ SCOPES = (
             "get_command_result", "get_command_output", "read_file", "stat_file", "list_files", "list_filespace",
             "read_filespace", "list_snapshots", "download_snapshot", "diff_snapshots", "stream_events",
             "list_approvals", "get_approval", "watch_approvals", "get_policy", "explain_policy", "search_audit",
-            "export_audit", "get_audit_key", "get_host", "get_metrics", "healthz", "readyz",
+            "export_audit", "get_audit_key", "get_host", "get_metrics", "healthz", "readyz", "list_templates",
         ),
         listed=(
             "list_sandboxes", "list_approvals", "watch_approvals", "get_audit_key", "get_host", "healthz", "readyz",
+            "list_templates",
         ),
     ),
     Declaration(
@@ -104,7 +105,8 @@ SCOPES = (
         "make and revoke tokens, change policies and secrets, and everything else; what no scope names needs this one",
         (
             "create_token", "list_tokens", "get_token", "revoke_token", "put_policy", "delete_policy", "put_secret",
-            "list_secrets", "delete_secret", "prune_audit",
+            "list_secrets", "delete_secret", "put_template_secret", "list_template_secrets", "delete_template_secret",
+            "prune_audit",
         ),
         includes=(Scope.READ, Scope.OPERATE, Scope.APPROVE),
     ),

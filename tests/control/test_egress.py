@@ -78,7 +78,12 @@ async def test_an_allowed_host_is_reached_and_written_down(plane: ControlPlane, 
     sandbox = await start(plane, "c", allow(f"network(outbound:127.0.0.2:{origin.port})"))
     assert (await fetch(plane, "c", f"{origin.url}/x?token=1")).stdout == "hello\n"
     [record] = await records(plane, "c", 1)
-    assert (record.actor, record.name, record.decision, record.result) == (f"sandbox:{sandbox}", "request", "allow", "ok")
+    assert (record.actor, record.name, record.decision, record.result) == (
+        f"sandbox:{sandbox}",
+        "request",
+        "allow",
+        "ok",
+    )
     assert record.rule == f"network(outbound:127.0.0.2:{origin.port})"
     assert record.arguments["host"] == "127.0.0.2" and record.arguments["path"] == "/x"
     assert record.arguments["address"] == "127.0.0.2"
@@ -141,9 +146,7 @@ async def test_a_sandbox_cannot_fill_the_inbox(away: ControlPlane) -> None:
     quick._ask_wait_s = 60
     await start(away, "c")
     script = "for n in $(seq 40); do curl -s -m 60 http://h$n.example/ & done; wait"
-    running = asyncio.create_task(
-        away.operations.run_command("c", CommandRequest(command=script, timeout=90))
-    )
+    running = asyncio.create_task(away.operations.run_command("c", CommandRequest(command=script, timeout=90)))
     try:
         await until(lambda: quick._boxes and next(iter(quick._boxes.values())).asking == 20, what="twenty questions")
         await records(away, "c", 20)  # the other twenty were told no
@@ -201,7 +204,8 @@ async def test_each_sandbox_has_its_own_rules(plane: ControlPlane, origin: Origi
 async def test_a_killed_proxy_is_replaced_and_nobody_goes_around_it(plane: ControlPlane, origin: Origin) -> None:
     for name in ("a", "b"):
         await start(plane, name, allow(f"network(outbound:127.0.0.2:{origin.port})"))
-    load = "for n in $(seq 30); do curl -s -m 20 --retry 5 --retry-all-errors --retry-delay 0 %s/$n; done" % origin.url
+    once = "curl -s -m 20 --retry 5 --retry-all-errors --retry-delay 0"
+    load = f"for n in $(seq 30); do {once} {origin.url}/$n; done"
     running = [
         asyncio.create_task(plane.operations.run_command(name, CommandRequest(command=load, timeout=90)))
         for name in ("a", "b")

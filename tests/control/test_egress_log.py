@@ -46,6 +46,22 @@ async def test_what_lasts_is_written_twice_and_what_is_short_once(plane: Control
     assert b"".join(rows).count(b'"kind":"network"') == 2 + 1  # the begin and the end of one, the whole of the other
 
 
+async def test_the_way_of_what_lasts_is_known_at_its_end(plane: ControlPlane) -> None:
+    log = AccessLog(plane.audit, plane.metrics, plain, lambda _: None)
+    log.start()
+    long = access(1, address="192.0.2.1")
+    log.take(1, [item_of(long)], lambda _: "c")
+    await until(lambda: written(plane), what="the begin")
+    long.upstream, long.address, long.ended = "eu", None, 101.0
+    log.take(2, [item_of(long)], lambda _: "c")
+    await log.close()
+    await plane.audit.flush()
+    [found] = (await plane.audit.search(Filter(chain=chain_of("c"), kind="network"), limit=9)).items
+    assert (found.arguments["address"], found.arguments["upstream"], found.result) == ("192.0.2.1", "eu", "ok")
+    [sought] = (await plane.audit.search(Filter(chain=chain_of("c"), result="ok", kind="network"), limit=9)).items
+    assert sought.arguments == found.arguments
+
+
 async def test_what_the_proxy_had_open_when_it_died_is_closed_as_unknown(plane: ControlPlane) -> None:
     acked: list[int] = []
     log = AccessLog(plane.audit, plane.metrics, plain, acked.append)

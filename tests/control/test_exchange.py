@@ -74,7 +74,7 @@ def test_nonsense_is_not_believed() -> None:
     with pytest.raises(SandboxLost):
         json_object(b"{")
     with pytest.raises(SandboxLost):
-        checked_end(Chunk("end", b"{}"))
+        checked_end(Chunk("end", b"{}"), lambda info: info)
     with pytest.raises(SandboxLost):
         checked_result(b"[]")
 
@@ -86,9 +86,10 @@ def test_only_the_control_plane_knows_of_memory() -> None:
 def test_an_end_is_given_as_it_was_checked() -> None:
     info = {"id": "c", "command": "true", "running": False, "pid": None, "terminal": False, "output_bytes": 0}
     info |= {"started_at": "2030-01-01T00:00:00Z", "duration_ms": 1.0, "more": "x"}
-    end = checked_end(Chunk("end", json.dumps(info).encode()))
+    end = checked_end(Chunk("end", json.dumps(info).encode()), lambda info: info.model_copy(update={"command": "x"}))
     assert "more" not in json.loads(end.data)
-    assert CommandInfo.model_validate_json(end.data).id == "c"
+    shown = CommandInfo.model_validate_json(end.data)
+    assert (shown.id, shown.command) == ("c", "x")
 
 
 @given(st.binary(max_size=50))

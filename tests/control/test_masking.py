@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from carrel.control.masking import masks_of, unmasked
+from carrel.control.masking import hides, masks_of, unmasked
 from carrel.control.plane import ControlPlane
 from carrel.errors import Denied
 from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest
 from carrel.policy import settings as document
 from carrel.policy.layers import Layer, Policy
+from carrel.providers import Masks
 
 EXAMPLES = Path(__file__).parent.parent / "policy" / "examples"
 
@@ -92,3 +93,29 @@ async def test_a_changed_policy_holds_inside_after_a_restart(plane: ControlPlane
     assert (
         await plane.put_policy("c", PolicyDocuments.model_validate({"settings": None}), "person:ann")
     ).restart_needed
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hidden", "open_"),
+    [
+        ("/workspace/.env", [".env", ".env/x"], ["a/.env", ".envy", "x"]),
+        ("/workspace/private", ["private", "private/a/b"], ["privately", "a/private"]),
+        ("/workspace/**/.env", [".env", "a/.env", "a/b/.env"], ["a/env"]),
+        ("/**/key", ["key", "a/key", "a/key/b"], ["keys"]),
+        ("/workspace/*.pem", ["a.pem", "a.pem/b"], ["a/b.pem", "pem"]),
+        ("/work*/x", ["x"], ["y"]),
+        ("/workspace/a/**/b/*.c", ["a/b/x.c", "a/q/r/b/x.c"], ["a/b", "b/x.c", "a/b/d/x.h"]),
+        ("/workspace/se\\*cret", ["se*cret"], ["seXcret"]),
+        ("/workspace", ["anything", "at/all"], []),
+    ],
+)
+def test_which_paths_of_the_workspace_are_hidden(pattern: str, hidden: list[str], open_: list[str]) -> None:
+    check = hides(Masks(hidden=("/etc/shadow", pattern)))
+    assert check is not None
+    assert [path for path in hidden if not check(path)] == []
+    assert [path for path in open_ if check(path)] == []
+
+
+def test_masks_that_hide_nothing_of_the_workspace() -> None:
+    assert hides(None) is None
+    assert hides(Masks(programs=("curl",), hidden=("/etc/shadow", "/etc/*.d"))) is None

@@ -61,7 +61,8 @@ def _op(kind: str, name: str, context: str | None = "c", **arguments: object) ->
         (_op("file", "write", path="data/x"), "allow"),
         (_op("file", "write", path="x"), "ask"),
         (_op("file", "delete", path="data/x"), "ask"),
-        (_op("file", "move", source="data/a", destination="data/b"), "ask"),
+        (_op("file", "move", path="data/a", destination="data/b"), "ask"),
+        (_op("file", "move", path="secret/key", destination="data/b"), "deny"),
         (_op("file", "filespace_read", path="secret/key"), "deny"),
         (_op("network", "connect", host="example.org", port=443), "ask"),
         (_op("mcp", "call", server="s", tool="t"), "ask"),
@@ -147,6 +148,15 @@ async def test_the_servers_layer_cannot_be_loosened(store: PolicyStore, tmp_path
     assert Policies.server_layer(None, None) is None
     with pytest.raises(PlatformError, match="cannot be read"):
         Policies.server_layer(str(tmp_path / "absent"), None)
+
+
+async def test_a_rule_of_the_server_can_name_the_context(store: PolicyStore, tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    rule = "file(write:${WORKSPACE}/${CONTEXT_ID}/**)"
+    file.write_text(json.dumps({"permissions": {"allow": [rule], "deny": ["shell(curl:*)"]}}))
+    policies = Policies(store, Policies.server_layer(str(file), None))
+    for context, verdict in (("a", "allow"), ("b", "ask"), ("a", "allow"), (None, "ask")):
+        assert (await policies.decide(_op("file", "write", context, path="a/x"))).verdict == verdict
 
 
 async def test_explaining(policies: Policies) -> None:

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.control.frames import Chunk, TextCutter
-from carrel.control.redacting import OutputRedactor, clean_output, clean_result
+from carrel.control.redacting import OutputRedactor, clean_error, clean_info, clean_output, clean_result
+from carrel.errors import Denied, NotFound
 from carrel.events.redact import Redactor
-from carrel.models import CommandResult
+from carrel.models import CommandInfo, CommandResult
 
 SECRET = b"hunter2-hunter2"
 REDACTOR = Redactor({"PASSWORD": SECRET}, shapes=False)
@@ -114,3 +115,21 @@ def test_results() -> None:
     assert clean_result(REDACTOR, result).stdout == "a [secret:PASSWORD]"
     exact = result.model_copy(update={"stdout_base64": "/2h1bnRlcjItaHVudGVyMg=="})
     assert clean_result(REDACTOR, exact).stdout_bytes == b"\xff[secret:PASSWORD]"
+
+
+def test_an_error_is_told_without_secrets() -> None:
+    text = SECRET.decode()
+    error = NotFound(f"no {text}", field=text, hint=f"not {text}", rule=text, more=[{"a": text}])
+    clean_error(REDACTOR, error)
+    assert text not in str(error.problem()) + repr(error) + str(error)
+    assert error.detail == "no [secret:PASSWORD]" and error.extra["more"] == [{"a": "[secret:PASSWORD]"}]
+    unknown = Denied(f"no {text}", hint=text, reason=text)
+    clean_error(None, unknown)
+    assert text not in str(unknown.problem()) + repr(unknown) and unknown.code == "denied_by_policy"
+
+
+def test_what_is_told_of_a_command() -> None:
+    told = {"id": "c", "running": False, "pid": None, "terminal": False, "output_bytes": 0, "duration_ms": 1.0}
+    for command in (f"echo {SECRET.decode()}", ["echo", SECRET.decode()]):
+        given = {**told, "command": command, "started_at": "2030-01-01T00:00:00Z"}
+        assert "hunter2" not in str(clean_info(REDACTOR, CommandInfo.model_validate(given)).command)

@@ -66,6 +66,7 @@ def test_a_new_start_writes_what_may_have_changed():
         ({"network": "host"}, "network"),
         ({"trust": "high"}, "trust"),
         ({"env": {"A": "c"}}, "env"),
+        ({"template": "other"}, "template"),
         ({"limits": {"memory_mb": 65}}, "limits.memory_mb"),
     ],
 )

@@ -53,6 +53,21 @@ async def test_what_opened_and_closed_while_nobody_listened_is_told_once() -> No
     assert [(item["number"], item["ended"]) for _, items in taken.batches for item in items] == [(1, 2.0)]
 
 
+@pytest.mark.parametrize("before", [0, BATCH - 1])
+async def test_what_is_refused_is_told_once(before: int) -> None:
+    ledger, taken = Ledger(), Taken()
+    for each in [access() for _ in range(before)]:
+        ledger.opened(each)
+        ledger.closed(each)
+    refused = access()
+    refused.ended = refused.began
+    ledger.listen(taken)
+    ledger.opened(refused)
+    ledger.closed(refused)
+    ledger.flush()
+    assert [item["number"] for _, items in taken.batches for item in items].count(refused.number) == 1
+
+
 async def test_what_was_not_acknowledged_is_told_again() -> None:
     ledger, first = Ledger(), Taken()
     for _ in range(BATCH + 1):

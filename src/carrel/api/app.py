@@ -23,6 +23,7 @@ from carrel.api import (
     sandboxes,
     secrets,
     snapshots,
+    templates,
     terminals,
     tokens,
     tools,
@@ -57,14 +58,15 @@ def create_app(
         routes(plane, version),
         tokens=None if token is None else tokens,
         requests=plane.requests,
+        redact=plane.secrets.clean_text,
         max_body=plane.settings.max_body,
         hosts=hosts,
     )
 
 
 _RESOURCES = (
-    approvals, audit, commands, files, filespaces, host, metrics, policies, sandboxes, secrets, snapshots, terminals,
-    tokens, tools,
+    approvals, audit, commands, files, filespaces, host, metrics, policies, sandboxes, secrets, snapshots, templates,
+    terminals, tokens, tools,
 )  # fmt: skip
 
 

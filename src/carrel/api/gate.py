@@ -11,6 +11,8 @@ import asyncio
 import logging
 import re
 import secrets
+import traceback
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -23,6 +25,9 @@ from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.identity import ROOT, Identity, Tokens
 
 log = logging.getLogger("carrel.api")
+
+Redact = Callable[[str | None, str], Awaitable[str]]
+"""A text without the secrets of a context or a sandbox."""
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 STREAMED = re.compile(r"/v1/(sandboxes/[^/]+/files|filespaces/[^/]+)/content")
@@ -57,12 +62,14 @@ class Gate:
         *,
         tokens: Tokens | None,
         requests: OpenRequests,
+        redact: Redact,
         max_body: int,
         hosts: frozenset[str] | None,
     ):
         self._app = app
         self._tokens = tokens
         self._requests = requests
+        self._redact = redact
         self._max_body = max_body
         self._hosts = hosts
 
@@ -125,13 +132,22 @@ class Gate:
             log.info("%s was broken off: its token is worthless by now", scope["path"])
             if not refused:
                 await _end(scope, send, opened.refusal(), started=started)
-        except Exception:
-            log.exception("%s failed", scope["path"])
+        except Exception as error:
+            said = await self._told(scope, error)
+            log.error("%s failed\n%s", scope["path"], said)  # noqa: TRY400 - the traceback may quote a secret
             if not started:
                 await _refuse(scope, send, UNEXPECTED)
         finally:
             if opened is not None:
                 opened.close()
+
+    async def _told(self, scope: Scope, error: Exception) -> str:
+        """Where carrel failed, for its log."""
+        named = scope.get("path_params") or {}
+        try:
+            return await self._redact(named.get("id") or named.get("context_id"), traceback.format_exc())
+        except CarrelError:
+            return type(error).__name__
 
     def _admit(self, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Annotated, cast
 from urllib.parse import parse_qsl
 
@@ -17,9 +18,12 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from carrel.audit import Ending, Entry, server_chain
+from carrel.control.caller import caller
 from carrel.control.frames import Chunk, TextCutter
 from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest
+from carrel.metrics import OK, outcome_of
 from carrel.models import ContextId
 
 NDJSON = "application/x-ndjson"
@@ -82,6 +86,30 @@ def raw_query(request: Request, name: str) -> str | None:
 
 
 FilePath = Annotated[str, Depends(_file_path)]
+
+
+@asynccontextmanager
+async def recorded(plane: ControlPlane, name: str, arguments: Mapping[str, object]) -> AsyncIterator[None]:
+    """For what belongs to no context, such as tokens: it is in the chain of the server."""
+    asked = caller.get()
+    entry = Entry(
+        server_chain(plane.audit.node),
+        asked.identity.subject,
+        "session",
+        name,
+        arguments=arguments,
+        arguments_hash=plane.audit.hash_arguments(arguments),
+        request=asked.request_id,
+    )
+    ticket = await plane.audit.begin(entry)
+    outcome = OK
+    try:
+        yield
+    except BaseException as error:
+        outcome = outcome_of(error)
+        raise
+    finally:
+        ticket.end(Ending(outcome))
 
 
 def as_json(value: BaseModel, status: int = 200) -> Response:

@@ -127,14 +127,23 @@ async def _carrel(request: Request, error: Exception) -> Response:
     assert isinstance(error, CarrelError)
     if not isinstance(request, Request):
         raise error  # a WebSocket that is not open yet: the gate answers
+    await _clean(request, error)
     if error.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, error)
     return answer(error)
 
 
+async def _clean(request: Request, error: CarrelError) -> None:
+    """What is raised before an operation begins may quote what was sent."""
+    named = request.path_params
+    await request.app.state.plane.operations.clean(named.get("id") or named.get("context_id"), error)
+
+
 async def _validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return answer(invalid(error.errors()))
+    problem = invalid(error.errors())
+    await _clean(request, problem)
+    return answer(problem)
 
 
 async def _socket_validation(socket: Request, error: Exception) -> Response:
@@ -153,9 +162,11 @@ async def _http(request: Request, error: Exception) -> Response:
         )
         return answer(problem, 405, error.headers)
     if error.status_code == 404:
-        return answer(
-            NotFound(f"no such resource: {request.method} {request.url.path[:200]}", field="path", hint="see /docs")
+        missing = NotFound(
+            f"no such resource: {request.method} {request.url.path[:200]}", field="path", hint="see /docs"
         )
+        await _clean(request, missing)
+        return answer(missing)
     status = error.status_code if 400 <= error.status_code < 500 else 400
     # The framework raises none of its own besides the two above but for a body it cannot read.
     return answer(InvalidRequest(str(error.detail)[:500], field="body", hint="see /docs"), status)

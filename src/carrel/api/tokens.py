@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -11,14 +9,11 @@ from fastapi import Depends, Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import Router, who
-from carrel.api.parts import Plane, as_json, known_query
+from carrel.api.parts import Plane, as_json, known_query, recorded
 from carrel.api.problems import problems
-from carrel.audit import Ending, Entry, server_chain
-from carrel.control.caller import caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
 from carrel.identity import Grant, Identity, Kind, Scope, Token
-from carrel.metrics import OK, outcome_of
 from carrel.models import NewToken, TokenInfo, TokenPage, TokenRequest
 
 router = Router(prefix="/v1/tokens", tags=["tokens"], dependencies=[Depends(known_query)])
@@ -42,30 +37,6 @@ def _within(token: Token, identity: Identity) -> bool:
     if identity.namespace is not None and token.namespace != identity.namespace:
         return False
     return identity.contexts is None or (token.contexts is not None and identity.contexts >= set(token.contexts))
-
-
-@asynccontextmanager
-async def _recorded(plane: ControlPlane, name: str, arguments: Mapping[str, object]) -> AsyncIterator[None]:
-    """What is done with tokens belongs to no context: it is in the chain of the server."""
-    asked = caller.get()
-    entry = Entry(
-        server_chain(plane.audit.node),
-        asked.identity.subject,
-        "session",
-        name,
-        arguments=arguments,
-        arguments_hash=plane.audit.hash_arguments(arguments),
-        request=asked.request_id,
-    )
-    ticket = await plane.audit.begin(entry)
-    outcome = OK
-    try:
-        yield
-    except BaseException as error:
-        outcome = outcome_of(error)
-        raise
-    finally:
-        ticket.end(Ending(outcome))
 
 
 async def _known(plane: ControlPlane, token_id: str) -> Token:
@@ -96,7 +67,7 @@ async def create_token(body: TokenRequest, plane: Plane) -> Response:
         body.contexts,
         None if expires is None else expires.timestamp(),
     )
-    async with _recorded(plane, "create_token", body.model_dump(mode="json", exclude_none=True)):
+    async with recorded(plane, "create_token", body.model_dump(mode="json", exclude_none=True)):
         text, token = await plane.tokens.issue(grant, who())
     answer = as_json(NewToken.model_validate({**_values(token), "token": text}), 201)
     answer.headers["cache-control"] = "no-store"
@@ -143,5 +114,5 @@ async def get_token(token_id: TokenId, plane: Plane) -> Response:
 async def revoke_token(token_id: TokenId, plane: Plane) -> Response:
     """It is worthless at once here, and within seconds on other servers. Revoking twice is no error."""
     await _known(plane, token_id)
-    async with _recorded(plane, "revoke_token", {"id": token_id}):
+    async with recorded(plane, "revoke_token", {"id": token_id}):
         return as_json(TokenInfo.model_validate(_values(await plane.tokens.revoke(token_id))))

@@ -69,13 +69,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an operation went. `result` is `ok` or the code of an error."""
+    """How an operation went. `result` is `ok` or the code of an error; `arguments` are those that were not known when it
+    began.
+    """
 
     result: str = "ok"
     duration_ms: float | None = None
     bytes_in: int | None = None
     bytes_out: int | None = None
     reason: str | None = None
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 class Row(NamedTuple):
@@ -135,6 +138,8 @@ def row(
         body += _ended(ending)
     if type != "end":
         body += _began(entry)
+    elif ending is not None and ending.arguments:
+        body += f',"arguments":{fit(ending.arguments)[0]}'
     body += "}"
     result = None if ending is None else ending.result[:MAX_NAME]
     hashed = link(before, body.encode())

@@ -83,6 +83,9 @@ async def search(store: SearchStore, wanted: Filter, *, limit: int, cursor: str 
 def _record(chain: str, begin: str, end: str | None) -> AuditRecord:
     values = json.loads(begin)
     if end is not None:
-        values |= {key: value for key, value in json.loads(end).items() if key in _OF_END}
+        ended = json.loads(end)
+        values |= {key: value for key, value in ended.items() if key in _OF_END}
+        if "arguments" in ended:
+            values["arguments"] = {**values.get("arguments", {}), **ended["arguments"]}
     values["at"] = datetime.fromtimestamp(values["at"], UTC)
     return AuditRecord.model_validate({**values, "context_id": context_of(chain)})

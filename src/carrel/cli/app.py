@@ -19,6 +19,7 @@ from carrel.cli import (
     secrets,
     server,
     snapshots,
+    templates,
     terminals,
     tokens,
 )
@@ -59,6 +60,7 @@ app.command("stop", rich_help_panel="Sandboxes")(sandboxes.stop)
 app.command("resume", rich_help_panel="Sandboxes")(sandboxes.resume)
 app.command("usage", rich_help_panel="Sandboxes")(sandboxes.usage)
 app.command("rm", rich_help_panel="Sandboxes")(sandboxes.rm)
+app.command("templates", rich_help_panel="Sandboxes")(templates.templates)
 app.command("snapshot", rich_help_panel="Snapshots")(snapshots.snapshot)
 app.command("snapshots", rich_help_panel="Snapshots")(snapshots.snapshots)
 app.command("restore", rich_help_panel="Snapshots")(snapshots.restore)

@@ -19,6 +19,7 @@ Cwd = Annotated[str | None, typer.Option("--cwd", "-C", help="Directory, relativ
 def run(
     command: Words,
     *,
+    template: options.Template = None,
     provider: options.Provider = None,
     trust: options.Trust = None,
     memory: options.Memory = None,
@@ -36,6 +37,7 @@ def run(
     \b
     carrel run -- python3 -c 'print(6 * 7)'
     carrel run --timeout 10 --memory 256m 'make test 2>&1 | tail'
+    carrel run --template data-science -- python3 report.py
     cat data.csv | carrel run -- wc -l
     """
     from carrel.cli.failures import note
@@ -48,7 +50,7 @@ def run(
         "processes": processes,
     }
     limits = {name: value for name, value in limits.items() if value is not None}
-    asked = options.Ephemeral(provider=provider, trust=trust, network=network, limits=limits)
+    asked = options.Ephemeral(template=template, provider=provider, trust=trust, network=network, limits=limits)
     environment = options.environment(env)
 
     async def work() -> int:
@@ -68,6 +70,7 @@ def execute(
     cwd: Cwd = None,
     timeout: options.Timeout = None,
     env: options.Env = None,
+    template: options.Template = None,
     approval: Annotated[
         str | None, typer.Option(metavar="ID", help="Run what was approved; it runs once, exactly as it was asked for.")
     ] = None,
@@ -88,7 +91,7 @@ def execute(
     environment = options.environment(env)
 
     async def work() -> int:
-        async with kept(context) as box:
+        async with kept(context, template) as box:
             view = box if approval is None else box.with_approval(approval)
             view = view if wait is None else view.waiting(wait)
             return await attended(view, options.program(command), cwd=cwd, env=environment, timeout=timeout)

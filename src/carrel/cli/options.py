@@ -34,6 +34,9 @@ Provider = Annotated[
     typer.Option(help="Where it runs: auto, namespace, …; process isolates nothing and needs --trust high."),
 ]
 Trust = Annotated[str | None, typer.Option(help="How far the code is trusted: high, medium or low.")]
+Template = Annotated[
+    str | None, typer.Option("--template", "-t", metavar="NAME", help="A recipe that `carrel templates` lists.")
+]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of all its processes: 512m, 2g.")]
 Cpus = Annotated[float | None, typer.Option(help="CPU cores.")]
 Processes = Annotated[int | None, typer.Option(help="Processes and threads.")]
@@ -83,6 +86,7 @@ def program(words: list[str]) -> str | list[str]:
 class Ephemeral:
     """What an ephemeral sandbox is asked to be."""
 
+    template: str | None = None
     provider: str | None = None
     trust: str | None = None
     network: str | None = None

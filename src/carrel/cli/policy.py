@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Check policy documents, explain decisions, set those of a context.", no_args_is_help=True)
 
+Template = Annotated[
+    str | None, typer.Option("--template", "-t", metavar="NAME", help="A template of this machine, or its folder.")
+]
 _COLOURS = {"allow": "green", "ask": "yellow", "deny": "red"}
 _EXAMPLE = "example"
 """Stands for the context, where no real one is given."""
@@ -27,7 +30,8 @@ _EXAMPLE = "example"
 
 @app.command("check")
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="settings.json or sources.json.")],
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE…", help="settings.json or sources.json.")] = None,
+    template: Template = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings too.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -37,6 +41,7 @@ def check(
 
     \b
     carrel policy check settings.json sources.json
+    carrel policy check --template data-science
     """
     from carrel.cli.failures import tell
     from carrel.cli.shown import print_json
@@ -44,7 +49,10 @@ def check(
 
     reports: list[dict[str, object]] = []
     failed = False
-    for file in files:
+    chosen = [*(files or []), *_of_template(template)]
+    if not chosen:
+        raise typer.BadParameter("name a file, or give --template", param_hint="FILE…")
+    for file in chosen:
         try:
             kind, warnings = _checked(file)
         except CarrelError as error:
@@ -69,6 +77,7 @@ def explain(
         list[Path] | None, typer.Option("--settings", metavar="FILE", help="Repeatable: the highest layer first.")
     ] = None,
     sources: Annotated[list[Path] | None, typer.Option("--sources", metavar="FILE", help="Repeatable.")] = None,
+    template: Template = None,
     context: Annotated[str, typer.Option(metavar="CONTEXT", help="What ${CONTEXT_ID} stands for.")] = _EXAMPLE,
     shell: Annotated[str, typer.Option(metavar="SHELL", help="Which shell runs it: bash or sh.")] = "bash",
     json: options.Json = False,
@@ -84,7 +93,7 @@ def explain(
 
     if shell not in {"bash", "sh"}:
         raise typer.BadParameter("the shell is bash or sh", param_hint="--shell")
-    policy = _policy(settings or [], sources or [], context)
+    policy = _policy(settings or [], sources or [], context, template)
     verdict = decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
     if json:
         from carrel.cli.shown import print_json
@@ -182,6 +191,11 @@ def _shown(info: PolicyInfo, json: bool) -> None:
 def _checked(file: Path) -> tuple[str, list[dict[str, str]]]:
     from carrel.policy.layers import Layer, Policy
 
+    if file.suffix == ".toml":
+        from carrel.policy import recipes
+
+        recipes.load(_bytes(file), file.name)
+        return "template", []
     document = _document(file)
     if document[0] == "sources":
         return "sources", []
@@ -210,7 +224,22 @@ def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
     return "settings", documents.build(value, settings.Settings, file.name), None
 
 
-def _policy(settings: list[Path], sources: list[Path], context: str) -> Policy:
+def _of_template(template: str | None) -> list[Path]:
+    """The files of a template that are there: of a folder, or of a name in the data directory of this machine."""
+    from carrel.errors import NotFound
+
+    if template is None:
+        return []
+    from carrel.client import data_dir
+
+    folders = [Path(template), Path(data_dir()) / "templates" / template]
+    folder = next((each for each in folders if each.is_dir()), None)
+    if folder is None:
+        raise NotFound(f"there is no template '{template}' here", hint=f"name a folder, or one in {folders[1].parent}")
+    return [each for name in ("template.toml", "settings.json", "sources.json") if (each := folder / name).exists()]
+
+
+def _policy(settings: list[Path], sources: list[Path], context: str, template: str | None) -> Policy:
     from carrel.errors import InvalidRequest
     from carrel.policy.layers import Layer, Policy
 
@@ -220,6 +249,11 @@ def _policy(settings: list[Path], sources: list[Path], context: str) -> Policy:
         if kind != wanted:
             raise InvalidRequest(f"{file} is a {kind} document", field=wanted, hint=f"give it with --{kind}")
         layers.append(Layer(file.name, rules, resources, file.name))
+    for file in _of_template(template):
+        if file.suffix == ".json":
+            _, rules, resources = _document(file)
+            name = f"{file.parent.name}/{file.name}"
+            layers.append(Layer(name, rules, resources, name))
     return Policy.of(layers, context_id=context)
 
 

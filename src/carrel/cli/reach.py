@@ -41,8 +41,8 @@ def wanted(client: Client, name: str) -> Sandbox:
 
 
 @asynccontextmanager
-async def kept(name: str) -> AsyncIterator[AsyncSandbox]:
-    """The sandbox of that name on the server, made or resumed when needed; it stays."""
+async def kept(name: str, template: str | None = None) -> AsyncIterator[AsyncSandbox]:
+    """The sandbox of that name on the server, made (by a template) or resumed when needed; it stays."""
     from carrel.client import AsyncClient
     from carrel.models import State
 
@@ -50,10 +50,10 @@ async def kept(name: str) -> AsyncIterator[AsyncSandbox]:
         try:
             info = await client.find(name)
         except NotFound:
-            yield await client.sandbox(name)
+            yield await client.sandbox(name, template=template)
             return
-        running = info.state is State.RUNNING or info.context_id is None
-        yield client.attach(info) if running else await client.sandbox(info.context_id)
+        running = (info.state is State.RUNNING and template is None) or info.context_id is None
+        yield client.attach(info) if running else await client.sandbox(info.context_id, template=template)
 
 
 @asynccontextmanager
@@ -87,13 +87,17 @@ async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[As
 
 async def _made(client: AsyncClient, asked: Ephemeral) -> AsyncSandbox:
     return await client.sandbox(
-        provider=asked.provider, trust=asked.trust, network=asked.network, limits=asked.limits or None
+        template=asked.template,
+        provider=asked.provider,
+        trust=asked.trust,
+        network=asked.network,
+        limits=asked.limits or None,
     )
 
 
 @asynccontextmanager
 async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
-    from carrel.client import AsyncClient
+    from carrel.client import AsyncClient, data_dir
     from carrel.config import load
     from carrel.server import running
 
@@ -113,7 +117,11 @@ async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
         if asked.provider == "process":
             # Whoever types the name on their own machine has chosen; a server asks its operator instead.
             flags["sandbox.allow_process"] = True
-        async with running(load(flags)) as server, AsyncClient(server.url, server.token) as client:
+        settings = load(flags)
+        if settings.templates_dir is None:  # those of the server that would run here
+            usual = os.path.join(data_dir(), "templates")
+            settings = settings.model_copy(update={"templates_dir": usual})
+        async with running(settings) as server, AsyncClient(server.url, server.token) as client:
             yield client
 
 

@@ -1,25 +1,34 @@
-"""`secret`: keep, list and forget the secrets of a context."""
+"""`secret`: keep, list and forget the secrets of a context or a template."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from carrel.cli import options
 from carrel.errors import InvalidRequest
 
-app = typer.Typer(help="Secrets: files in /run/secrets that only a context's sandbox sees.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from carrel.client import Client, Secrets
 
-Owner = Annotated[str, typer.Argument(metavar="CONTEXT", help="A context id.", autocompletion=options.contexts)]
+app = typer.Typer(
+    help="Secrets: files in /run/secrets of a context's sandbox, or of all made by a template.", no_args_is_help=True
+)
+
+Owner = Annotated[
+    str, typer.Argument(metavar="OWNER", help="A context id, or a template.", autocompletion=options.contexts)
+]
+OfTemplate = Annotated[bool, typer.Option("--template", "-t", help="OWNER is a template: for all made by it.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the file is called.")]
 
 
 @app.command("set")
 def put(
-    context: Owner,
+    owner: Owner,
     name: Name,
+    template: OfTemplate = False,
     file: Annotated[str, typer.Argument(metavar="[FILE]", help="Where the value is; without one, stdin.")] = "-",
 ) -> None:
     """Keep a secret. The value comes from a file or from standard input, never from the command line.
@@ -27,6 +36,7 @@ def put(
     \b
     carrel secret set conversation-42 API_KEY < key.txt
     carrel secret set conversation-42 API_KEY key.txt
+    carrel secret set --template data-science API_KEY key.txt
     """
     from carrel.cli.failures import note
     from carrel.client import Client
@@ -40,13 +50,13 @@ def put(
         except OSError as error:
             raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
     with Client() as client:
-        kept = client.secrets(context).put(name, value.rstrip(b"\r\n"))
+        kept = _of(client, owner, template).put(name, value.rstrip(b"\r\n"))
     note(f"{kept.name} is kept, version {kept.version}: /run/secrets/{kept.name}")
 
 
 @app.command("ls")
-def ls(context: Owner, json: options.Json = False) -> None:
-    """List the secrets of a context: names and versions, never values.
+def ls(owner: Owner, template: OfTemplate = False, json: options.Json = False) -> None:
+    """List the secrets of a context or a template: names and versions, never values.
 
     \b
     carrel secret ls conversation-42
@@ -55,7 +65,7 @@ def ls(context: Owner, json: options.Json = False) -> None:
     from carrel.client import Client
 
     with Client() as client:
-        found = client.secrets(context).list()
+        found = _of(client, owner, template).list()
     if json:
         print_json([each.model_dump(mode="json") for each in found])
         return
@@ -66,7 +76,7 @@ def ls(context: Owner, json: options.Json = False) -> None:
 
 
 @app.command("rm")
-def remove(context: Owner, name: Name) -> None:
+def remove(owner: Owner, name: Name, template: OfTemplate = False) -> None:
     """Forget a secret. A running sandbox loses it at once.
 
     \b
@@ -75,4 +85,8 @@ def remove(context: Owner, name: Name) -> None:
     from carrel.client import Client
 
     with Client() as client:
-        client.secrets(context).delete(name)
+        _of(client, owner, template).delete(name)
+
+
+def _of(client: Client, owner: str, template: bool) -> Secrets:
+    return client.secrets(template=owner) if template else client.secrets(owner)

@@ -113,7 +113,9 @@ class Approvals:
     async def _ask(
         self, operation: Operation, decision: Decision, name: str, who: Caller, now: float
     ) -> ApprovalRecord:
-        arguments = await self.redact(operation.context_id or operation.sandbox_id or None, operation.arguments)
+        owner = operation.context_id or operation.sandbox_id or None
+        arguments = await self.redact(owner, operation.arguments)
+        why = await self.redact(owner, {"reason": decision.reason or "no rule covers it"})
         record = ApprovalRecord(
             id=f"apr-{secrets.token_hex(8)}",
             context_id=operation.context_id,
@@ -123,7 +125,7 @@ class Approvals:
             summary=summary(replace(operation, arguments=arguments)),
             arguments=arguments,
             digest=name,
-            reason=decision.reason or "no rule covers it",
+            reason=str(why["reason"]),
             requested_by=operation.actor or who.identity.subject,
             created_at=now,
             expires_at=now + self._ttl_s,
@@ -255,6 +257,7 @@ class Approvals:
             if self.rules is None:
                 raise InvalidRequest("this server keeps no rules", field="scope", hint="approve it once")
             await self.rules.check_rule(record.context_id or "", rule)
+        said = await self.redact(record.context_id or record.sandbox_id or None, {"message": decision.message})
         done = await self._store.decide(
             approval_id,
             ApprovalState.APPROVED if decision.approve else ApprovalState.DENIED,
@@ -262,7 +265,7 @@ class Approvals:
             at=self._clock(),
             scope=decision.scope if decision.approve else None,
             rule=rule,
-            message=decision.message,
+            message=None if decision.message is None else str(said["message"]),
         )
         found = self._aged(await self._known(approval_id))
         if not done:

@@ -108,7 +108,7 @@ class Egress:
                 try:
                     await self.attach(box)
                 except CarrelError as error:
-                    log.error("sandbox %s has no way out: %s", box.record.id, error)
+                    log.warning("sandbox %s has no way out: %s", box.record.id, error)
             for name in known:
                 if name not in self._boxes:
                     self._client.send("detach", sandbox=name)
@@ -158,7 +158,7 @@ class Egress:
                 if self._client.up:
                     await self._send_plan("change", attached)
             except CarrelError as error:
-                log.error("the way out of sandbox %s keeps its old policy: %s", record.id, error)
+                log.warning("the way out of sandbox %s keeps its old policy: %s", record.id, error)
 
     async def close(self) -> None:
         """End the process; every sandbox is gone by now."""
@@ -181,7 +181,7 @@ class Egress:
         try:
             await self._client.connect()
         except (CarrelError, OSError) as error:
-            log.error("the egress process could not be started: %s", error)
+            log.warning("the egress process could not be started: %s", error)
 
     async def _attach(self, attached: _Attached) -> None:
         await self._send_plan("attach", attached, attached.listener)
@@ -209,7 +209,7 @@ class Egress:
                 for attached in list(self._boxes.values()):
                     await self._attach(attached)
             except (CarrelError, OSError) as error:
-                log.error("the egress process could not be started: %s", error)
+                log.warning("the egress process could not be started: %s", error)
                 continue
             if self._client.up:
                 log.info("the egress process runs again")

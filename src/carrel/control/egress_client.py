@@ -21,10 +21,27 @@ log = logging.getLogger("carrel.egress")
 
 _ANSWER_S = 15.0
 _END_S = 10.0
-_PASSED_ON = (
-    "PATH PYTHONPATH LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy "
-    "https_proxy all_proxy no_proxy PIP_PROXY PIP_CONFIG_FILE HOME XDG_CONFIG_HOME XDG_CONFIG_DIRS"
-).split()
+_PASSED_ON = [
+    "PATH",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "no_proxy",
+    "PIP_PROXY",
+    "PIP_CERT",
+    "PIP_CONFIG_FILE",
+    "HOME",
+    "XDG_CONFIG_HOME",
+    "XDG_CONFIG_DIRS",
+]
 """What says how this host itself gets packages, and what Python needs."""
 
 
@@ -171,7 +188,7 @@ class EgressClient:
 
     def _spawn(self) -> socket.socket:
         """Start a process on a listener made here, so that connecting to it cannot be too early."""
-        self._reap()
+        self._reap(0.5)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with suppress(FileNotFoundError):
@@ -212,8 +229,15 @@ class EgressClient:
             os.close(process)
         self._reap()
 
-    def _reap(self) -> None:
-        if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-            self._process = None
+    def _reap(self, patience_s: float = _END_S) -> None:
+        """See what was started here to its end, with the keeper that it has: nobody talks to it any more."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            log.warning("the egress process does not answer and is killed")
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_END_S)
+        self._process = None

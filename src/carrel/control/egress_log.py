@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from carrel.audit import AuditLog
 from carrel.audit.log import Ticket
@@ -22,6 +23,7 @@ log = logging.getLogger("carrel.egress")
 
 NAMES = {"connect": "connect", "socks5": "connect", "http": "request", "index": "package"}
 _SHOWN = ("host", "port", "protocol", "method", "path", "address", "upstream", "credential")
+_WAY = ("address", "upstream")
 _COMPANY_S = 0.05
 """How long what happened waits for more to be written with."""
 _RETRY_S = 1.0
@@ -77,8 +79,7 @@ class AccessLog:
                 told = [batch for batch in batches if batch is not None]
                 if told:
                     items = list(_last_of_each([item for _, items in told for item in items]))
-                    while not await self._written(told[-1][0], items):
-                        await asyncio.sleep(_RETRY_S)
+                    await self._write(told[-1][0], items)
                 if batches[-1] is None:
                     self._end_all()
             except Exception:
@@ -92,17 +93,18 @@ class AccessLog:
             ticket.end(Ending("unknown", reason="the egress process ended"))
         self._open.clear()
 
-    async def _written(self, upto: int, items: list[tuple[Item, str | None]]) -> bool:
-        try:
-            while items:
-                await self._one(*items[0])
-                del items[0]
-            await self._audit.flush()
-        except CarrelError as error:
-            log.error("the access log cannot be written: %s", error)
-            return False
+    async def _write(self, upto: int, items: list[tuple[Item, str | None]]) -> None:
+        while True:
+            try:
+                while items:
+                    await self._one(*items[0])
+                    del items[0]
+                await self._audit.flush()
+                break
+            except CarrelError as error:
+                log.warning("the access log cannot be written: %s", error)
+            await asyncio.sleep(_RETRY_S)
         self._acknowledge(upto)
-        return True
 
     async def _one(self, item: Item, context: str | None) -> None:
         number = item["number"]
@@ -116,7 +118,7 @@ class AccessLog:
         ending = _ending(item)
         if ticket is not None:
             del self._open[number]
-            ticket.end(ending)
+            ticket.end(replace(ending, arguments=_later(item, ticket.entry.arguments)))
         else:
             self._audit.record(await self._entry(item, context), ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
@@ -131,13 +133,13 @@ class AccessLog:
             arguments["inspected"] = True
         verdict = item["verdict"]
         approval = item.get("approval")
-        shown = await self._redact(context, arguments)
+        shown = await self._redact(context or sandbox, arguments)
         return Entry(
             chain=chain_of(context, sandbox),
             actor=f"sandbox:{sandbox}",
             kind="network",
             name=NAMES.get(str(item["protocol"]), "connect"),
-            decision=verdict if verdict in {"allow", "deny", "ask"} else "deny",  # type: ignore[arg-type]
+            decision=verdict if verdict in {"allow", "deny", "ask"} else "deny",
             rule=_text(item.get("rule")),
             source=_text(item.get("source")),
             arguments=shown,
@@ -152,6 +154,11 @@ def _last_of_each(items: list[tuple[Item, str | None]]) -> Iterator[tuple[Item, 
     for item, context in items:
         if (last := newest.pop(item["number"], None)) is not None:
             yield last, context
+
+
+def _later(item: Item, known: Mapping[str, object]) -> dict[str, object]:
+    """The way it went, as far as that was not known when it began."""
+    return {name: item[name] for name in _WAY if item.get(name) is not None and item[name] != known.get(name)}
 
 
 def _text(value: object) -> str | None:

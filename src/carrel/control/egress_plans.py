@@ -151,7 +151,7 @@ class Plans:
         missing = [name for name in names if name not in known]
         if missing or not names:
             raise PlatformError(
-                f"the policy names upstream proxies that this server does not have: {', '.join(missing) or 'none left'}",
+                f"the policy names upstream proxies this server does not have: {', '.join(missing) or 'none are left'}",
                 field="web_access.upstreams",
                 hint="let the operator add them to the file of egress.upstreams_file",
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -88,9 +89,9 @@ def json_object(answer: bytes) -> object:
         raise SandboxLost("the sandbox answered something that is not JSON") from None
 
 
-def checked_end(chunk: Chunk) -> Chunk:
-    """The end of an output, with the info that was checked."""
-    info = check(CommandInfo, json_object(chunk.data))
+def checked_end(chunk: Chunk, shown: Callable[[CommandInfo], CommandInfo]) -> Chunk:
+    """The end of an output, with the info that was checked, as it may be `shown`."""
+    info = shown(check(CommandInfo, json_object(chunk.data)))
     return Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
 
 

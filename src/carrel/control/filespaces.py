@@ -10,12 +10,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from carrel.control.keeping import Base
+from carrel.control.masking import hides
 from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
 from carrel.control.workspaces import Workspaces, cap_bytes
@@ -30,6 +31,7 @@ from carrel.errors import (
 )
 from carrel.metrics import OK, outcome_of
 from carrel.models import FilespaceFile, FilespacePage, SyncDirection, SyncSummary
+from carrel.providers import Masks
 from carrel.store import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore, SessionRecord
 from carrel.workspaces.filespace import NOT_SYNCED, synced
 from carrel.workspaces.filespace_contents import Contents, Draft
@@ -94,6 +96,10 @@ class _Entries:
         return asyncio.run_coroutine_threadsafe(query, self._loop).result()
 
 
+async def _no_masks(_record: SessionRecord) -> Masks | None:
+    return None
+
+
 class Filespaces:
     """The filespaces of every context. `directory` is where this server remembers what workspaces have of them."""
 
@@ -116,6 +122,8 @@ class Filespaces:
         self._bases = os.path.join(directory, "bases")
         self._spool = os.path.join(directory, "spool")
         self._default_cap = default_cap
+        self.masks: Callable[[SessionRecord], Awaitable[Masks | None]] = _no_masks
+        """What the sandbox of a session must not reach, where that is not known from its start."""
         _prepare(self._bases, self._spool)
 
     # with workspaces
@@ -134,7 +142,8 @@ class Filespaces:
                     hint="make the sandbox with a context_id",
                 )
             box.check_lease()
-            done = await self._sync(box.record, box.workspace, direction)
+            masks = await self.masks(box.record) if box.masks == "unknown" else box.masks
+            done = await self._sync(box.record, box.workspace, direction, hides(masks))
             traffic.took(done.pulled_bytes)
             traffic.gave(done.pushed_bytes)
             return done
@@ -147,7 +156,9 @@ class Filespaces:
         """After operations, and when a sandbox has stopped."""
         await self._sync(record, path, SyncDirection.PUSH)
 
-    async def _sync(self, record: SessionRecord, path: str, direction: SyncDirection) -> SyncSummary:
+    async def _sync(
+        self, record: SessionRecord, path: str, direction: SyncDirection, hidden: Callable[[str], bool] | None = None
+    ) -> SyncSummary:
         """Tried twice; what fails then is told by the session too."""
         context = record.context_id or ""
         began = time.monotonic()
@@ -155,13 +166,14 @@ class Filespaces:
         try:
             async with self._workspaces.keeping.still(context):
                 try:
-                    done = await self._attempt(context, path, direction, cap_bytes(record))
+                    done = await self._attempt(context, path, direction, cap_bytes(record), hidden)
                 except PlatformError as error:
-                    log.info("the sync of context '%s' is tried again: %s", context, error)
-                    done = await self._attempt(context, path, direction, cap_bytes(record))
+                    log.info("the sync of context '%s' is tried again: %s", context, error.code)
+                    done = await self._attempt(context, path, direction, cap_bytes(record), hidden)
         except BaseException as error:
             outcome = outcome_of(error)
             if isinstance(error, CarrelError):
+                await self._operations.clean(context, error)  # it may quote the name of a file
                 with suppress(CarrelError):  # the first failure tells more than that it cannot be written down
                     await self._sessions.note(record, notice=f"{NOTICE}{error.detail}"[:2000])
             raise
@@ -171,9 +183,16 @@ class Filespaces:
             await self._sessions.note(record, notice=None)
         return _summary(direction, done, time.monotonic() - began)
 
-    async def _attempt(self, context: str, path: str, direction: SyncDirection, cap: int | None) -> Synced:
+    async def _attempt(
+        self,
+        context: str,
+        path: str,
+        direction: SyncDirection,
+        cap: int | None,
+        hidden: Callable[[str], bool] | None,
+    ) -> Synced:
         entries = _Entries(self._store, context, asyncio.get_running_loop())
-        engine = FilespaceSync(path, self._base_path(context), entries, self._contents(context))
+        engine = FilespaceSync(path, self._base_path(context), entries, self._contents(context), hidden=hidden)
         return await _to_its_end(lambda: engine.run(direction, cap), engine.stop)
 
     # what a workspace has in common with its filespace, which travels with its snapshots

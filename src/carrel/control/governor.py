@@ -73,7 +73,8 @@ class Governor:
             ticket.end(Ending(outcome, took_ms, traffic.bytes_in, traffic.bytes_out))
 
     async def _refused(self, operation: Operation, decision: Decision, error: Denied, began: float) -> None:
-        ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=error.detail[:500])
+        shown = await self._redact(operation.context_id or operation.sandbox_id or None, {"reason": error.detail})
+        ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=str(shown["reason"])[:500])
         approval = error.extra.get("approval")
         named = approval if isinstance(approval, str) else None
         self._audit.record(await self._entry(operation, decision, named), ending)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from carrel.control.door import Decision, Operation, refusal
-from carrel.isolation.masks import MOST, unmaskable
+from carrel.isolation.masks import MOST, Part, split, unmaskable
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.policy.layers import Policy
 from carrel.policy.rules import Rule
@@ -32,6 +32,35 @@ def masks_of(policy: Policy, context_id: str | None) -> Masks | None:
         writable=writable,
         refusal={name: _words(programs[name], context_id) for name in names},
     )
+
+
+def hides(masks: Masks | None) -> Callable[[str], bool] | None:
+    """Whether a path of the workspace is one that masks hide, or lies below one; None when they hide none there."""
+    patterns = [] if masks is None else [split(text) for text in masks.hidden]
+    patterns = [parts for parts in patterns if not isinstance(parts[0], str) or parts[0] == WORKSPACE[1:]]
+    if not patterns:
+        return None
+    return lambda path: any(_matches(parts, [WORKSPACE[1:], *path.split("/")]) for parts in patterns)
+
+
+def _matches(parts: tuple[Part, ...], names: list[str]) -> bool:
+    """Whether a pattern means a path or something above it."""
+    states = {0}
+    for name in names:
+        states |= {at + 1 for at in states if parts[at] is None}
+        if len(parts) in states:
+            return True
+        ahead: set[int] = set()
+        for at in states:
+            part = parts[at]
+            if part is None:
+                ahead.add(at)
+            elif part == name if isinstance(part, str) else part(name):
+                ahead.add(at + 1)
+        if len(parts) in ahead:
+            return True
+        states = ahead
+    return False
 
 
 def unmasked(policy: Policy) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
 
 from carrel.control.connection import Download, Json
 from carrel.control.door import SELF, Door, Kind, Operation, Traffic
@@ -31,10 +32,10 @@ from carrel.control.exchange import (
 )
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
-from carrel.control.redacting import clean_output, clean_result
+from carrel.control.redacting import clean_error, clean_info, clean_output, clean_result
 from carrel.control.sessions import Sessions
 from carrel.control.tools import TOOLS, create_file
-from carrel.errors import InvalidRequest, LimitExceeded, SandboxLost, Unsupported
+from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, SandboxLost, Unsupported
 from carrel.events.redact import Redactor
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
@@ -109,10 +110,20 @@ class Operations:
                 yield traffic
         except BaseException as error:
             outcome = outcome_of(error)
+            if isinstance(error, CarrelError):
+                await self.clean(operation.context_id or operation.sandbox_id or None, error)
             raise
         finally:
             if operation.actor != SELF:
                 self._metrics.operated(operation.kind, operation.name, outcome, time.monotonic() - began)
+
+    async def clean(self, name: str | None, error: CarrelError) -> None:
+        """Take the secrets of a context, or of an ephemeral sandbox, out of an error."""
+        try:
+            redactor = await self._redactor(name)
+        except CarrelError:
+            redactor = None
+        clean_error(redactor, error)
 
     # sessions
 
@@ -181,18 +192,20 @@ class Operations:
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
             answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=SMALL)
-            return check(CommandInfo, json_object(answer))
+            return await self._told(box, json_object(answer))
 
     async def list_commands(self, name: str, actor: str = "") -> CommandList:
         """The commands the sandbox remembers."""
         async with self._door(name, "shell", "list_commands", {}, actor) as (box, _):
-            return check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
+            found = check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
+            redactor = await self._redactor(box.record.context_id or box.record.id)
+            return CommandList(items=[clean_info(redactor, info) for info in found.items])
 
     async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
         """One command."""
         path = f"/commands/{segment_of(command_id)}"
         async with self._door(name, "shell", "get_command", {"id": command_id}, actor) as (box, _):
-            return check(CommandInfo, await self._ask(box, "GET", path))
+            return await self._told(box, await self._ask(box, "GET", path))
 
     async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
         """Wait for the end of a command."""
@@ -220,7 +233,7 @@ class Operations:
                     async for chunk in chunks:
                         box.last_activity = time.time()
                         if chunk.stream == "end":
-                            yield checked_end(chunk)
+                            yield checked_end(chunk, partial(clean_info, redactor))
                         else:
                             traffic.gave(len(chunk.data) if chunk.raw is None else chunk.raw)
                             yield chunk
@@ -409,6 +422,9 @@ class Operations:
         limit: int = SMALL,
     ) -> Json:
         return await box.connection.request_json(method, path, body, deadline=deadline, max_bytes=limit)
+
+    async def _told(self, box: LiveSandbox, answer: object) -> CommandInfo:
+        return clean_info(await self._redactor(box.record.context_id or box.record.id), check(CommandInfo, answer))
 
     async def _result(self, box: LiveSandbox, traffic: Traffic, answer: bytes) -> CommandResult:
         result = checked_result(answer)

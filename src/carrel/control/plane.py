@@ -29,12 +29,13 @@ from carrel.control.recovery import Recovered, recover
 from carrel.control.secrets import Secrets
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
+from carrel.control.templates import Templates
 from carrel.control.webhooks import Webhook
 from carrel.control.workspaces import MB, Workspaces
+from carrel.egress.plan import Upstream
 from carrel.errors import CarrelError, ProviderUnavailable
 from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
-from carrel.egress.plan import Upstream
 from carrel.models import HostReport, Network, PolicyDocuments, PolicyInfo, SandboxRequest
 from carrel.policy.layers import Layer, Policy
 from carrel.providers import Masks, open_providers
@@ -104,6 +105,15 @@ class ControlPlane:
         self.secrets = Secrets(vault, SecretStore(database), live)
         self.sessions.on_started(self._started)
         self.policies = Policies(PolicyStore(database), policy)
+        self.templates = Templates(
+            settings.templates_dir or os.path.join(layout.data_dir, "templates"),
+            settings.sandbox.template,
+            self.store,
+            live,
+        )
+        self.policies.template_of = self.secrets.template_of = self.templates.of
+        self.policies.layer_of = self.templates.layer
+        self.sessions.make_by(self.templates.prepare)
         self.sessions.govern_with(self.policies.fit, self._masks)
         self.sessions.network_with(self._network, self._trusting)
         self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
@@ -153,6 +163,7 @@ class ControlPlane:
             os.path.join(layout.data_dir, "filespaces"),
             default_cap=settings.sandbox.disk_mb * MB,
         )
+        self.filespaces.masks = self._masks
         self.sessions.pull_with(self.filespaces.pull)
         self.sessions.push = self.filespaces.push
         self.workspaces.keeping.base = self.filespaces.base
@@ -240,12 +251,12 @@ class ControlPlane:
         """Whether a sandbox started now would be another than this one, by its policy."""
         record = box.record
         policy = await self._policy_of(record)
-        if masks_of(policy, record.context_id) != box.masks or inspects(policy) and not box.trusting:
+        if masks_of(policy, record.context_id) != box.masks or (inspects(policy) and not box.trusting):
             return True
         return fit_network(record, None, policy, self.settings.egress, box.provider).network != record.network
 
     async def _policy_of(self, record: SessionRecord) -> Policy:
-        return await self.policies.of(record.context_id)
+        return await self.policies.of_record(record)
 
     async def _network(self, record: SessionRecord, asked: Network | None, provider: Provider) -> SessionRecord:
         return fit_network(record, asked, await self._policy_of(record), self.settings.egress, provider)
@@ -264,8 +275,8 @@ class ControlPlane:
             await self.secrets.give(box)
             await self.egress.refresh(context_id)
 
-    async def _masks(self, context_id: str | None) -> Masks | None:
-        return masks_of(await self.policies.of(context_id), context_id)
+    async def _masks(self, record: SessionRecord) -> Masks | None:
+        return masks_of(await self.policies.of_record(record), record.context_id)
 
     async def _adopt_chain(self, record: SessionRecord) -> None:
         """What the server before left open in the audit log of a context is closed, and told."""

@@ -1,7 +1,7 @@
 """The policies of contexts: kept, compiled once, and asked about operations.
 
-Two layers: what the operator gives the whole server, and what a context has. Decides by `policy` alone; whoever asks
-acts on it.
+Three layers: what the operator gives the whole server, what the template of a context has, and what the context has
+itself. Decides by `policy` alone; whoever asks acts on it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -32,7 +32,7 @@ DIALECT: Dialect = "sh"
 """A command that is a text runs under `/bin/sh -c`."""
 FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
-MOST_CACHED = 4096
+MOST_CACHED, MOST_TEMPLATES = 4096, 1024
 MOST_REQUIREMENTS = 1 << 20
 _COMMANDS = frozenset({"run_command", "start_command", "execute"})
 _FILE_OPERATIONS = {
@@ -45,12 +45,21 @@ _FILE_OPERATIONS = {
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     version: int
+    layer: Layer | None
     policy: Policy
     seen_at: float
 
 
 async def _nobody(_context_id: str) -> None:
     return
+
+
+async def _no_template(_name: str) -> str | None:
+    return None
+
+
+async def _no_layer(_template: str | None) -> Layer | None:
+    return None
 
 
 class Policies:
@@ -62,7 +71,12 @@ class Policies:
         self._cache: OrderedDict[str, _Compiled] = OrderedDict()
         self.on_changed: Callable[[str], Awaitable[None]] = _nobody
         """Told of a context whose policy has changed."""
-        self._default = self._compile(None, None)
+        self.template_of: Callable[[str], Awaitable[str | None]] = _no_template
+        """The template of a context or a sandbox."""
+        self.layer_of: Callable[[str | None], Awaitable[Layer | None]] = _no_layer
+        """What a template says."""
+        self._default = self._compile(None, None, None)
+        self._shared: dict[int, tuple[Layer, Policy]] = {}
 
     @staticmethod
     def server_layer(settings_file: str | None, sources_file: str | None) -> Layer | None:
@@ -78,29 +92,53 @@ class Policies:
 
     # asking
 
-    async def of(self, context_id: str | None) -> Policy:
-        """The policy that holds for a context; None stands for an ephemeral sandbox."""
+    async def of(self, context_id: str | None, sandbox_id: str = "") -> Policy:
+        """The policy that holds for a context, or for an ephemeral sandbox."""
+        name = context_id or sandbox_id
+        return await self._of(context_id, await self.template_of(name) if name else None)
+
+    async def of_record(self, record: SessionRecord) -> Policy:
+        """The policy that holds for a session, also one that is only about to be."""
+        return await self._of(record.context_id, record.template)
+
+    async def _of(self, context_id: str | None, template: str | None) -> Policy:
+        layer = await self.layer_of(template)
         if context_id is None:
-            return self._default
+            return self._without_documents(layer)
         known = self._cache.get(context_id)
         now = time.monotonic()
-        if known is not None and now - known.seen_at < FRESH_S:
+        if known is not None and known.layer is layer and now - known.seen_at < FRESH_S:
             return known.policy
         record = await self._store.get(context_id)
         version = 0 if record is None else record.version
-        if known is not None and known.version == version:
+        if known is not None and known.layer is layer and known.version == version:
             policy = known.policy
+        elif record is None and not _names_context((*self._server, layer)):
+            policy = self._without_documents(layer)
         else:
-            policy = self._default if record is None else self._compile(context_id, record)
-        self._cache[context_id] = _Compiled(version, policy, now)
+            policy = self._compile(context_id, layer, record)
+        self._cache[context_id] = _Compiled(version, layer, policy, now)
         self._cache.move_to_end(context_id)
         while len(self._cache) > MOST_CACHED:
             self._cache.popitem(last=False)
         return policy
 
+    def _without_documents(self, layer: Layer | None) -> Policy:
+        """The policy of whoever has no documents of their own: one for all of them."""
+        if layer is None:
+            return self._default
+        known = self._shared.get(id(layer))
+        if known is None:
+            if len(self._shared) >= MOST_TEMPLATES:
+                self._shared.clear()
+            known = self._shared[id(layer)] = (layer, self._compile(None, layer, None))
+        return known[1]
+
     async def decide(self, operation: Operation, workspace: str | None = None) -> Decision:
         """What the policy of its context says of an operation. `workspace` is where its files lie on this server."""
-        policy = await self.of(operation.context_id)
+        if operation.kind == "session":
+            return Decision()
+        policy = await self.of(operation.context_id, operation.sandbox_id)
         if not policy.governed and not policy.sources:
             return Decision()
         verdict = _verdict(policy, operation, workspace)
@@ -108,7 +146,7 @@ class Policies:
 
     async def fit(self, record: SessionRecord, asked: Limits) -> SessionRecord:
         """A session within the limits of its policy; what was asked for beyond them is refused."""
-        policy = await self.of(record.context_id)
+        policy = await self.of_record(record)
         caps = {
             "memory_mb": policy.limits.max_memory_mb,
             "timeout_s": policy.limits.max_execution_time_seconds,
@@ -152,7 +190,7 @@ class Policies:
     async def get(self, context_id: str) -> PolicyInfo:
         """The policy of a context as it was given, with what should be known about its rules."""
         record = await self._store.get(context_id)
-        return self._info(context_id, record)
+        return self._info(context_id, record, await self._layer(context_id))
 
     async def put(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
         """Change the policy of a context; refused whole when a rule cannot be read or would defeat it."""
@@ -161,7 +199,7 @@ class Policies:
         settings = given.settings if "settings" in fields else before.settings if before else None
         sources = given.sources if "sources" in fields else before.sources if before else None
         record = PolicyRecord(context_id, settings, sources, 0, time.time(), by)
-        self._compile(context_id, record)
+        self._compile(context_id, await self._layer(context_id), record)
         expected = given.version if given.version is not None else before.version if before else 0
         await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
         self._cache.pop(context_id, None)
@@ -190,7 +228,8 @@ class Policies:
                 field="rule",
                 hint="approve it for the context, or give the context settings first",
             )
-        self._compile(context_id, _with_rule(context_id, await self._store.get(context_id), rule))
+        record = _with_rule(context_id, await self._store.get(context_id), rule)
+        self._compile(context_id, await self._layer(context_id), record)
 
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:
         """Allow something in a context from now on."""
@@ -198,8 +237,11 @@ class Policies:
         given = PolicyDocuments(settings=dict(record.settings or {}), version=record.version)
         await self.put(context_id, given, by)
 
-    def _info(self, context_id: str, record: PolicyRecord | None) -> PolicyInfo:
-        policy = self._compile(context_id, record)
+    async def _layer(self, context_id: str) -> Layer | None:
+        return await self.layer_of(await self.template_of(context_id))
+
+    def _info(self, context_id: str, record: PolicyRecord | None, layer: Layer | None) -> PolicyInfo:
+        policy = self._compile(context_id, layer, record)
         return PolicyInfo(
             context_id=context_id,
             settings=None if record is None or record.settings is None else dict(record.settings),
@@ -210,8 +252,8 @@ class Policies:
             warnings=[PolicyWarning(source=each.source, rule=each.rule, text=each.text) for each in policy.warnings],
         )
 
-    def _compile(self, context_id: str | None, record: PolicyRecord | None) -> Policy:
-        layers = list(self._server)
+    def _compile(self, context_id: str | None, layer: Layer | None, record: PolicyRecord | None) -> Policy:
+        layers = [*self._server, *(() if layer is None else (layer,))]
         if record is not None:
             settings = sources = None
             if record.settings is not None:
@@ -222,6 +264,12 @@ class Policies:
         if not layers:
             return Policy.open()
         return Policy.of(layers, context_id=context_id or "ephemeral", workspace=WORKSPACE)
+
+
+def _names_context(layers: Sequence[Layer | None]) -> bool:
+    """Whether a rule means something else in every context."""
+    given = [layer.settings.permissions for layer in layers if layer is not None and layer.settings is not None]
+    return any("${CONTEXT_ID}" in text for each in given for text in (*each.allow, *each.deny))
 
 
 def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Verdict:
@@ -245,8 +293,10 @@ def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Ver
         also = decide_environment(policy, env if isinstance(env, Mapping) else ())
         return also if verdict.verdict == "allow" and also.verdict != "allow" else verdict
     if operation.kind == "file" and operation.name == "move":
+        source = _absolute(str(arguments.get("path", "")))
         parts = [
-            decide_file(policy, "delete", _absolute(str(arguments.get("source", "")))),
+            decide_file(policy, "read", source),  # what is moved can be read where it goes
+            decide_file(policy, "delete", source),
             decide_file(policy, "write", _absolute(str(arguments.get("destination", "")))),
         ]
         return max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))

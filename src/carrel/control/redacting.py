@@ -1,4 +1,5 @@
-"""Takes secrets out of the output of a command as it comes: two streams, cut anywhere, read from any offset.
+"""Takes secrets out of what is shown: errors, what is told of commands, and the output of a command as it comes, two
+streams, cut anywhere, read from any offset.
 
 An offset counts raw bytes of both streams in the order they were written. One is handed out only where everything
 before it has been given, so that whoever goes on from it misses nothing.
@@ -12,9 +13,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from carrel.control.frames import Chunk, FrameReader
-from carrel.errors import SandboxLost
+from carrel.errors import CarrelError, SandboxLost
 from carrel.events.redact import Redactor, StreamRedactor
-from carrel.models import CommandResult
+from carrel.models import CommandInfo, CommandResult
 
 QUIET_S = 0.05
 """How long a terminal waits for what may be the rest of a secret."""
@@ -161,6 +162,25 @@ async def _or_quiet(stream: AsyncIterator[bytes], cleaned: OutputRedactor) -> As
 
 async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
     return await anext(stream, None)
+
+
+def clean_error(redactor: Redactor | None, error: CarrelError) -> None:
+    """Take secrets out of an error before anybody is told of it or it is logged. Without a redactor nothing is known
+    of the secrets there are: then it says no more than its code does.
+    """
+    if redactor is None:
+        error.detail, error.hint, error.extra = error.title, None, {}
+    else:
+        error.detail = redactor.text(error.detail)
+        error.hint = None if error.hint is None else redactor.text(error.hint)
+        error.field = None if error.field is None else redactor.text(error.field)
+        error.extra = redactor.value(error.extra)
+    error.args = (error.detail,)
+
+
+def clean_info(redactor: Redactor, info: CommandInfo) -> CommandInfo:
+    """What is told of a command, without the secrets that somebody wrote into it."""
+    return info.model_copy(update={"command": redactor.value(info.command)})
 
 
 def clean_result(redactor: Redactor, result: CommandResult) -> CommandResult:

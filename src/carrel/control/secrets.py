@@ -50,7 +50,7 @@ async def _as_they_are(_record: SessionRecord, values: Mapping[str, bytes]) -> M
     return values
 
 
-async def _nobody(_context_id: str) -> None:
+async def _nobody(_context_id: str | None) -> None:
     return
 
 
@@ -69,8 +69,8 @@ class Secrets:
         self.deliver: Deliver = _nowhere
         """How they get into a sandbox."""
         self.dress: Dress = _as_they_are
-        self.on_changed: Callable[[str], Awaitable[None]] = _nobody
-        """Told of a context whose secrets have changed."""
+        self.on_changed: Callable[[str | None], Awaitable[None]] = _nobody
+        """Told of a context whose secrets have changed; None when those of many have."""
         self.template_of: Callable[[str], Awaitable[str | None]] = _none
         """The template of a context."""
         self._redactors: OrderedDict[str, tuple[Redactor, float]] = OrderedDict()
@@ -111,17 +111,13 @@ class Secrets:
         return [] if box is None or box.record.context_id != scope else [box]
 
     async def _changed(self, kind: ScopeKind, scope: str) -> None:
-        boxes = self._using(kind, scope)
-        contexts = {box.record.context_id for box in boxes if box.record.context_id is not None}
         if kind == "context":
-            contexts.add(scope)
             self._redactors.pop(scope, None)
         else:
             self._redactors.clear()
-        for box in boxes:
+        for box in self._using(kind, scope):
             await self.give(box)
-        for context in sorted(contexts):
-            await self.on_changed(context)
+        await self.on_changed(scope if kind == "context" else None)
 
     async def values_of(self, record: SessionRecord) -> Mapping[str, bytes]:
         """The values, for who puts them into requests outside of the sandbox. Nobody else may ask."""
@@ -130,6 +126,7 @@ class Secrets:
     async def give(self, box: LiveSandbox) -> None:
         """Make the secrets of its context and its template those of a running sandbox."""
         record = box.record
+        self._redactors.pop(record.context_id or record.id, None)  # it was made before the template was known
         values = await self.dress(record, await self._values(record.context_id, record.template))
         if not values and not box.has_secrets:
             return
@@ -188,6 +185,10 @@ class Secrets:
                 continue
             found.append((record.name, value.get_secret_value()))
         return found
+
+    async def clean_text(self, name: str | None, text: str) -> str:
+        """A text as it may be shown."""
+        return (await self.redactor(name)).text(text)
 
     async def clean(self, name: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
         """Arguments as they may be shown."""

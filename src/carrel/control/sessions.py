@@ -69,7 +69,7 @@ class Sessions:
     def govern_with(
         self,
         fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]],
-        masks: Callable[[str | None], Awaitable[Masks | None]],
+        masks: Callable[[SessionRecord], Awaitable[Masks | None]],
     ) -> None:
         """What brings a session within its policy's limits, and says which programs and files it must not reach."""
         self._starting.fit = fit
@@ -83,6 +83,10 @@ class Sessions:
         """What says which network a session gets, and whether its sandbox is to trust the proxy's certificates."""
         self._starting.network = fit
         self._starting.trusting = trusting
+
+    def make_by(self, recipe: Callable[[SandboxRequest, SessionRecord | None], Awaitable[SandboxRequest]]) -> None:
+        """What fills a template into what is asked for."""
+        self._starting.recipe = recipe
 
     def on_started(self, call: Callable[[LiveSandbox], Awaitable[None]]) -> None:
         """What to call when a sandbox runs and nobody uses it yet."""

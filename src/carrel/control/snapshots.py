@@ -82,6 +82,7 @@ class Snapshots:
             request = SandboxRequest(
                 context_id=context_id, provider=record.provider, trust=record.trust, network=record.network,
                 limits=record.limits, env=dict(record.env), labels=dict(record.labels), filespace=record.filespace,
+                template=record.template,
             )  # fmt: skip
             try:
                 return (await self._sessions.deploy_or_resume(request))[0]

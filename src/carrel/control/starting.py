@@ -41,8 +41,12 @@ async def _as_it_is(record: SessionRecord, _asked: Limits) -> SessionRecord:
     return record
 
 
-async def _no_masks(_context: str | None) -> Masks | None:
+async def _no_masks(_record: SessionRecord) -> Masks | None:
     return None
+
+
+async def _as_asked(request: SandboxRequest, _previous: SessionRecord | None) -> SandboxRequest:
+    return request
 
 
 async def _no_change(record: SessionRecord, _asked: Network | None, _provider: Provider) -> SessionRecord:
@@ -81,8 +85,10 @@ class Starting:
         self.pull: Sync = no_sync
         self.fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]] = _as_it_is
         """Brings a session within the limits of its policy, or refuses what was asked for."""
-        self.masks: Callable[[str | None], Awaitable[Masks | None]] = _no_masks
-        """What a sandbox of a context must not reach."""
+        self.recipe: Callable[[SandboxRequest, SessionRecord | None], Awaitable[SandboxRequest]] = _as_asked
+        """What is asked for, as its template says; `previous` is the last session of the context."""
+        self.masks: Callable[[SessionRecord], Awaitable[Masks | None]] = _no_masks
+        """What the sandbox of a session must not reach."""
         self.network: Callable[[SessionRecord, Network | None, Provider], Awaitable[SessionRecord]] = _no_change
         """Gives a session the network it may have, or refuses what was asked for."""
         self.trusting: Callable[[SessionRecord], Awaitable[bool]] = _no_trust
@@ -98,6 +104,7 @@ class Starting:
         """Start the sandbox of a new session, or of one that exists; leaves nothing behind when it fails."""
         began = time.monotonic()
         node = self._ownership.node
+        request = await self.recipe(request, previous)
         record, provider = plan(request, existing, key, self._settings, self._providers, node)
         record = await self.fit(record, request.limits)
         record = await self.network(record, request.network, provider)
@@ -121,7 +128,7 @@ class Starting:
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
             late = await self._pull(record, provided.path) if record.filespace else None
-            masks = await self.masks(record.context_id)
+            masks = await self.masks(record)
             if masks is not None:
                 provider.require(Capability.MASKS)
             trusting = await self.trusting(record)

@@ -81,6 +81,7 @@ def plan(
         filespace=filespace,
         snapshot=existing.snapshot if existing else None,
         notice=existing.notice if existing else None,
+        template=request.template,
     )
     return record, provider
 
@@ -134,6 +135,8 @@ def refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
         asked.append(("network", request.network, record.network))
     if "trust" in given:
         asked.append(("trust", request.trust, record.trust))
+    if request.template is not None:
+        asked.append(("template", request.template, record.template))
     if request.filespace is not None:
         asked.append(("filespace", request.filespace, record.filespace))
     if request.env:

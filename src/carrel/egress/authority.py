@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-LIFE = timedelta(days=30)
+LIFE = timedelta(days=365)
 """How long an authority is good for. It cannot be bound to names that are not known yet, so it is short-lived."""
 
 MOST_HOSTS = 256

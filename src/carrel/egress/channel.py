@@ -120,10 +120,10 @@ class Channel:
                 os.set_inheritable(each, False)
             try:
                 message = json.loads(data)
-                if not isinstance(message, dict):
-                    raise ValueError
             except ValueError:
-                log.error("the other side of the egress channel sent what is no message")
+                message = None
+            if not isinstance(message, dict):
+                log.warning("the other side of the egress channel sent what is no message")
                 for each in fds:
                     os.close(each)
                 self.close()

@@ -37,22 +37,20 @@ def placeholder(name: str) -> str:
 class Credentials:
     """Those of one sandbox."""
 
-    def __init__(self, injected: Sequence[Injected]):
+    def __init__(self, injected: Sequence[Injected], former: Sequence[Injected] = ()):
+        """`former` are put in no more, and kept from coming back all the same."""
         self._injected = tuple(injected)
-        self._lower = [each.secret.lower().encode() for each in injected]
-        self._redactor: Redactor | None = None
-        self._fault: str | None = None
-        try:
-            self._redactor = Redactor(_named(injected), shapes=False, written=placeholder)
-        except InvalidRequest:  # too short: it could not be kept from anybody
-            self._fault = "a credential of this sandbox is too short or has a name it cannot have"
-        for each in injected:
-            if not _FIELD.fullmatch(each.value):
-                self._fault = f"the credential '{each.name}' cannot be written in a header"
+        self.known = tuple(each for each in dict.fromkeys((*former, *injected)) if _can_be_kept(each))
+        """Everything that is kept from coming back."""
+        self.redactor = Redactor(_named(self.known), shapes=False, written=placeholder)
+        """Takes all of it out of bytes, and puts placeholders there."""
+        self._lower = [each.secret.lower().encode() for each in self.known]
+        unfit = [each.name for each in injected if each not in self.known or not _FIELD.fullmatch(each.value)]
+        self._fault = f"the credential '{unfit[0]}' is too short, or cannot be written in a header" if unfit else None
 
     def concern(self, host: str) -> bool:
         """Whether the host is given a credential in some requests. Then it may send it back in any of its responses."""
-        return any(each.host == host for each in self._injected)
+        return any(each.host == host for each in self.known)
 
     def choose(self, host: str, method: str, target: str) -> tuple[Injected, ...]:
         """Those for a request, given in origin form. Raises `Refused` where it is not clear whether there is one."""
@@ -96,11 +94,14 @@ class Credentials:
         ]
         return clean(response.reason), headers
 
-    @property
-    def redactor(self) -> Redactor:
-        """Takes every credential of the sandbox out of bytes, and puts placeholders there."""
-        assert self._redactor is not None  # else nothing was chosen and nothing was sent
-        return self._redactor
+
+def _can_be_kept(injected: Injected) -> bool:
+    """Whether it can be told from ordinary text, so that it can be taken out of it."""
+    try:
+        Redactor({injected.name: injected.secret}, shapes=False)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _named(injected: Iterable[Injected]) -> dict[str, str]:

@@ -16,22 +16,26 @@ from functools import lru_cache
 from typing import Literal
 
 from carrel.egress import answers, heads, hello, socks
+from carrel.egress.budget import Meter
 from carrel.egress.passage import Passage
 from carrel.egress.plain import HEAD_S, Plain, Way, authority
 from carrel.egress.sockets import Ended, farewell, look, send, take
 from carrel.egress.terms import Access, Refused, Target
-from carrel.egress.tunnel import tunnel
+from carrel.egress.tunnel import copy, tunnel
 
 log = logging.getLogger("carrel.egress")
 
 SILENT_S = 15.0
 """How long a client of a tunnel may take to say whom it is for."""
+ANSWER_S = 60.0
+"""How long a server may take to answer a TLS hello."""
 
 _BEYOND = 64
 """Connections above the limit that are heard, so that they can be told of it. More wait in the socket's queue."""
 _PAUSE_S = 0.2
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SHORT = 1024
+_ANSWER = 64  # more of a server's first words need not be seen
 _METHOD = re.compile(rb"[A-Z]{1,20}( |$)")
 
 First = Literal["socks"] | int
@@ -179,10 +183,13 @@ class Gateway:
         try:
             await send(client, socks.reply(0) if by_socks else answers.CONNECTED)
             await self._through(client, upstream, access, target)
+        except Refused as refusal:
+            self._passage.close(access, refusal)
+            upstream.close()
+            await farewell(client)
         except BaseException as error:
             self._passage.close(access, error)
-            if not isinstance(error, Refused):
-                raise
+            raise
         finally:
             upstream.close()
             self._passage.close(access)
@@ -197,7 +204,7 @@ class Gateway:
             raise answers.failed() from None
 
     async def _through(self, client: socket.socket, upstream: socket.socket, access: Access, target: Target) -> None:
-        """Lead a tunnel on, once the client has said inside it whom it is for."""
+        """Lead a tunnel on, once the client has said inside it whom it is for. Who is refused has been told."""
         passage = self._passage
         inspected = passage.rules.inspected(target)
         if not inspected and passage.rules.opaque(target):
@@ -207,8 +214,11 @@ class Gateway:
             greeting = await self._greeting(client, target)
             if isinstance(greeting, hello.Hello) and inspected and passage.inspect is None:
                 raise Refused(f"{target.host} is to be inspected, and nothing here can do so")
+            if isinstance(greeting, hello.Hello) and not inspected:
+                await self._begin(client, upstream, target, greeting, passage.meter(access))
         except Refused as refusal:
-            await _tell(client, answers.alert(refusal))
+            with suppress(OSError):
+                await send(client, answers.alert(refusal))
             raise
         if isinstance(greeting, int):
             way = Way(target, upstream, access, passage.meter(access))
@@ -227,19 +237,29 @@ class Gateway:
             raise _unnamed(target, "says nothing") from None
         except hello.NotTls:
             raise _unnamed(target, "speaks neither TLS nor HTTP") from None
-        if isinstance(found, int):
-            return found
-        if found.encrypted:
-            raise _unnamed(target, "encrypts the name it is for")
-        if target.literal is None and found.name is None:
-            raise _unnamed(target, "has no name in its TLS hello")
-        if found.name != (None if target.literal is not None else target.host):
-            raise Refused(
-                f"the tunnel is for {target}, and the TLS inside it is for {found.name}",
-                status=421,
-                hint="open a tunnel for each host",
-            )
+        if not isinstance(found, int):
+            _check(found, target)
         return found
+
+    async def _begin(
+        self, client: socket.socket, upstream: socket.socket, target: Target, first: hello.Hello, meter: Meter
+    ) -> None:
+        """Send on a hello that was checked, and nothing behind it before the server has answered: it may ask for
+        another hello, and goes by the name in that. The second is checked as the first was.
+        """
+        meter.sent(first.size)
+        await send(upstream, take(client, first.size))
+        try:
+            asking = await look(upstream, hello.wants_another, _ANSWER, ANSWER_S, later=True)
+        except Ended:
+            return  # without a word, which the tunnel passes on
+        if not asking:
+            return
+        await copy(upstream, client, meter.received, most=asking)
+        try:
+            _check(await look(client, hello.read_second, hello.MOST, SILENT_S, later=True), target)
+        except TimeoutError:
+            raise _unnamed(target, "says nothing") from None
 
 
 def _first(data: bytes) -> First | None:
@@ -252,6 +272,20 @@ def _opening(data: bytes) -> Opening | None:
     if method is None:
         return hello.read_hello(data)
     return heads.end_of(data) if method[1] else None
+
+
+def _check(found: hello.Hello, target: Target) -> None:
+    """Raises `Refused` when a hello is not for the target, or does not say whom it is for."""
+    if found.encrypted:
+        raise _unnamed(target, "encrypts the name it is for")
+    if target.literal is None and found.name is None:
+        raise _unnamed(target, "has no name in its TLS hello")
+    if found.name != (None if target.literal is not None else target.host):
+        raise Refused(
+            f"the tunnel is for {target}, and the TLS inside it is for {found.name}",
+            status=421,
+            hint="open a tunnel for each host",
+        )
 
 
 def _connect_target(head: bytes) -> Target:

@@ -114,6 +114,7 @@ class _Found:
         self.fields: dict[bytes, list[bytes]] = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        value = value.strip(b" \t")
         self.headers.append((name, value))
         self.fields.setdefault(name.lower(), []).append(value)
 

@@ -6,7 +6,7 @@ Stricter than servers are: what two programs could read differently is refused. 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from carrel.egress.names import read_host
 from carrel.egress.terms import Refused
@@ -14,12 +14,15 @@ from carrel.egress.terms import Refused
 MOST = 64 * 1024
 """The most bytes a hello may take, with the headers of its records."""
 
-_HANDSHAKE = 22
-_CLIENT_HELLO = 1
+_CHANGE_CIPHER, _HANDSHAKE, _DATA = 20, 22, 23
+_CLIENT_HELLO, _SERVER_HELLO = 1, 2
 _MAX_RECORD = 1 << 14
 _SERVER_NAME, _PROTOCOLS, _PRE_SHARED_KEY, _EARLY_DATA = 0, 16, 41, 42
 _ENCRYPTED = frozenset({0xFE0D, 0xFD00, 0xFFCE})
 """Encrypted ClientHello, its inner marker, and its forerunner. A made-up one (GREASE) looks the same from outside."""
+
+_AGAIN = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
+"""What stands for the random number in a server's hello that asks for another of the client (RFC 8446, 4.1.3)."""
 
 
 class NotTls(Refused):
@@ -46,16 +49,50 @@ class Hello:
     encrypted: bool
     protocols: tuple[str, ...] = ()
     early: bool = False
+    size: int = field(default=0, compare=False)
+    """How many bytes it takes, with the headers of its records."""
 
 
 def read_hello(data: bytes | memoryview) -> Hello | None:
     """The hello that the bytes begin with; None when more bytes are needed. Raises `NotTls` or `Malformed`."""
-    message = _message(memoryview(data))
-    return None if message is None else _hello(_Reader(message))
+    found = _message(memoryview(data))
+    return None if found is None else _hello(_Reader(found[0]), found[1])
 
 
-def _message(data: memoryview) -> bytes | None:
-    """The body of the first handshake message, put together from its records."""
+def wants_another(data: bytes) -> int | None:
+    """How long the record is in which a server, whose first bytes these are, asks for another hello: it then goes by
+    the name in that one. 0 when it does not ask; None when more bytes are needed. Raises `Malformed`.
+    """
+    if data[0] != _HANDSHAKE:
+        return 0
+    if len(data) < 6:
+        return None
+    if data[5] != _SERVER_HELLO:
+        return 0
+    size = int.from_bytes(data[3:5], "big")
+    if size < 38:
+        raise Malformed("the server's is cut into too small pieces")
+    if len(data) < 43:
+        return None
+    return 5 + size if data[11:43] == _AGAIN else 0
+
+
+def read_second(data: bytes) -> Hello | None:
+    """The hello that a client sends when it was asked for another; None when more bytes are needed. Before it may come
+    a change of ciphers, which means nothing, and data that was sent too early. Raises `NotTls` or `Malformed`.
+    """
+    at = 0
+    while data[at : at + 1] in (bytes((_CHANGE_CIPHER,)), bytes((_DATA,))):
+        if len(data) < at + 5:
+            return None
+        at += 5 + int.from_bytes(data[at + 3 : at + 5], "big")
+    if at > MOST:
+        raise Malformed("too much comes before it")
+    return read_hello(data[at:]) if at < len(data) else None
+
+
+def _message(data: memoryview) -> tuple[bytes, int] | None:
+    """The body of the first handshake message, put together from its records, and how many bytes those take."""
     found = bytearray()
     at = 0
     while True:
@@ -78,7 +115,7 @@ def _message(data: memoryview) -> bytes | None:
             if declared > wanted:
                 raise Malformed("another message follows in the same record")
             if len(found) == wanted:
-                return bytes(found[4:])
+                return bytes(found[4:]), at
         if at >= len(data):
             break
     if len(data) >= MOST:
@@ -125,7 +162,7 @@ class _Reader:
         return len(self._data) - self._at
 
 
-def _hello(body: _Reader) -> Hello:
+def _hello(body: _Reader, size: int) -> Hello:
     if body.number(2) >> 8 != 3:
         raise Malformed("it is of no version of TLS")
     body.take(32)
@@ -149,7 +186,7 @@ def _hello(body: _Reader) -> Hello:
             encrypted = True
         elif kind == _EARLY_DATA:
             early = True
-    return Hello(name, encrypted, protocols, early)
+    return Hello(name, encrypted, protocols, early, size)
 
 
 def _extensions(body: _Reader) -> Iterator[tuple[int, _Reader]]:

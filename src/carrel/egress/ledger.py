@@ -84,6 +84,8 @@ class Ledger:
                 retry=True,
             )
         access.number = next(self._numbers)
+        if access.ended is not None:
+            return  # it was refused: nothing goes out, and its end, which says all, is told next
         if self.tell is None:
             self._put(access)
         else:

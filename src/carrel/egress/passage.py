@@ -75,7 +75,7 @@ class Passage:
         self._own_port = own_port
         self._installs = InstallBudget()
         self._running: dict[int, _Running] = {}
-        self._remembered: dict[tuple[Target, Address | None], Said] = {}
+        self._remembered: dict[tuple[str, int, Address | None], Said] = {}
 
     async def open(self, access: Access, target: Target) -> socket.socket:
         """A connection to the target, non-blocking and owned by the caller, who calls `close` once it has ended.
@@ -95,7 +95,7 @@ class Passage:
             self.budget.leave()
             self.refuse(access, error)
             raise
-        access.address = str(found[0])  # the log tells where it is going before it goes
+        access.address = str(found[0]) if found else None  # the log tells where it is going before it goes
         self._begin(access, entered=True)
         try:
             return await self._dial(target, found, access)
@@ -110,6 +110,10 @@ class Passage:
         access.target, access.address, access.upstream = target, before.address, before.upstream
         try:
             await self._consent(access, target, self._said(target))
+            if before.address is not None:
+                said = self._said(target, ip_address(before.address))
+                if said.verdict == "deny":
+                    await self._consent(access, target, said)
         except BaseException as error:
             self.refuse(access, error)
             raise
@@ -182,12 +186,13 @@ class Passage:
 
     def _said(self, target: Target, address: Address | None = None) -> Said:
         """What the rules say of a target, or of an address found for it. They say the same until they change."""
-        said = self._remembered.get((target, address))
+        key = (target.host, target.port, address)
+        said = self._remembered.get(key)
         if said is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
             said = self.rules.decide(target) if address is None else self.rules.check_address(target, address)
-            self._remembered[target, address] = said
+            self._remembered[key] = said
         return said
 
     async def _decide(self, access: Access, target: Target) -> Sequence[Address]:
@@ -196,8 +201,9 @@ class Passage:
         said = self._said(target)
         await self._consent(access, target, said)
         asked = said.verdict == "ask"
-        found: Sequence[Address]
-        found = (target.literal,) if target.literal is not None else await self._resolve(target.host)
+        found = await self._look_up(target)
+        if found is None:
+            return ()
         if not found:
             raise Refused(f"{target.host} has no address", code="unreachable", status=502)
         for address in found:
@@ -209,6 +215,14 @@ class Passage:
         if self.rules is not rules and (said := self._said(target)).verdict == "deny":
             await self._consent(access, target, said)
         return found
+
+    async def _look_up(self, target: Target) -> Sequence[Address] | None:
+        """The addresses of a target; None where an upstream proxy looks names up, and the operator relies on it."""
+        if target.literal is not None:
+            return (target.literal,)
+        if self.plan.upstreams and all(each.remote_names for each in self.plan.upstreams):
+            return None
+        return await self._resolve(target.host)
 
     async def _consent(self, access: Access, target: Target, said: Said) -> None:
         access.said = said

@@ -109,7 +109,8 @@ class Plain:
             return  # an answer is under way: that it is cut is all that can be said
         with suppress(OSError):
             await send(self._client, answers.refusal(refusal, body=not bodiless))
-            await farewell(self._client)
+            if self._fixed is None:
+                await farewell(self._client)
 
     def _read(self, head: bytes) -> Request:
         try:

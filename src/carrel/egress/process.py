@@ -1,7 +1,7 @@
 """The egress process: takes sandboxes from the control plane and lets them out, each by its own rules.
 
 It outlives a control plane that is killed: connections go on, what a person has to be asked is refused, and what is
-logged is kept until the next control plane takes it.
+logged is kept until the next control plane takes it. When it is killed itself, a keeper has the next one ready at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from functools import partial
 import uvloop
 
 from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message, content
+from carrel.egress.confining import confine
 from carrel.egress.gateway import Gateway
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.front import Front
 from carrel.egress.index.host import host_proxy
 from carrel.egress.index.upstream import Upstream
 from carrel.egress.inspecting import Inspecting
+from carrel.egress.keeper import Keeper
 from carrel.egress.ledger import Item, Ledger
 from carrel.egress.passage import Passage
 from carrel.egress.plan import Plan
@@ -39,6 +41,8 @@ log = logging.getLogger("carrel.egress")
 
 DRAIN_S = 30.0
 """How long running connections may go on when the process is told to end."""
+ALONE_S = 60.0
+"""How long it waits for a first control plane."""
 
 
 class Egress:
@@ -52,6 +56,7 @@ class Egress:
         self._health = Health()
         self._ledger = Ledger()
         self._gateways: dict[str, tuple[Gateway, Passage]] = {}
+        self._ways: dict[str, Upstreams] = {}
         self._channel: Channel | None = None
         self._questions: dict[int, asyncio.Future[Said]] = {}
         self._numbers = itertools.count(1)
@@ -62,9 +67,10 @@ class Egress:
 
     def meet(self, connection: socket.socket) -> None:
         """A control plane has come; the one before is gone, or will be."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = channel = Channel(connection, self._told, self._left)
+        before, self._channel = self._channel, None
+        self._channel = channel = Channel(connection, self._told, lambda: self._left(channel))
+        if before is not None:
+            before.close()
         self._ledger.listen(partial(self._tell, channel))
 
     def _tell(self, channel: Channel, place: int, items: list[Item]) -> bool:
@@ -74,7 +80,9 @@ class Egress:
             return False
         return True
 
-    def _left(self) -> None:
+    def _left(self, channel: Channel) -> None:
+        if channel is not self._channel:
+            return  # another has come already
         self._channel = None
         self._ledger.tell = None
         for question in self._questions.values():
@@ -115,14 +123,15 @@ class Egress:
         plan = Plan.unpack(content(fds.pop(0)))
         known = self._gateways.get(plan.sandbox)
         if known is not None:
-            known[1].change(plan)
+            self._replan(known[1], plan)
             return
         listener = socket.socket(fileno=fds.pop(0))
+        way = self._ways[plan.sandbox] = Upstreams(plan.upstreams, self._health)
         try:
             passage = Passage(
                 plan,
                 resolve=self._resolver.share(),
-                dial=Upstreams(plan.upstreams, self._health),
+                dial=way,
                 ask=self._ask,
                 report=self._ledger,
                 front=self._front,
@@ -140,10 +149,15 @@ class Egress:
         known = self._gateways.get(plan.sandbox)
         if known is None:
             raise ValueError("it is not attached")
-        known[1].change(plan)
+        self._replan(known[1], plan)
+
+    def _replan(self, passage: Passage, plan: Plan) -> None:
+        self._ways[plan.sandbox].change(plan.upstreams)
+        passage.change(plan)
 
     def _detach(self, message: Message, _fds: list[int]) -> None:
         known = self._gateways.pop(str(message["sandbox"]), None)
+        self._ways.pop(str(message["sandbox"]), None)
         if known is not None:
             known[0].close()
 
@@ -197,14 +211,18 @@ class Egress:
             gateway.close()
         self.ended.set()
 
-    async def run(self, listener: socket.socket) -> None:
-        """Serve control planes that come to a listening socket, one after the other, until told to end."""
+    async def run(self, listener: socket.socket, begun: Callable[[], None]) -> None:
+        """Serve control planes that come to a listening socket, one after the other, until told to end. `begun` is
+        called once they may come.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ended.set)
         listener.setblocking(False)
         self._health.start()
         loop.add_reader(listener, self._come, listener)
+        loop.call_later(ALONE_S, self._end_if_alone)
+        begun()
         try:
             await self.ended.wait()
             loop.remove_reader(listener)
@@ -215,8 +233,12 @@ class Egress:
             if self._channel is not None:
                 self._channel.close()
             await self._health.close()
-            await self._indexes.aclose()
+            await self._front.aclose()
             await self._resolver.close()
+
+    def _end_if_alone(self) -> None:
+        if self._channel is None and not self._gateways:
+            self.ended.set()
 
     def _come(self, listener: socket.socket) -> None:
         try:
@@ -249,14 +271,16 @@ def main(arguments: list[str] | None = None) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection takes two
 
-    async def serve() -> None:
-        cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
-        roots = None if given.roots is None else await asyncio.to_thread(_text, given.roots)
-        proxy = await asyncio.to_thread(host_proxy)
-        egress = Egress(cache, Resolver(given.nameserver), Inspecting(roots=roots), proxy=proxy)
-        await egress.run(listener)
+    proxy, roots = host_proxy(), None if given.roots is None else _text(given.roots)
+    os.makedirs(given.cache, mode=0o700, exist_ok=True)
+    confine(given.cache, [each for each in (os.environ.get("PIP_CERT"), os.environ.get("SSL_CERT_FILE")) if each])
 
-    uvloop.run(serve())
+    async def serve(begun: Callable[[], None]) -> None:
+        cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
+        egress = Egress(cache, Resolver(given.nameserver), Inspecting(roots=roots), proxy=proxy)
+        await egress.run(listener, begun)
+
+    sys.exit(Keeper(lambda begun: uvloop.run(serve(begun))).run())
 
 
 def _text(path: str) -> str:

@@ -251,11 +251,16 @@ class Upstreams:
     """
 
     def __init__(self, upstreams: Sequence[Upstream], health: Health, *, timeout_s: float = 10.0):
+        """Raises `InvalidRequest` for a URL that cannot be read."""
+        self._health = health
+        self._timeout_s = timeout_s
+        self.change(upstreams)
+
+    def change(self, upstreams: Sequence[Upstream]) -> None:
+        """Others are to be gone through from now on. Raises as making one does, and then changes nothing."""
         for upstream in upstreams:
             read_way(upstream)
         self._upstreams = tuple(upstreams)
-        self._health = health
-        self._timeout_s = timeout_s
 
     async def __call__(self, target: Target, addresses: Sequence[Address], access: Access) -> socket.socket:
         """A connection to the target. What an upstream's rules refuse is not tried at the next one."""

@@ -295,7 +295,8 @@ class StreamRedactor:
 
         It may be the beginning of one: then the rest is taken out all the same.
         """
-        if not 0 < self.held <= RELEASED or self._covered > self._floor:
+        # What was let go before counts too, or a secret that comes byte by byte would go through.
+        if not self.held or len(self._kept) - self._floor > RELEASED or self._covered > self._floor:
             return b""
         start = self.position - self._base
         self._given = self._base + len(self._kept)

@@ -15,8 +15,10 @@ import re
 from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 
-MOST, LARGEST, ALTOGETHER = 512, 64 * 1024, 1024 * 1024
-"""Secrets in a set, bytes of one, bytes of all. The file system holds two such sets, the old and the new."""
+MOST, LARGEST, ALTOGETHER = 512, 512 * 1024, 1536 * 1024
+"""Secrets in a set, bytes of one, bytes of all: what callers may keep, and the roots a sandbox trusts besides. The file
+system holds two such sets, the old and the new.
+"""
 
 CURRENT = ".current"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")

@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeVar
 
-from carrel.errors import LimitExceeded, PlatformError
+from carrel.errors import Conflict, LimitExceeded, PlatformError
 from carrel.models import SyncDirection
 from carrel.workspaces.filespace import (
     UNSURE,
@@ -141,7 +141,17 @@ def save_base(path: str, raw: bytes) -> None:
 class FilespaceSync:
     """One sync of the workspace at `path`; `base_path` is the file where it remembers."""
 
-    def __init__(self, path: str, base_path: str, entries: Entries, contents: Contents):
+    def __init__(
+        self,
+        path: str,
+        base_path: str,
+        entries: Entries,
+        contents: Contents,
+        *,
+        hidden: Callable[[str], bool] | None = None,
+    ):
+        """`hidden` says which paths something that uses the workspace right now must not see replaced."""
+        self._hidden = hidden
         self._path = path
         self._base_path = base_path
         self._entries = entries
@@ -153,7 +163,9 @@ class FilespaceSync:
         self._stopped.set()
 
     def run(self, direction: SyncDirection, cap_bytes: int | None) -> Synced:
-        """Sync. `LimitExceeded` before anything is written when the workspace is over its cap or would be."""
+        """Sync. `LimitExceeded` before anything is written when the workspace is over its cap or would be, `Conflict`
+        when a file would be replaced that is hidden from who uses it.
+        """
         with closing(SyncedTree(self._path, cap_bytes)) as tree:
             base = load_base(self._base_path)
             newest, now = self._entries.newest()
@@ -166,6 +178,8 @@ class FilespaceSync:
             read = tree.read(scan)
             made = plan(base, scan.files, remote, direction, complete=complete)
             _room(made, scan, cap_bytes)
+            if self._hidden is not None:
+                _refuse_hidden(made, self._hidden)
             done = Synced(skipped=scan.skipped, read=read, conflicts=made.conflicts)
             known = replace(base, rows=made.rows, pending={})
             if made.writes or made.removals:
@@ -312,6 +326,18 @@ def _refuse_over(scan: Scan, cap: int | None) -> None:
             f"the workspace holds {used} bytes and may hold {cap}",
             field="disk_mb",
             hint="delete files, then sync again",
+        )
+
+
+def _refuse_hidden(made: Plan, hidden: Callable[[str], bool]) -> None:
+    """Refuse to put a file where a running sandbox must not read: the mask lies on the file that was there, if any."""
+    path = next((entry.path for entry in made.writes if hidden(entry.path)), None)
+    if path is not None:
+        raise Conflict(
+            f"the filespace has a change of {path[:200]!r}, which the policy hides: it would be seen in the sandbox "
+            "that runs",
+            field="direction",
+            hint="stop the sandbox: when it starts again it pulls first, and hides the file then",
         )
 
 

@@ -155,6 +155,21 @@ async def test_a_page_that_did_not_change(front, server):
     assert (await get(front, packages, "/simple/demo/", {"if-none-match": etag}))[0].status == 200
 
 
+async def test_a_page_is_written_once_for_each_form(front, server, monkeypatch):
+    server.add(wheel("demo"))
+    packages = Packages((server.index(),))
+    first = await get(front, packages, "/simple/demo/", JSON)
+    again = await get(front, packages, "/simple/demo/", JSON)
+    assert again[1] is first[1]
+    named = await get(front, Packages((server.index("other"),)), "/simple/demo/", JSON)
+    assert b"/files/other/demo/" in named[1]
+    assert (await get(front, packages, "/simple/demo/"))[1].startswith(b"<!DOCTYPE")
+    assert len(front._written) == 3
+    monkeypatch.setattr(module, "_MOST_WRITTEN", len(first[1]))
+    assert (await get(front, packages, "/simple/demo/", JSON))[1] == first[1]
+    assert len(front._written) == 1
+
+
 @pytest.mark.parametrize("target", ["/simple/De_.mo", "/simple/de-mo/", "/simple/de%2Dmo/?x=1"])
 async def test_any_spelling_of_a_name(front, server, target):
     server.add(wheel("de-mo"), "de-mo")

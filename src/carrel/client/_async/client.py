@@ -18,7 +18,17 @@ from carrel.client._async.tokens import AsyncTokens
 from carrel.client.locate import locate
 from carrel.client.requests import limits_body
 from carrel.errors import NotFound
-from carrel.models import HostReport, Limits, Network, SandboxInfo, SandboxPage, State, Trust
+from carrel.models import (
+    HostReport,
+    Limits,
+    Network,
+    SandboxInfo,
+    SandboxPage,
+    State,
+    TemplateInfo,
+    TemplateList,
+    Trust,
+)
 
 PAGE = 200
 
@@ -41,6 +51,7 @@ class AsyncClient:
         self,
         context_id: str | None = None,
         *,
+        template: str | None = None,
         provider: str | None = None,
         trust: Trust | str | None = None,
         limits: Limits | Mapping[str, float | None] | None = None,
@@ -52,12 +63,14 @@ class AsyncClient:
     ) -> AsyncSandbox:
         """The sandbox of a context: made, or resumed with its files. Without a context an ephemeral one.
 
+        `template` names a recipe of the server; a context keeps the one it was made with.
         With `filespace` the workspace is kept in sync with the context's filespace: pulled before a start, pushed after
         operations. The same `idempotency_key` never makes a second sandbox; by default each call has its own.
         """
         body = encoded(
             {
                 "context_id": context_id,
+                "template": template,
                 "provider": provider,
                 "trust": trust,
                 "limits": None if limits is None else limits_body(limits),
@@ -85,9 +98,13 @@ class AsyncClient:
         """The policy of a context. Asks nothing of the server, and needs no sandbox."""
         return AsyncPolicy(self._connection, context_id)
 
-    def secrets(self, context_id: str) -> AsyncSecrets:
-        """The secrets of a context. Asks nothing of the server, and needs no sandbox."""
-        return AsyncSecrets(self._connection, context_id)
+    def secrets(self, context_id: str | None = None, *, template: str | None = None) -> AsyncSecrets:
+        """The secrets of a context or of a template. Asks nothing of the server, and needs no sandbox."""
+        return AsyncSecrets(self._connection, context_id, template)
+
+    async def templates(self) -> list[TemplateInfo]:
+        """The templates of the server, by name."""
+        return (await self._connection.get(TemplateList, "/v1/templates")).items
 
     async def sandboxes(self) -> AsyncIterator[SandboxInfo]:
         """Every sandbox the server knows, page by page."""

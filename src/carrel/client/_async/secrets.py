@@ -1,4 +1,4 @@
-"""The secrets of one context. Knows their routes; nothing gives a value back."""
+"""The secrets of one context or template. Knows their routes; nothing gives a value back."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import json
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection
+from carrel.errors import InvalidRequest
 from carrel.models import SecretList, SecretName
 
 
 class AsyncSecrets:
-    """`client.secrets(context)`."""
+    """`client.secrets(context)`, or `client.secrets(template=name)`."""
 
-    def __init__(self, connection: AsyncConnection, context_id: str):
+    def __init__(self, connection: AsyncConnection, context_id: str | None, template: str | None = None):
+        if (context_id is None) == (template is None):
+            raise InvalidRequest("secrets belong to a context or to a template", field="context_id", hint="name one")
         self.context_id = context_id
+        self.template = template
         self._connection = connection
-        self._path = f"/v1/contexts/{quote(context_id, safe='')}/secrets"
+        owner = (
+            f"contexts/{quote(context_id, safe='')}" if context_id else f"templates/{quote(template or '', safe='')}"
+        )
+        self._path = f"/v1/{owner}/secrets"
 
     async def put(self, name: str, value: str | bytes) -> SecretName:
-        """Keep a secret: the file `/run/secrets/NAME` of the context's sandbox, at once where one runs."""
+        """Keep a secret: the file `/run/secrets/NAME` of the sandboxes it is for, at once where one runs."""
         raw = value.encode() if isinstance(value, str) else value
         body = json.dumps({"value_base64": base64.b64encode(raw).decode()}).encode()
         return await self._connection.put(SecretName, f"{self._path}/{quote(name, safe='')}", body)

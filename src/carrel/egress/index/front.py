@@ -38,6 +38,7 @@ PATIENCE_S = 5.0
 """A file that takes longer to come is given out while it comes. `pip` waits 15 s for the first byte."""
 _MOST_TARGET = 2048
 _MOST_COSTS = 10_000
+_MOST_WRITTEN = 32 << 20
 _TOKEN = re.compile(r"x?[0-9a-f]{64}")
 _TYPES = {"json": pages.JSON_TYPE, "html": pages.HTML_TYPE, "plain": "text/html; charset=utf-8"}
 
@@ -80,6 +81,13 @@ class _Request:
     index: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    page: Page
+    body: bytes
+    etag: str
+
+
 class Front:
     """The front of one process."""
 
@@ -87,6 +95,7 @@ class Front:
         self._cache, self._fetch = cache, fetch
         self._catalogue = Catalogue(cache, fetch, clock)
         self._downloads = Downloads(cache, fetch)
+        self._written: OrderedDict[tuple[str, str, pages.Form], _Written] = OrderedDict()
         self._costs: OrderedDict[str, int] = OrderedDict()
 
     async def answer(self, method: str, target: str, headers: Mapping[str, str], packages: Packages) -> Answer:
@@ -146,13 +155,24 @@ class Front:
         index, page = await self._locate(request.packages, project)
         request.index = index.name
         form = pages.form(request.headers.get("accept", ""))
-        write = pages.write_json if form == "json" else pages.write_html
-        body = await asyncio.to_thread(write, page, lambda link: _place(index, project, link))
-        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        body, etag = await self._write(index, page, form)
         common = [("etag", etag), ("vary", "Accept"), ("cache-control", "no-cache")]
         if etag in request.headers.get("if-none-match", ""):
             return Answer(304, [*common, ("content-length", "0")], reason="Not Modified")
         return Answer(200, [("content-type", _TYPES[form]), ("content-length", str(len(body))), *common], body)
+
+    async def _write(self, index: Index, page: Page, form: pages.Form) -> tuple[bytes, str]:
+        """A page as the front shows it, and its tag. Long pages take long to write: the last ones are kept."""
+        place = (index.name, scope(index, "page", page.project), form)
+        known = self._written.pop(place, None)
+        if known is None or known.page is not page:
+            write = pages.write_json if form == "json" else pages.write_html
+            body = await asyncio.to_thread(write, page, lambda link: _place(index, page.project, link))
+            known = _Written(page, body, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+        self._written[place] = known
+        while sum(len(each.body) for each in self._written.values()) > _MOST_WRITTEN:
+            self._written.popitem(last=False)
+        return known.body, known.etag
 
     def _project(self, request: _Request, text: str) -> str:
         project = pages.project_name(text)

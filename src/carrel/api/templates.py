@@ -1,0 +1,73 @@
+"""Templates: which there are, and the secrets of those made by one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path
+from starlette.responses import Response
+
+from carrel.api.guard import Router
+from carrel.api.parts import Plane, as_json, known_query, recorded
+from carrel.api.problems import problems
+from carrel.models import SecretList, SecretName, SecretValue, TemplateList, TemplateName
+
+router = Router(prefix="/v1/templates", tags=["templates"], dependencies=[Depends(known_query)])
+
+Template = Annotated[TemplateName, Path(alias="template", description="the name of a template")]
+Name = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+@router.get(
+    "",
+    operation_id="list_templates",
+    summary="The templates of the server",
+    response_model=None,
+    responses={200: {"model": TemplateList}, **problems()},
+)
+async def list_templates(plane: Plane) -> Response:
+    """By name. One that cannot be used says why."""
+    return as_json(await plane.templates.list())
+
+
+@router.get(
+    "/{template}/secrets",
+    operation_id="list_template_secrets",
+    summary="The secrets of a template",
+    response_model=None,
+    responses={200: {"model": SecretList}, **problems()},
+)
+async def list_template_secrets(template: Template, plane: Plane) -> Response:
+    """Names and versions, never values."""
+    return as_json(await plane.secrets.list(template, kind="template"))
+
+
+@router.put(
+    "/{template}/secrets/{name}",
+    operation_id="put_template_secret",
+    summary="Keep a secret of a template",
+    response_model=None,
+    responses={200: {"model": SecretName}, **problems(413, 422, 502)},
+)
+async def put_template_secret(template: Template, name: Name, body: SecretValue, plane: Plane) -> Response:
+    """Every sandbox made by the template has it as the file `/run/secrets/NAME`, unless its context has one of that
+    name; running ones have it at once.
+    """
+    await plane.templates.get(template)
+    async with recorded(plane, "put_template_secret", {"template": template, "name": name}):
+        return as_json(await plane.secrets.put(template, name, body.bytes(), kind="template"))
+
+
+@router.delete(
+    "/{template}/secrets/{name}",
+    operation_id="delete_template_secret",
+    summary="Forget a secret of a template",
+    status_code=204,
+    response_model=None,
+    responses=problems(404, 502),
+)
+async def delete_template_secret(template: Template, name: Name, plane: Plane) -> Response:
+    """Running sandboxes lose it at once."""
+    async with recorded(plane, "delete_template_secret", {"template": template, "name": name}):
+        await plane.secrets.delete(template, name, kind="template")
+    return Response(status_code=204)

@@ -1,0 +1,35 @@
+"""`templates`: which recipes the server has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from carrel.cli import options
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+def templates(json: options.Json = False) -> None:
+    """List the templates of the server; `carrel run --template NAME` takes one.
+
+    \b
+    carrel templates
+    """
+    from carrel.cli.shown import coloured, print_json, print_table
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.templates()
+    if json:
+        print_json([each.model_dump(mode="json") for each in found])
+        return
+    rows: list[list[str | Text]] = []
+    for each in found:
+        policy = " ".join(name for name, there in (("settings", each.settings), ("sources", each.sources)) if there)
+        limits = " ".join(f"{name}={value:g}" for name, value in each.limits.model_dump(exclude_none=True).items())
+        told: str | Text = each.description if each.error is None else coloured(each.error, "red")
+        network = "-" if each.network is None else each.network.value
+        rows.append([each.name, each.provider or "-", network, limits or "-", policy or "-", told])
+    if rows:
+        print_table(["NAME", "PROVIDER", "NETWORK", "LIMITS", "POLICY", "WHAT FOR"], rows)

@@ -1,0 +1,213 @@
+"""Templates: named recipes that the operator keeps in a directory. Read, checked, and filled into what is asked for.
+
+A template is a folder with the files `template.toml`, `settings.json` and `sources.json`, each of them optional. What
+its policy means is for `policies` to say; who may use it is whoever may start a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import os
+import re
+import time
+from dataclasses import dataclass, field
+
+from carrel.control.caller import caller
+from carrel.control.live import LiveSandboxes
+from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
+from carrel.identity import Scope
+from carrel.isolation.rootfs import WORKSPACE
+from carrel.models import Limits, SandboxRequest, State, TemplateInfo, TemplateList
+from carrel.policy import recipes
+from carrel.policy import settings as settings_document
+from carrel.policy import sources as sources_document
+from carrel.policy.documents import MAX_DOCUMENT
+from carrel.policy.layers import Layer, Policy
+from carrel.policy.recipes import Recipe
+from carrel.store import SessionRecord, SessionStore
+
+FRESH_S = 2.0
+"""How long a change of the files may stay unseen."""
+RECIPE, SETTINGS, SOURCES = recipes.NAME, settings_document.NAME, sources_document.NAME
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+Names = list[str]
+_Marks = tuple[tuple[int, int, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template that can be used. It never changes: when its files do, there is another."""
+
+    name: str
+    recipe: Recipe = field(default_factory=Recipe)
+    layer: Layer | None = None
+
+    def info(self) -> TemplateInfo:
+        """As the API shows it."""
+        recipe, layer = self.recipe, self.layer
+        return TemplateInfo(
+            name=self.name,
+            description=recipe.description,
+            provider=recipe.provider,
+            network=recipe.network,
+            limits=recipe.limits,
+            env=sorted(recipe.env),
+            labels=recipe.labels,
+            settings=layer is not None and layer.settings is not None,
+            sources=layer is not None and layer.sources is not None,
+        )
+
+    def fill(self, request: SandboxRequest) -> SandboxRequest:
+        """What is asked for, with the template's word on what was left open."""
+        recipe = self.recipe
+        limits = recipe.limits.model_dump(exclude_none=True) | request.limits.model_dump(exclude_none=True)
+        changes: dict[str, object] = {
+            "template": self.name,
+            "limits": Limits.model_validate(limits),
+            "env": {**recipe.env, **request.env},
+            "labels": {**recipe.labels, **request.labels},
+        }
+        if request.provider == "auto" and recipe.provider is not None:
+            changes["provider"] = recipe.provider
+        if request.network is None:
+            changes["network"] = recipe.network
+        return request.model_copy(update=changes)
+
+
+class Templates:
+    """The templates of one server. `default` is the one of sandboxes that ask for none."""
+
+    def __init__(self, directory: str, default: str | None, store: SessionStore, live: LiveSandboxes):
+        self._directory = directory
+        self._default = default
+        self._store = store
+        self._live = live
+        self._known: dict[str, tuple[Template, _Marks, float]] = {}
+
+    async def get(self, name: str) -> Template:
+        """A template by its name; `InvalidRequest` names the nearest when there is none, or why it cannot be used."""
+        known = self._known.get(name)
+        now = time.monotonic()
+        if known is not None and now - known[2] < FRESH_S:
+            return known[0]
+        template, marks = await asyncio.to_thread(self._read, name, known)
+        self._known[name] = (template, marks, now)
+        return template
+
+    async def list(self) -> TemplateList:
+        """Every template, by name; one that cannot be used says why."""
+        items = []
+        for name in await asyncio.to_thread(self._names):
+            try:
+                items.append((await self.get(name)).info())
+            except CarrelError as error:
+                items.append(TemplateInfo(name=name, error=error.detail))
+        return TemplateList(items=items)
+
+    async def of(self, name: str) -> str | None:
+        """The template of a context or a sandbox; None when it has none, or there is no such session."""
+        box = self._live.find(name)
+        if box is not None:
+            return box.record.template
+        record = await self._store.of_context(name)
+        return None if record is None else record.template
+
+    async def layer(self, name: str | None) -> Layer | None:
+        """The policy of a template that something was made by; `PlatformError` when it cannot be had any more."""
+        if name is None:
+            return None
+        try:
+            return (await self.get(name)).layer
+        except InvalidRequest as error:
+            raise PlatformError(
+                f"this was made by the template '{name}', which cannot be used any more: {error.detail}",
+                field="template",
+                hint="let the operator bring the template back",
+            ) from None
+
+    async def prepare(self, request: SandboxRequest, previous: SessionRecord | None) -> SandboxRequest:
+        """What is asked for, as the template says that it names or that its context has already.
+
+        A context keeps the template it was made with. Only for one that was terminated another can be chosen, and only
+        by who administers: else whoever is held by the rules of a template could begin anew without them.
+        """
+        if previous is None:
+            name = request.template or self._default
+            return request if name is None else (await self.get(name)).fill(request)
+        kept = previous.template
+        ended = previous.state is State.TERMINATED
+        if request.template is not None and request.template != kept:
+            if not (ended and caller.get().identity.has(Scope.ADMINISTER)):
+                raise Conflict(
+                    f"this context was made {'without a template' if kept is None else f'by the template {kept!r}'}",
+                    field="template",
+                    hint="leave the field out, or take another context",
+                )
+            kept = request.template
+        if kept is None:
+            return request
+        await self.layer(kept)
+        if ended:
+            return (await self.get(kept)).fill(request)
+        return request.model_copy(update={"template": kept})
+
+    # reading; blocking
+
+    def _names(self) -> Names:
+        try:
+            found = [entry.name for entry in os.scandir(self._directory) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise PlatformError(
+                f"the templates in {self._directory} cannot be read: {error.strerror}", field="templates_dir"
+            ) from None
+        return sorted(name for name in found if _NAME.fullmatch(name))
+
+    def _read(self, name: str, known: tuple[Template, _Marks, float] | None) -> tuple[Template, _Marks]:
+        folder = os.path.join(self._directory, name)
+        if not _NAME.fullmatch(name) or not os.path.isdir(folder):
+            raise self._unknown(name)
+        marks = tuple(_mark(os.path.join(folder, each)) for each in (RECIPE, SETTINGS, SOURCES))
+        if known is not None and known[1] == marks:
+            return known[0], marks
+        recipe, settings, sources = (_text(folder, each) for each in (RECIPE, SETTINGS, SOURCES))
+        layer = None
+        if settings is not None or sources is not None:
+            where = {each: f"{name}/{each}" for each in (SETTINGS, SOURCES)}
+            layer = Layer(
+                where[SETTINGS],
+                None if settings is None else settings_document.load(settings, where[SETTINGS]),
+                None if sources is None else sources_document.load(sources, where[SOURCES]),
+                where[SOURCES],
+            )
+            Policy.of([layer], context_id="example", workspace=WORKSPACE)  # a rule that cannot be read is told of now
+        read = Recipe() if recipe is None else recipes.load(recipe, f"{name}/{RECIPE}")
+        return Template(name, read, layer), marks
+
+    def _unknown(self, name: str) -> InvalidRequest:
+        names = self._names()
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean '{near[0]}'?" if near else f"the templates are: {', '.join(names[:20]) or 'none'}"
+        return InvalidRequest(f"there is no template '{name[:64]}'", field="template", hint=hint)
+
+
+def _mark(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _text(folder: str, name: str) -> bytes | None:
+    try:
+        with open(os.path.join(folder, name), "rb") as file:
+            return file.read(MAX_DOCUMENT + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InvalidRequest(
+            f"{os.path.join(folder, name)} cannot be read: {error.strerror}", field="template", hint="check its mode"
+        ) from None

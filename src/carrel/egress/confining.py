@@ -1,0 +1,54 @@
+"""Puts the egress process behind walls of its own: it reads what strangers send, so it should hold little that is worth
+having.
+
+It gives up every capability, and with Landlock it may read only what its programs, certificates and the look-up of
+names need, and write only its cache. Whatever it must have otherwise, it has opened before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import sys
+from collections.abc import Iterable, Iterator
+
+import certifi
+
+import carrel
+from carrel.isolation import landlock, linux
+
+log = logging.getLogger("carrel.egress")
+
+_SYSTEM = ("/usr", "/lib", "/lib64", "/opt/ssl", "/dev/null", "/dev/urandom", "/proc/sys", "/proc/self")
+_NAMES = ("hosts", "resolv.conf", "nsswitch.conf", "host.conf", "gai.conf", "services", "protocols", "localtime")
+_CERTIFICATES = ("/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates")
+_LIBRARIES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+
+
+def readable(more: Iterable[str] = ()) -> Iterator[str]:
+    """What the process may read."""
+    yield from _SYSTEM
+    yield from _CERTIFICATES
+    yield from _LIBRARIES
+    for name in _NAMES:
+        yield f"/etc/{name}"
+        yield os.path.realpath(f"/etc/{name}")
+    paths = ssl.get_default_verify_paths()
+    yield from filter(None, (paths.cafile, paths.capath, paths.openssl_cafile, paths.openssl_capath))
+    yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.abspath(carrel.__file__)))
+    yield certifi.where()
+    yield from more
+
+
+def confine(cache: str, more: Iterable[str] = ()) -> bool:
+    """Confine this process and all it starts, for good; False where the kernel has no Landlock. `cache` exists."""
+    linux.drop_bounding_set()
+    linux.drop_capabilities()
+    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    if landlock.abi() == 0:
+        log.warning("this kernel has no Landlock: the egress process can read what its user can")
+        return False
+    places = [place for place in dict.fromkeys(readable(more)) if os.path.exists(place)]
+    landlock.restrict(read=places, write=[cache], missing_ok=True)
+    return True

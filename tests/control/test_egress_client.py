@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+
+import pytest
+
+from carrel.control.egress_client import EgressClient
+from carrel.egress.channel import ChannelClosed, Message
+from carrel.errors import PlatformError
+from sandboxes import until
+
+
+class Known:
+    def __init__(self, directory: str):
+        self.said: list[Message] = []
+        self.downs = 0
+        self.client = EgressClient(
+            directory, ["--cache", f"{directory}/cache"], on_message=self.said.append, on_down=self._down
+        )
+
+    def _down(self) -> None:
+        self.downs += 1
+
+
+@pytest.fixture
+async def known() -> AsyncIterator[Known]:
+    with tempfile.TemporaryDirectory(prefix="carrel-t-") as directory:
+        known = Known(directory)
+        yield known
+        await known.client.close()
+
+
+async def test_it_is_started_asked_and_ended(known: Known) -> None:
+    client = known.client
+    assert not client.up and client.pid == 0 and not client.left_behind()
+    with pytest.raises(ChannelClosed):
+        client.send("describe")
+    assert await client.connect() == []
+    assert client.up and client.left_behind()
+    assert (await client.request("describe"))["pid"] == client.pid
+    assert await client.connect() == []
+    with pytest.raises(PlatformError, match="refused 'dance'"):
+        await client.request("dance")
+    pid = client.pid
+    await client.close()
+    assert not os.path.exists(f"/proc/{pid}") and not client.left_behind()
+    await client.close()
+
+
+async def test_one_that_died_is_noticed_and_replaced(known: Known) -> None:
+    client = known.client
+    await client.connect()
+    first = client.pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: known.downs == 1, what="the end")
+    assert client.pid == 0
+    with pytest.raises(PlatformError, match="gone"):
+        await client.request("describe")
+    await client.connect()
+    assert client.pid not in {0, first}
+
+
+async def test_the_next_server_finds_it(known: Known) -> None:
+    await known.client.connect()
+    pid = known.client.pid
+    other = Known(os.path.dirname(known.client._path))
+    await other.client.connect()
+    assert other.client.pid == pid
+    await until(lambda: known.downs == 1, what="the first to be left")
+    await other.client.close()
+    assert not os.path.exists(other.client._path)
+
+
+async def test_what_cannot_run_is_told_with_its_log() -> None:
+    with tempfile.TemporaryDirectory(prefix="carrel-t-") as directory:
+        client = EgressClient(directory, ["--nonsense"], on_message=lambda _: None, on_down=lambda: None)
+        with pytest.raises(PlatformError, match=r"egress process|it is gone"):
+            await client.connect()
+        await client.close()

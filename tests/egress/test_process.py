@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from carrel.egress.channel import VERSION, Channel, Message, memory_file
+from carrel.egress.plan import Plan
+from carrel.policy import settings
+from carrel.policy.layers import Layer
+from outside import Origin, serving
+from sandboxes import until
+
+
+class Control:
+    """A control plane as the process knows one."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._numbers = itertools.count(1)
+        self.said: list[Message] = []
+        self.gone = asyncio.Event()
+        self.connect()
+
+    def connect(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(self._path)
+        self.gone.clear()
+        self.channel = Channel(connection, lambda message, _fds: self.said.append(message), self.gone.set)
+
+    async def ask(self, op: str, *fds: int, **body: object) -> Message:
+        number = next(self._numbers)
+        self.channel.send({"op": op, "seq": number, **body}, fds)
+        return await until(lambda: next((m for m in self.said if m.get("seq") == number), None), what=op)  # type: ignore[no-any-return]
+
+    def told(self, op: str) -> list[Message]:
+        return [message for message in self.said if message["op"] == op]
+
+    def items(self) -> list[dict[str, object]]:
+        return [item for message in self.told("log") for item in message["items"]]
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncIterator[Control]:
+    path = str(tmp_path / "c.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        words = ["--listen-fd", str(listener.fileno()), "--cache", str(tmp_path / "cache")]
+        process = subprocess.Popen([sys.executable, "-m", "carrel.egress", *words], pass_fds=[listener.fileno()])
+    control = Control(path)
+    try:
+        yield control
+        control.channel.close()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def plan(name: str, *allowed: str) -> Plan:
+    rules = ", ".join(f'"{each}"' for each in allowed)
+    given = settings.load(f'{{"permissions": {{"allow": [{rules}]}}}}')
+    return Plan(name, None, (Layer("settings.json", given),))
+
+
+@asynccontextmanager
+async def attached(control: Control, given: Plan) -> AsyncIterator[httpx.AsyncClient]:
+    """A sandbox's way out: a socket on loopback stands for the one in its namespace."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        file = memory_file(given.pack())
+        assert (await control.ask("attach", file, listener.fileno()))["op"] == "done"
+        os.close(file)
+        port = listener.getsockname()[1]
+        async with httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as client:
+            yield client
+
+
+async def test_a_sandbox_is_let_out_told_of_and_taken_away(control: Control) -> None:
+    async with (
+        serving() as origin,
+        attached(control, plan("a", f"network(outbound:127.0.0.2:{origin.port})")) as client,
+    ):
+        described = await control.ask("describe")
+        assert (described["version"], described["sandboxes"]) == (VERSION, ["a"])
+        assert (await client.get(origin.url)).text == "hello\n"
+        await until(lambda: any(item["ended"] for item in control.items()), what="the log")
+        assert {item["sandbox"] for item in control.items()} == {"a"}
+        await control.ask("detach", sandbox="a")
+        await control.ask("detach", sandbox="a")
+        assert (await control.ask("describe"))["sandboxes"] == []
+
+
+async def test_plans_change(control: Control) -> None:
+    async with serving() as origin, attached(control, plan("a", "network(outbound:192.0.2.1)")) as client:
+        assert (await client.get(origin.url)).status_code == 403
+        file = memory_file(plan("a", f"network(outbound:127.0.0.2:{origin.port})").pack())
+        await control.ask("change", file)
+        assert (await client.get(origin.url)).text == "hello\n"
+        stranger = memory_file(plan("b").pack())
+        assert (await control.ask("change", stranger))["op"] == "failed"
+        os.close(stranger)
+        assert (await control.ask("attach", file))["op"] == "done"  # one that is known only gets its plan
+        os.close(file)
+
+
+async def test_what_it_does_not_understand_harms_nobody(control: Control) -> None:
+    assert (await control.ask("dance"))["op"] == "failed"
+    assert (await control.ask("attach"))["op"] == "failed"
+    garbage = memory_file(b"{}")
+    assert (await control.ask("attach", garbage))["op"] == "failed"
+    os.close(garbage)
+    assert (await control.ask("describe"))["sandboxes"] == []
+
+
+async def test_questions_are_passed_on_and_answers_taken(control: Control) -> None:
+    async with attached(control, plan("a", "network(outbound:192.0.2.1)")) as client:
+        asking = asyncio.create_task(client.get("http://unknown.invalid/"))
+        [question] = await until(lambda: control.told("ask"), what="a question")
+        assert (question["sandbox"], question["host"], question["port"]) == ("a", "unknown.invalid", 80)
+        said = {"verdict": "deny", "reason": "not today", "approval": "apr-1"}
+        control.channel.send({"op": "answer", "ask": question["ask"], "said": said})
+        answer = (await asking).json()
+        assert (answer["reason"], answer["approval"]) == ("not today", "apr-1")
+
+
+async def test_it_goes_on_without_a_control_plane_and_tells_the_next(control: Control) -> None:
+    origin: Origin
+    async with (
+        serving() as origin,
+        attached(control, plan("a", f"network(outbound:127.0.0.2:{origin.port})")) as client,
+    ):
+        asking = asyncio.create_task(client.get("http://unknown.invalid/"))
+        await until(lambda: control.told("ask"), what="a question")
+        control.channel.close()
+        assert "nobody can be asked" in (await asking).json()["reason"]
+        for number in range(5):
+            assert (await client.get(f"{origin.url}/{number}")).text == "hello\n"
+        control.said.clear()
+        control.connect()
+        paths = await until(lambda: [i["path"] for i in control.items() if i["ended"]][-5:] or None, what="the log")
+        assert paths == [f"/{number}" for number in range(5)]
+        control.channel.send({"op": "ack", "upto": max(message["upto"] for message in control.told("log"))})
+        await control.ask("describe")
+        control.channel.close()
+        control.said.clear()
+        control.connect()
+        await control.ask("describe")
+        assert control.items() == []
+
+
+async def test_it_drains(control: Control) -> None:
+    origin = Origin(hold=asyncio.Event())
+    async with serving(origin), attached(control, plan("a", "network(outbound:127.0.0.0/8)")) as client:
+        file = memory_file(plan("a", f"network(outbound:127.0.0.2:{origin.port})").pack())
+        await control.ask("change", file)
+        os.close(file)
+        running = asyncio.create_task(client.get(origin.url))
+        await until(lambda: origin.requests, what="a request")
+        await control.ask("drain", seconds=20)
+        assert origin.hold is not None
+        origin.hold.set()
+        assert (await running).text == "hello\n"
+        await control.gone.wait()

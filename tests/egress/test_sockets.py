@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Iterator
+from ipaddress import ip_address
+
+import pytest
+
+import loops
+from carrel.egress.sockets import Ended, connect, farewell, look, readable, send, take, writable
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    for each in (ours, theirs):
+        each.setblocking(False)
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def line(data: bytes) -> int | None:
+    at = data.find(b"\n")
+    return None if at < 0 else at + 1
+
+
+@loops.each
+async def test_looking_takes_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    looking = asyncio.ensure_future(look(ours, line, 100, 10))
+    for each in (b"on", b"e\n", b"two"):
+        await send(theirs, each)
+        await asyncio.sleep(0.01)
+    size = await looking
+    assert size == 4
+    assert take(ours, size) == b"one\n"
+    assert take(ours, 3) == b"two"
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+
+
+@loops.each
+async def test_more_than_the_first_look_shows(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    await send(theirs, b"x" * 30_000 + b"\n")
+    assert await look(ours, line, 65536, 10, later=True) == 30_001
+
+
+@loops.each
+async def test_a_peer_that_ends_or_says_too_much_or_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    with pytest.raises(TimeoutError):
+        await look(ours, line, 100, 0.01)
+    await send(theirs, b"half")
+    with pytest.raises(TimeoutError):
+        await look(ours, line, 100, 0.01)
+    with pytest.raises(Ended):
+        await look(ours, line, 4, 10)
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(Ended):
+        await look(ours, line, 100, 10)
+    take(ours, 4)
+    with pytest.raises(Ended):
+        await look(ours, line, 100, 10)
+
+
+@loops.each
+async def test_byte_by_byte_is_looked_at_less_and_less(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    looks = 0
+
+    def read(data: bytes) -> int | None:
+        nonlocal looks
+        looks += 1
+        return line(data)
+
+    looking = asyncio.ensure_future(look(ours, read, 65536, 10))
+    for _ in range(500):
+        await send(theirs, b"x")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await send(theirs, b"\n")
+    assert await looking == 501
+    assert looks < 250
+
+
+@loops.each
+async def test_waiting_ends_when_it_is_cancelled(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, _ = pair
+    for wait in (readable(ours), readable(ours, 10)):
+        task = asyncio.ensure_future(wait)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await writable(ours, 10)
+    assert not asyncio.get_running_loop().remove_reader(ours.fileno())
+
+
+@loops.each
+async def test_everything_is_sent_to_a_slow_reader(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    data = bytes(range(256)) * 40_000
+    sending = asyncio.ensure_future(send(ours, data))
+    got = bytearray()
+    while len(got) < len(data):
+        await readable(theirs, 10)
+        got += theirs.recv(1 << 16)
+    await sending
+    assert got == data
+
+
+@loops.each
+async def test_last_words_arrive_though_much_was_not_read(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    await send(theirs, b"x" * 100_000)
+    await send(ours, b"no")
+    leaving = asyncio.ensure_future(farewell(ours))
+    await readable(theirs, 10)
+    assert theirs.recv(100) == b"no"
+    theirs.shutdown(socket.SHUT_WR)
+    await leaving
+    ours.close()
+    assert theirs.recv(100) == b""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@loops.each
+async def test_connecting(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        with await connect(ip_address(host), port, 10) as made:
+            assert not made.getblocking()
+            assert made.getpeername()[:2] == (host, port)
+            with listener.accept()[0] as theirs:
+                theirs.sendall(b"hi")
+                await readable(made, 10)
+                assert made.recv(10) == b"hi"
+    with pytest.raises(OSError) as refused:
+        await connect(ip_address(host), port, 10)
+    assert refused.value.errno == errno.ECONNREFUSED
+
+
+@loops.each
+async def test_who_does_not_answer_is_given_up() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        held = []
+        try:
+            with pytest.raises(TimeoutError):
+                while len(held) < 10:
+                    held += [await connect(ip_address("127.0.0.1"), full.getsockname()[1], 0.1)]
+        finally:
+            for each in held:
+                each.close()
