@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
@@ -64,4 +65,6 @@ async def _ask(_sandbox: str, _target: Target, said: Said) -> Said:
 
 
 if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # as the real process does
     uvloop.run(_serve(int(sys.argv[1])))

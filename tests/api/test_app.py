@@ -34,7 +34,7 @@ OPEN = {"healthz", "readyz"}
 def request(method: str, path: str, operation: dict[str, Any], box: str = "absent") -> dict[str, Any]:
     """The arguments of a good request for an operation."""
     sent: dict[str, Any] = {"method": method, "url": path.replace("{id}", box).replace("{cid}", "c1")}
-    for name in ("snapshot_id", "approval_id", "token_id", "context_id"):
+    for name in ("snapshot_id", "approval_id", "token_id", "context_id", "template"):
         sent["url"] = sent["url"].replace(f"{{{name}}}", "none-x")
     if operation["operationId"] in BODIES:
         sent["json"] = BODIES[operation["operationId"]]

@@ -64,8 +64,8 @@ def test_every_error_has_an_answer(code: str) -> None:
 
 
 def test_every_route_can_be_refused_at_the_door() -> None:
-    assert set(problems()) == {400, 401, 403, "default"}
-    assert list(problems(409, 404)) == [400, 401, 403, 404, 409, "default"]
+    assert set(problems()) == {400, 401, 403, 429, "default"}
+    assert list(problems(409, 404)) == [400, 401, 403, 404, 409, 429, "default"]
 
 
 async def test_what_nobody_expected(

@@ -12,7 +12,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.cli.options import contexts, environment, memory_mb, program
+from carrel.cli.options import contexts, environment, memory_mb, networks, program
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -83,3 +83,8 @@ def test_completion_knows_the_contexts_and_is_silent_without_a_server(
     finally:
         removed = json.loads(carrel("rm", "-y", "--json", name).stdout)
         assert len(removed) == 1 and os.environ["CARREL_DATA_DIR"] == str(tmp_path)
+
+
+def test_completion_knows_the_networks() -> None:
+    assert networks("") == ["none", "allowlist", "bridge", "host"]
+    assert networks("al") == ["allowlist"]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 
 import pytest
 
 from carrel.client import AsyncClient, Client
-from carrel.errors import NotFound
+from carrel.errors import InvalidRequest, NotFound
 
 
 def test_secrets_of_a_context(client: Client) -> None:
@@ -29,3 +30,28 @@ async def test_async(async_client: AsyncClient) -> None:
     await secrets.put("KEY", "open-sesame")
     assert len(await secrets.list()) == 1
     await secrets.delete("KEY")
+
+
+def test_secrets_belong_to_one_thing(client: Client) -> None:
+    for wrong in ({}, {"context_id": "c", "template": "t"}):
+        with pytest.raises(InvalidRequest):
+            client.secrets(**wrong)
+    assert client.secrets(template="absent").list() == []
+    with pytest.raises(InvalidRequest, match="there is no template"):
+        client.secrets(template="absent").put("KEY", "open-sesame")
+
+
+def test_templates(client: Client, data_dir: Path) -> None:
+    name = f"t{uuid.uuid4().hex[:12]}"
+    folder = data_dir / "templates" / name
+    folder.mkdir(parents=True)
+    (folder / "template.toml").write_text('env = { MODE = "test" }')
+    try:
+        assert name in [each.name for each in client.templates()]
+        client.secrets(template=name).put("KEY", "open-sesame")
+        with client.sandbox(template=name) as box:
+            assert box.commands.run("echo $MODE; cat /run/secrets/KEY").stdout == "test\n[secret:KEY]"
+        client.secrets(template=name).delete("KEY")
+    finally:
+        (folder / "template.toml").unlink()
+        folder.rmdir()

@@ -309,6 +309,20 @@ async def test_inside_a_tunnel_every_request_is_for_its_host() -> None:
 
 
 @loops.the_fast_one
+async def test_a_host_that_gets_a_credential_is_not_asked_in_the_clear() -> None:
+    web = {"credentials": [{"host": "a.test", "secret": "key"}]}
+    async with site(web=web) as (made, out):
+        where = f"a.test:{made.port}"
+        answer = await out.say(f"GET http://{where}/ HTTP/1.1\r\nHost: {where}\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 403 ") and b"https only" in answer
+        reader, writer = await out.tunnel(where)
+        writer.write(f"GET / HTTP/1.1\r\nHost: {where}\r\n\r\n".encode())
+        assert b"https only" in await reader.read()
+        writer.close()
+        assert made.requests == []
+
+
+@loops.the_fast_one
 async def test_a_server_that_answers_before_it_has_heard_everything() -> None:
     async def hasty(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -235,6 +235,13 @@ def test_what_stands_for_a_secret() -> None:
     assert "abcdefghij" not in repr(redactor)
 
 
+def test_what_stands_for_a_secret_can_be_written_another_way() -> None:
+    own = Redactor({"KEY": "very-secret", "OTHER": "key-holder"}, written="placeholder-of-{}".format)
+    assert own.text("a very-secret b") == "a placeholder-of-KEY b"
+    speaking = Redactor({"KEY": "holder-of"}, written="placeholder-of-{}".format)
+    assert speaking.text("a holder-of b") == "a *** b"
+
+
 @pytest.mark.parametrize("name", ["secret", "redacted", "secret:X", "[secret:"])
 def test_a_label_never_speaks_a_secret(name: str) -> None:
     redactor = Redactor({"X": name})
@@ -287,6 +294,14 @@ def test_a_quiet_terminal_is_not_kept_waiting() -> None:
     assert stream.release() == b""
     assert stream.feed("2-Zwölf\r\n".encode()) == b"[secret:PASSWORD]\r\n"
     assert stream.feed(b"h") + stream.release() + stream.feed(b"at ") + stream.finish() == b"hat "
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_secret_that_comes_byte_by_byte_does_not_go_through(size: int) -> None:
+    stream, secret, given = Redactor({"KEY": "very-secret-key"}).stream(), b"very-secret-key", b""
+    for at in range(0, len(secret), size):
+        given += stream.feed(secret[at : at + size]) + stream.release()
+    assert given + stream.finish() == secret[: RELEASED - RELEASED % size] + b"[secret:KEY]"
 
 
 def test_a_secret_that_the_end_cuts_off() -> None:

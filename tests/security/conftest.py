@@ -21,9 +21,10 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -189,7 +190,7 @@ def _readable(directory: Path) -> str:
 
 
 @contextlib.contextmanager
-def serving(*, user: bool) -> Iterator[Server]:
+def serving(*, user: bool, options: Mapping[str, str] = MappingProxyType({})) -> Iterator[Server]:
     directory = Path(tempfile.mkdtemp(prefix="carrel-attacked-"))
     command = [sys.executable, "-m", "carrel"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
@@ -201,6 +202,7 @@ def serving(*, user: bool) -> Iterator[Server]:
         os.chown(directory / "data", USER, USER)
     data = directory / "data"
     command += ["serve", "--port", "0", "--data-dir", str(data), "--set", "sandbox.allow_process=true"]
+    command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
     log = (directory / "log").open("wb")
     process = subprocess.Popen(
         as_user(command) if user else command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True
@@ -224,6 +226,12 @@ def serving(*, user: bool) -> Iterator[Server]:
             process.wait()
             log.close()
             shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    """Starts further servers, with settings of their own."""
+    return serving
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,13 @@ def contexts(incomplete: str) -> list[str]:
         return []
 
 
+def networks(incomplete: str) -> list[str]:
+    """The networks there are, for shell completion."""
+    from carrel.models import Network as Known
+
+    return [name.value for name in Known if name.value.startswith(incomplete)]
+
+
 Context = Annotated[
     str, typer.Argument(metavar="CONTEXT", help="A context id, or a sandbox id.", autocompletion=contexts)
 ]
@@ -40,7 +47,10 @@ Template = Annotated[
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of all its processes: 512m, 2g.")]
 Cpus = Annotated[float | None, typer.Option(help="CPU cores.")]
 Processes = Annotated[int | None, typer.Option(help="Processes and threads.")]
-Network = Annotated[str | None, typer.Option(help="What it can reach: none, allowlist, bridge or host.")]
+Network = Annotated[
+    str | None,
+    typer.Option(help="What it can reach: none, allowlist, bridge or host.", autocompletion=networks),
+]
 Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Everything it started dies then.")]
 Env = Annotated[
     list[str] | None,

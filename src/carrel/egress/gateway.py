@@ -49,6 +49,7 @@ class Gateway:
 
     def __init__(self, listener: socket.socket, passage: Passage):
         listener.setblocking(False)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
         # Who connects speaks first: a connection is worth nothing before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HEAD_S))
         self._listener = listener
@@ -119,7 +120,6 @@ class Gateway:
     async def _serve(self, client: socket.socket) -> None:
         try:
             client.setblocking(False)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._converse(client)
         except (OSError, TimeoutError):
             pass  # the client is gone, or says nothing

@@ -133,10 +133,16 @@ class Plain:
             self._passage.refuse(access, refusal)
             raise
         access.path = path.partition("?")[0]
+        if self._passage.rules.credited(target):
+            access.target = target
+            self._passage.refuse(access, refusal := _in_the_clear(target))
+            raise refusal
         return await self._forward(request, access, target, path)
 
     async def _inside(self, way: Way, request: Request) -> bool:
         """A request inside a tunnel."""
+        if self._passage.rules.credited(way.target):
+            raise _in_the_clear(way.target)
         if not request.target.startswith("/") and request.target != "*":
             raise _bad("inside a tunnel, a request names a path only")
         for host in request.all(b"host"):
@@ -407,6 +413,11 @@ async def _unchunked(source: socket.socket, count: Callable[[int], None]) -> Asy
 
 def _bad(reason: str) -> Refused:
     return Refused(reason, code="bad_request", status=400)
+
+
+def _in_the_clear(target: Target) -> Refused:
+    """Nobody would take the credential out of what such a host answers to a request without TLS."""
+    return Refused(f"{target.host} is reached by https only: it gets a credential on the way", hint="use https://")
 
 
 def _unanswered(target: Target, error: Exception) -> Refused:

@@ -78,7 +78,11 @@ class Rules:
 
     def inspected(self, target: Target) -> bool:
         """Whether TLS is opened: the policy says so, or a credential is put in for the host."""
-        return target.host in self._credited or self._inspected.has(target)
+        return self.credited(target) or self._inspected.has(target)
+
+    def credited(self, target: Target) -> bool:
+        """Whether a credential is put into requests to the host."""
+        return target.host in self._credited
 
     def most_received(self, target: Target) -> int | None:
         """How many bytes one connection may bring; None: as many as it likes."""

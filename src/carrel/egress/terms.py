@@ -96,7 +96,7 @@ class Access:
     method: str | None = None
     path: str | None = None
     """Only of plain and inspected requests; without the query, which may hold secrets."""
-    said: Said = field(default_factory=lambda: Said("deny"))
+    said: Said = Said("deny")
     address: str | None = None
     upstream: str | None = None
     inspected: bool = False

@@ -1,0 +1,81 @@
+"""One server, two sandboxes and everything outside, for all attempts to get past the egress.
+
+An attempt is a function that runs inside a sandbox. Each family has a control: the same technique toward a target that
+is allowed works, so that a wall can be told from an attempt that never was one.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from evader import Evader
+from far import ALLOWED, FORBIDDEN, Far
+
+from carrel import Client
+from carrel.isolation.sandbox import RELAY_PORT
+
+
+@pytest.fixture(scope="session")
+def far() -> Iterator[Far]:
+    """Servers that may be reached, servers that may not, and their names."""
+    far = Far()
+    yield far
+    far.close()
+
+
+@pytest.fixture(scope="session")
+def governed(far: Far, serve: Callable[..., AbstractContextManager[Any]]) -> Iterator[Client]:
+    """A carrel server that asks the outside's own name server, and trusts its certificate."""
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as roots:
+        roots.write(far.certificate)
+        roots.flush()
+        options = {"egress.nameservers": far.nameserver, "egress.roots_file": roots.name, "egress.ask_wait_s": "0"}
+        with serve(user=False, options=options) as server:
+            yield server.client
+
+
+@pytest.fixture(scope="session")
+def evader(far: Far, governed: Client) -> Iterator[Evader]:
+    """May reach `allowed.test` and names that lead elsewhere, on the ports that every server has."""
+    registries = [
+        {"name": name, "url": f"{index.web.url}/simple/"}
+        for name, index in (("main", far.index), ("second", far.second_index))
+    ]
+    evader = Evader(
+        governed,
+        far,
+        "evader",
+        {
+            "allowed_domains": ["allowed.test", "inspected.test", "opaque.test", "*.names.test", ALLOWED],
+            "allowed_ports": [far.http, far.tls, far.retry, RELAY_PORT],
+            "opaque_domains": ["opaque.test"],
+            "inspected_domains": ["inspected.test"],
+        },
+        addresses=[ALLOWED],
+        package_managers={"pip": {"registries": registries, "blocked_packages": ["py-auto-gui"]}},
+    )
+    yield evader
+    evader.close()
+
+
+@pytest.fixture(scope="session")
+def neighbour(far: Far, governed: Client) -> Iterator[Evader]:
+    """May reach what the evader may not."""
+    neighbour = Evader(
+        governed,
+        far,
+        "neighbour",
+        {"allowed_domains": ["allowed.test", "forbidden.test", FORBIDDEN], "allowed_ports": [far.http, far.tls]},
+        addresses=[ALLOWED, FORBIDDEN],
+    )
+    yield neighbour
+    neighbour.close()
