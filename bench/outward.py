@@ -1,70 +1,59 @@
-"""carrel's proxy in a process of its own, as it serves one sandbox that may reach one port of loopback.
+"""carrel's proxy as it runs beside a server, for one sandbox that may reach one port of loopback.
 
-`python -m bench.outward PORT` prints the proxy's port and serves until its standard input ends.
+`python -m bench.outward PORT` starts the egress process, takes what it logs as a control plane does, prints the port
+of the sandbox's way out, and serves until its standard input ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
+import os
 import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+from contextlib import suppress
 
 import uvloop
 
-from carrel.egress.gateway import Gateway
-from carrel.egress.ledger import Item, Ledger
-from carrel.egress.passage import Passage
+from carrel.control.egress_client import EgressClient
+from carrel.egress.channel import ChannelClosed, Message, memory_file
 from carrel.egress.plan import Plan
-from carrel.egress.terms import Address, Refused, Said, Target
-from carrel.egress.upstreams import dial_directly
 from carrel.policy import settings, sources
 from carrel.policy.layers import Layer
 
 MOST = 100_000
 
 
-async def _serve(port: int) -> None:
+async def _serve(port: int, directory: str) -> None:
     loop = asyncio.get_running_loop()
-    ledger = Ledger()
 
-    def take(place: int, _items: list[Item]) -> bool:
-        loop.call_soon(ledger.acknowledged, place)  # written down by somebody else
-        return True
+    def take(message: Message) -> None:
+        if message["op"] == "log":
+            with suppress(ChannelClosed):
+                client.send("ack", upto=message["upto"])
 
-    ledger.listen(take)
+    client = EgressClient(
+        directory, ["--cache", os.path.join(directory, "cache")], on_message=take, on_down=lambda: None
+    )
     rules = settings.load(json.dumps({"permissions": {"allow": [f"network(outbound:127.0.0.1:{port})"]}}))
     limits = {"max_connections": MOST, "max_connections_per_minute": MOST}
     given = sources.load(json.dumps({"web_access": limits}))
-    passage = Passage(
-        Plan("bench", None, (Layer("bench", rules, given),)),
-        resolve=_resolve,
-        dial=dial_directly,
-        ask=_ask,
-        report=ledger,
-    )
-    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    gateway = Gateway(listener, passage)
-    gateway.start()
-    print(listener.getsockname()[1], flush=True)
-    ended = asyncio.Event()
-    loop.add_reader(sys.stdin.fileno(), ended.set)
-    await ended.wait()
-    loop.remove_reader(sys.stdin.fileno())
-    await gateway.drain(0)
-
-
-async def _resolve(name: str) -> Sequence[Address]:
-    raise Refused(f"nobody knows {name}", status=502)
-
-
-async def _ask(_sandbox: str, _target: Target, said: Said) -> Said:
-    return Said("deny", said.reason)
+    plan = memory_file(Plan("bench", None, (Layer("bench", rules, given),)).pack())
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+            await client.connect()
+            await client.request("attach", (plan, listener.fileno()), sandbox="bench")
+            print(listener.getsockname()[1], flush=True)
+        ended = asyncio.Event()
+        loop.add_reader(sys.stdin.fileno(), ended.set)
+        await ended.wait()
+        loop.remove_reader(sys.stdin.fileno())
+    finally:
+        os.close(plan)
+        await client.close()
 
 
 if __name__ == "__main__":
-    gc.collect()
-    gc.freeze()  # as the real process does
-    uvloop.run(_serve(int(sys.argv[1])))
+    with tempfile.TemporaryDirectory(prefix="carrel-b-") as directory:
+        uvloop.run(_serve(int(sys.argv[1]), directory))

@@ -139,6 +139,22 @@ class EgressSettings(_Group):
     )
 
 
+class EnvironmentSettings(_Group):
+    """Python environments that sandboxes share."""
+
+    max_mb: int = Field(
+        default=20_480, ge=1, description="disk space for environments; beyond it those not used for longest go"
+    )
+    ttl_days: float = Field(default=30.0, gt=0, description="days without use until an environment is removed")
+    largest_mb: int = Field(default=4096, ge=1, le=1_048_576, description="the most one environment may have")
+    keep_free_percent: float = Field(
+        default=5.0, ge=0, le=50, description="free disk space below which environments that nobody has go"
+    )
+    build_timeout_s: float = Field(
+        default=1800.0, gt=0, le=MAX_TIMEOUT_S, description="seconds that resolving, and building, may take"
+    )
+
+
 class Settings(_Group):
     """The settings of a server."""
 
@@ -204,6 +220,9 @@ class Settings(_Group):
     approvals: ApprovalSettings = Field(default_factory=ApprovalSettings, description="what waits for a person")
     audit: AuditSettings = Field(default_factory=AuditSettings, description="the audit log")
     egress: EgressSettings = Field(default_factory=EgressSettings, description="the way out of sandboxes")
+    envs: EnvironmentSettings = Field(
+        default_factory=EnvironmentSettings, description="Python environments that sandboxes share"
+    )
 
     @field_validator("data_dir")
     @classmethod

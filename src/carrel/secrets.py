@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import hmac
 import json
 import os
 import re
@@ -83,6 +84,7 @@ class Vault:
         if len(key) != _KEY_BYTES:
             raise InvalidRequest(f"the key of the secrets must have {_KEY_BYTES} bytes", field="secret_key")
         self._cipher = AESGCM(key)
+        self._key = key
         self.key_id = hashlib.sha256(b"carrel secret key\0" + key).hexdigest()[:16]
         """Names the key and tells nothing of it."""
 
@@ -95,6 +97,10 @@ class Vault:
         use. `PlatformError` when that file cannot be used or others may read it.
         """
         return cls(decoded_key(key.get_secret_value(), "secret_key") if key else _kept_key(data_dir))
+
+    def derived(self, purpose: str) -> bytes:
+        """A key for another purpose, the same on every server that has this one."""
+        return hmac.new(self._key, f"carrel {purpose}".encode(), hashlib.sha256).digest()
 
     def seal(self, kind: ScopeKind, scope: str, name: str, value: bytes | str) -> Sealed:
         """Seal a value for its place. Refuses what `checked_name` and `checked_value` do."""

@@ -22,6 +22,7 @@ from refusals import Contract, refused
 ADMINISTER = {
     "create_token", "get_token", "list_tokens", "revoke_token", "put_policy", "delete_policy",
     "list_secrets", "put_secret", "delete_secret",
+    "put_template_secret", "list_template_secrets", "delete_template_secret", "prune_audit",
 }  # fmt: skip
 """What is deliberately for administrators only."""
 
@@ -46,6 +47,8 @@ def test_every_route_is_guarded() -> None:
             assert route.operation_id
             if "{id}" in route.path or "{context_id}" in route.path:
                 assert route.operation_id not in THEMSELVES | LISTED
+            elif "{template}" in route.path:
+                assert route.operation_id in ADMINISTER - THEMSELVES, "of no context: only for who reaches all"
             elif "{" in route.path:
                 assert route.operation_id in THEMSELVES
     assert sockets == ["/v1/sandboxes/{id}/terminals"], "a socket asks for `permit` itself"

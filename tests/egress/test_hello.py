@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.hello import MOST, Hello, Malformed, NotTls, read_hello
+from carrel.egress.hello import MOST, Hello, Malformed, NotTls, read_hello, read_second, wants_another
 from carrel.egress.terms import Refused
+from wayout import tls_for
 
 
 def real_hello(context: ssl.SSLContext, name: str | None) -> bytes:
@@ -216,3 +217,63 @@ def test_neither_does_a_changed_hello(data: st.DataObject) -> None:
     with suppress(Refused):
         read = read_hello(bytes(whole))
         assert read is None or isinstance(read, Hello)
+
+
+# when the server asks for another
+
+
+def asked_twice(curve: str) -> tuple[bytes, bytes, bytes]:
+    """The client's first bytes, the server's answer, and what the client says to that; the server wants a curve."""
+    server, _ = tls_for("a.example")
+    server.set_ecdh_curve(curve)
+    client = ssl.create_default_context()
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(to_client, to_server, server_hostname="a.example")
+    answering = server.wrap_bio(to_server, to_client, server_side=True)
+    said = []
+    for end, outgoing in ((asking, to_server), (answering, to_client), (asking, to_server)):
+        with suppress(ssl.SSLError):
+            end.do_handshake()
+        said.append(outgoing.read())
+        outgoing.write(said[-1])
+    return said[0], said[1], said[2]
+
+
+def test_a_server_that_asks_for_another_hello_is_known() -> None:
+    first, answer, second = asked_twice("secp384r1")
+    found = read_hello(first + b"\x17more")
+    assert found is not None
+    assert found.size == len(first)
+    record_size = 5 + int.from_bytes(answer[3:5], "big")
+    assert wants_another(answer[:64]) == record_size
+    assert all(wants_another(answer[:size]) is None for size in range(1, 43))
+    again = read_second(second)
+    assert again == found
+    assert all(read_second(second[:size]) is None for size in range(len(second)))
+    early = b"\x17\3\3\0\3abc"
+    assert read_second(early * 3 + second) == found
+    assert read_second(b"") is None
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x15\3\3\0\2\2(", b"HTTP/1.1 400 ", b"\x16\3\3\0\4\0\0\0\0", b"\x16\3\3\0\x7a\2\0\0\x76\3\3" + bytes(40)]
+)
+def test_other_answers_ask_for_nothing(data: bytes) -> None:
+    assert wants_another(data) == 0
+
+
+def test_what_could_hide_the_question_is_refused() -> None:
+    with pytest.raises(Malformed):
+        wants_another(b"\x16\3\3\0\5\2\0\0\x76\3")
+    with pytest.raises(NotTls):
+        read_second(b"\x14\3\3\0\1\1GET / HTTP/1.1\r\n")
+    with pytest.raises(Malformed):
+        read_second(b"\x14\3\3\0\1\1" + hello(sni(b"a.example"), sni(b"b.example")))
+
+
+@given(st.binary(max_size=300))
+def test_neither_reader_raises_anything_else(data: bytes) -> None:
+    with suppress(Refused):
+        read_second(data)
+    with suppress(Refused):
+        wants_another(b"\x16" + data)

@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.egress.channel import MAX_MESSAGE
-from carrel.egress.ledger import BATCH, Item, Ledger, item_of
+from carrel.egress.journal import Item, Journal, read
+from carrel.egress.ledger import BATCH, Ledger, item_of
 from carrel.egress.terms import Access, Refused, Said, Target
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(str(tmp_path / "journal"))
+    yield journal
+    journal.close()
 
 
 def access(host: str = "a.example") -> Access:
@@ -25,51 +35,40 @@ class Taken:
         self.batches.append((place, items))
         return self.works
 
+    def items(self) -> list[tuple[object, object, object]]:
+        return [(item["number"], item["ended"], item["received"]) for _, items in self.batches for item in items]
 
-async def test_what_opens_is_told_at_once_and_what_closes_soon() -> None:
-    ledger, taken = Ledger(flush_s=0), Taken()
+
+async def test_what_is_short_is_told_once_and_what_lasts_twice(journal: Journal) -> None:
+    ledger, taken = Ledger(journal, flush_s=0), Taken()
     ledger.listen(taken)
-    one, other = access(), access("b.example")
-    ledger.opened(one)
-    ledger.opened(other)
-    assert [[item["number"] for item in items] for _, items in taken.batches] == [[1], [2]]
-    other.ended = 2.0
-    ledger.closed(other)
-    one.received, one.ended = 5, 3.0
-    ledger.closed(one)
-    while len(taken.batches) < 3:
+    quick, long = access(), access("b.example")
+    ledger.opened(long)
+    ledger.opened(quick)
+    quick.ended = 2.0
+    ledger.closed(quick)
+    while not taken.batches:
         await asyncio.sleep(0)
-    told = [(item["number"], item["ended"], item["received"]) for _, items in taken.batches for item in items]
-    assert told == [(1, None, 0), (2, None, 0), (2, 2.0, 0), (1, 3.0, 5)]
+    long.received, long.ended = 5, 3.0
+    ledger.closed(long)
+    ledger.flush()
+    assert taken.items() == [(1, None, 0), (2, 2.0, 0), (1, 3.0, 5)]
 
 
-async def test_what_opened_and_closed_while_nobody_listened_is_told_once() -> None:
-    ledger, taken = Ledger(), Taken()
-    only = access()
-    ledger.opened(only)
-    only.ended = 2.0
-    ledger.closed(only)
+async def test_what_is_refused_is_told_once_and_needs_no_journal(journal: Journal) -> None:
+    ledger, taken = Ledger(journal), Taken()
     ledger.listen(taken)
-    assert [(item["number"], item["ended"]) for _, items in taken.batches for item in items] == [(1, 2.0)]
-
-
-@pytest.mark.parametrize("before", [0, BATCH - 1])
-async def test_what_is_refused_is_told_once(before: int) -> None:
-    ledger, taken = Ledger(), Taken()
-    for each in [access() for _ in range(before)]:
-        ledger.opened(each)
-        ledger.closed(each)
     refused = access()
-    refused.ended = refused.began
-    ledger.listen(taken)
+    refused.ended = 2.0
     ledger.opened(refused)
     ledger.closed(refused)
+    assert read(journal._path)[0] == {}
     ledger.flush()
-    assert [item["number"] for _, items in taken.batches for item in items].count(refused.number) == 1
+    assert taken.items() == [(1, 2.0, 0)]
 
 
-async def test_what_was_not_acknowledged_is_told_again() -> None:
-    ledger, first = Ledger(), Taken()
+async def test_what_was_not_acknowledged_is_told_again(journal: Journal) -> None:
+    ledger, first = Ledger(journal), Taken()
     for _ in range(BATCH + 1):
         ledger.opened(access())
     ledger.listen(first)
@@ -82,14 +81,37 @@ async def test_what_was_not_acknowledged_is_told_again() -> None:
     assert len(ledger) == 0
 
 
-async def test_nothing_goes_out_unrecorded() -> None:
-    ledger = Ledger(most=2 * BATCH)
+async def test_who_follows_a_killed_proxy_tells_what_it_had_let_out(journal: Journal) -> None:
+    killed = Ledger(journal)
+    written, unsure = access(), access("b.example")
+    killed.opened(written)
+    taken = Taken()
+    killed.listen(taken)
+    killed.acknowledged(taken.batches[-1][0])
+    killed.opened(unsure)
+    later = Journal(journal._path)
+    ledger, taken = Ledger(later), Taken()
+    ledger.listen(taken)
+    [(_, [item])] = taken.batches
+    assert (item["number"], item["host"], item["result"], item["recovered"]) == (2, "b.example", "unknown", True)
+    ledger.opened(new := access())
+    assert new.number == 3
+    ledger.acknowledged(taken.batches[0][0])
+    assert list(read(journal._path)[0]) == [3]
+    ledger.flush()
+    later.written([3])
+    later.close()
+    Path(journal._path).touch()
+    journal.written([2])
+
+
+async def test_nothing_goes_out_unrecorded(journal: Journal) -> None:
+    ledger = Ledger(journal, most=2 * BATCH)
     with pytest.raises(Refused) as refused:
         for _ in range(2 * BATCH + 1):
             ledger.opened(access())
     assert refused.value.status == 503
     assert len(ledger) == 2 * BATCH
-    ledger.flush()
     taken = Taken()
     ledger.listen(taken)
     ledger.acknowledged(taken.batches[-1][0])
@@ -97,8 +119,15 @@ async def test_nothing_goes_out_unrecorded() -> None:
     ledger.flush()
 
 
-async def test_a_listener_that_fails_is_not_told_more() -> None:
-    ledger, taken = Ledger(), Taken()
+async def test_what_cannot_be_put_into_the_journal_does_not_go_out(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "j"))
+    journal.close()
+    with pytest.raises(Refused):
+        Ledger(journal).opened(access())
+
+
+async def test_a_listener_that_fails_is_not_told_more(journal: Journal) -> None:
+    ledger, taken = Ledger(journal), Taken()
     taken.works = False
     ledger.listen(taken)
     ledger.opened(access())

@@ -16,6 +16,7 @@ import pytest
 
 from carrel.egress.channel import VERSION, Channel, Message, memory_file
 from carrel.egress.plan import Plan
+from carrel.egress.process import certificates
 from carrel.policy import settings
 from carrel.policy.layers import Layer
 from outside import Origin, serving
@@ -56,7 +57,14 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen()
-        words = ["--listen-fd", str(listener.fileno()), "--cache", str(tmp_path / "cache")]
+        words = [
+            "--listen-fd",
+            str(listener.fileno()),
+            "--cache",
+            str(tmp_path / "cache"),
+            "--state",
+            str(tmp_path / "state"),
+        ]
         process = subprocess.Popen([sys.executable, "-m", "carrel.egress", *words], pass_fds=[listener.fileno()])
     control = Control(path)
     try:
@@ -175,3 +183,11 @@ async def test_it_drains(control: Control) -> None:
         origin.hold.set()
         assert (await running).text == "hello\n"
         await control.gone.wait()
+
+
+def test_certificates_of_the_host_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.conf").write_text(f"[global]\ncert = {tmp_path}/a.pem\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.delenv("PIP_CERT", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", f"{tmp_path}/b.pem")
+    assert {f"{tmp_path}/a.pem", f"{tmp_path}/b.pem"} <= set(certificates())

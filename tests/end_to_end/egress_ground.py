@@ -37,7 +37,24 @@ SOURCE = Path(__file__).parents[2] / "src"
 USER = 64_322  # nobody on any distribution; it has no name and no home
 HEAVY = {"ruff", "mypy", "mypyc", "uv", "pip", "setuptools", "hypothesis", "pytest", "_pytest", "pygments"}
 NAMES = ("api.test", "git.test", "npm.test", "files.test", "ask.test", "other.test")
-PROGRAMS = "cat curl echo env find git grep ls mkdir node npm pip python3 sh sleep uv".split()
+PROGRAMS = [
+    "cat",
+    "curl",
+    "echo",
+    "env",
+    "find",
+    "git",
+    "grep",
+    "ls",
+    "mkdir",
+    "node",
+    "npm",
+    "pip",
+    "python3",
+    "sh",
+    "sleep",
+    "uv",
+]
 PATIENCE_S = 30.0
 
 Answering = Callable[[str, str, Mapping[str, str], bytes], bytes | tuple[str, Sequence[str], bytes]]

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from egress_ground import HOST, Carrel, Outside, Site, ground, outbound, run, until
 
 from carrel.client import Sandbox
-from egress_ground import HOST, Carrel, Outside, Site, ground, outbound, run, until
 
 NPM_PACKAGE = "left-shelf"
 ASKED = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}.{random.randrange(1, 255)}"

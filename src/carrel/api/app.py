@@ -14,12 +14,14 @@ from carrel.api import (
     approvals,
     audit,
     commands,
+    envs,
     files,
     filespaces,
     host,
     metrics,
     policies,
     problems,
+    python,
     sandboxes,
     secrets,
     snapshots,
@@ -65,8 +67,8 @@ def create_app(
 
 
 _RESOURCES = (
-    approvals, audit, commands, files, filespaces, host, metrics, policies, sandboxes, secrets, snapshots, templates,
-    terminals, tokens, tools,
+    approvals, audit, commands, envs, files, filespaces, host, metrics, policies, python, sandboxes, secrets, snapshots,
+    templates, terminals, tokens, tools,
 )  # fmt: skip
 
 

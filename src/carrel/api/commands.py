@@ -39,7 +39,7 @@ from carrel.models import (
 router = Router(prefix="/v1/sandboxes/{id}", tags=["commands"])
 strict = [Depends(known_query)]
 
-_EVENTS: dict[str, Any] = {
+EVENTS: dict[str, Any] = {
     "description": "An `OutputEvent` per line, or per server-sent event if asked for; the last has `result`",
     "content": {
         NDJSON: {"schema": {"$ref": "#/components/schemas/OutputEvent"}},
@@ -47,7 +47,7 @@ _EVENTS: dict[str, Any] = {
     },
 }
 EVENT_MODEL = OutputEvent
-_ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema": {"type": "string"}}}
+ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema": {"type": "string"}}}
 
 
 @router.post(
@@ -96,7 +96,7 @@ async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Re
     summary="Start a command and stream its output",
     response_model=None,
     dependencies=strict,
-    responses={200: {**_EVENTS, "headers": _ID_HEADER}, **problems(404, 409, 413, 429, 502)},
+    responses={200: {**EVENTS, "headers": ID_HEADER}, **problems(404, 409, 413, 429, 502)},
 )
 async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, request: Request) -> Response:
     """The command goes on when the caller goes away; attach again with its id and the last offset."""
@@ -150,7 +150,7 @@ async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Res
     summary="Output from an offset on",
     response_model=None,
     dependencies=strict,
-    responses={200: _EVENTS, **problems(404, 409, 502)},
+    responses={200: EVENTS, **problems(404, 409, 502)},
 )
 async def get_command_output(
     id: SandboxId,

@@ -18,8 +18,8 @@ router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"], dependencies=[Depen
     operation_id="tool_request",
     summary="Call a tool",
     response_model=None,
-    responses={200: {"model": ToolResult}, **problems(404, 409, 413, 429, 502)},
+    responses={200: {"model": ToolResult}, **problems(404, 409, 413, 422, 429, 502)},
 )
 async def tool_request(id: SandboxId, body: ToolRequest, plane: Plane) -> Response:
-    """`create_file` takes `path`, `content` or `content_base64`, and `mode`."""
+    """`create_file` takes `path`, `content` or `content_base64`, and `mode`; `python_exec` what `run_python` does."""
     return as_json(await plane.operations.tool_request(id, body))

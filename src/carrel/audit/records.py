@@ -69,9 +69,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an operation went. `result` is `ok` or the code of an error; `arguments` are those that were not known when it
-    began.
-    """
+    """How an operation went. `result` is `ok` or the code of an error; `arguments` were not known when it began."""
 
     result: str = "ok"
     duration_ms: float | None = None

@@ -11,6 +11,7 @@ from carrel.cli import (
     audit,
     commands,
     egress,
+    envs,
     files,
     filespace,
     host,
@@ -61,6 +62,7 @@ app.command("resume", rich_help_panel="Sandboxes")(sandboxes.resume)
 app.command("usage", rich_help_panel="Sandboxes")(sandboxes.usage)
 app.command("rm", rich_help_panel="Sandboxes")(sandboxes.rm)
 app.command("templates", rich_help_panel="Sandboxes")(templates.templates)
+app.add_typer(envs.app, name="envs", rich_help_panel="Sandboxes")
 app.command("snapshot", rich_help_panel="Snapshots")(snapshots.snapshot)
 app.command("snapshots", rich_help_panel="Snapshots")(snapshots.snapshots)
 app.command("restore", rich_help_panel="Snapshots")(snapshots.restore)

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from carrel.client._async.audit import AsyncAudit
     from carrel.client._async.client import AsyncClient
     from carrel.client._async.commands import AsyncCommand, AsyncCommands, AsyncOutputStream
+    from carrel.client._async.envs import AsyncEnvironments, AsyncSandboxEnvironments
     from carrel.client._async.files import AsyncFiles
     from carrel.client._async.filespace import AsyncFilespace
     from carrel.client._async.policies import AsyncPolicy
+    from carrel.client._async.python import AsyncPython
     from carrel.client._async.sandbox import AsyncSandbox
     from carrel.client._async.secrets import AsyncSecrets
     from carrel.client._async.terminal import AsyncTerminal
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
     from carrel.client._sync.audit import Audit
     from carrel.client._sync.client import Client
     from carrel.client._sync.commands import Command, Commands, OutputStream
+    from carrel.client._sync.envs import Environments, SandboxEnvironments
     from carrel.client._sync.files import Files
     from carrel.client._sync.filespace import Filespace
     from carrel.client._sync.policies import Policy
+    from carrel.client._sync.python import Python
     from carrel.client._sync.sandbox import Sandbox
     from carrel.client._sync.secrets import Secrets
     from carrel.client._sync.terminal import Terminal
@@ -44,11 +48,14 @@ __all__ = [
     "AsyncClient",
     "AsyncCommand",
     "AsyncCommands",
+    "AsyncEnvironments",
     "AsyncFiles",
     "AsyncFilespace",
     "AsyncOutputStream",
     "AsyncPolicy",
+    "AsyncPython",
     "AsyncSandbox",
+    "AsyncSandboxEnvironments",
     "AsyncSecrets",
     "AsyncTerminal",
     "AsyncTokens",
@@ -57,13 +64,16 @@ __all__ = [
     "Client",
     "Command",
     "Commands",
+    "Environments",
     "Files",
     "Filespace",
     "Listing",
     "Output",
     "OutputStream",
     "Policy",
+    "Python",
     "Sandbox",
+    "SandboxEnvironments",
     "Secrets",
     "Terminal",
     "Tokens",
@@ -79,12 +89,15 @@ _CLIENTS = {
     "Client": "client",
     "Command": "commands",
     "Commands": "commands",
+    "Environments": "envs",
     "Files": "files",
     "Filespace": "filespace",
     "OutputStream": "commands",
     "Policy": "policies",
+    "Python": "python",
     "Secrets": "secrets",
     "Sandbox": "sandbox",
+    "SandboxEnvironments": "envs",
     "Terminal": "terminal",
     "Tokens": "tokens",
 }

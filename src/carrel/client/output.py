@@ -10,6 +10,7 @@ import binascii
 import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -121,7 +122,10 @@ class OutputDecoder:
         return PlatformError("the server sent an output event that cannot be read")
 
 
-def checked(result: CommandResult) -> CommandResult:
+R = TypeVar("R", bound=CommandResult)
+
+
+def checked(result: R) -> R:
     """The result itself when the command succeeded; raises `CommandFailed` with the result otherwise."""
     if result.ok:
         return result

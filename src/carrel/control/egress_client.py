@@ -35,6 +35,7 @@ _PASSED_ON = [
     "https_proxy",
     "all_proxy",
     "no_proxy",
+    "PIP_CERT",
     "PIP_PROXY",
     "PIP_CERT",
     "PIP_CONFIG_FILE",
@@ -61,7 +62,7 @@ class EgressClient:
     ):
         self._path = os.path.join(run_dir, "egress.sock")
         self._log = os.path.join(run_dir, "egress.log")
-        self._arguments = list(arguments)
+        self._arguments = ["--state", os.path.join(run_dir, "egress"), *arguments]
         self._on_message = on_message
         self._on_down = on_down
         self._channel: Channel | None = None
@@ -126,12 +127,12 @@ class EgressClient:
     async def close(self) -> None:
         """End the process, whoever started it."""
         async with self._lock:
-            if not self.up and await self._known() is None:
+            if self.up or await self._known() is not None:
+                with suppress(ChannelClosed):
+                    self.send("drain", seconds=0)
+                await asyncio.to_thread(self._wait)
+            else:
                 await asyncio.to_thread(self._reap)
-                return
-            with suppress(ChannelClosed):
-                self.send("drain", seconds=0)
-            await asyncio.to_thread(self._wait)
             for path in (self._path, self._log):
                 with suppress(FileNotFoundError):
                     os.unlink(path)

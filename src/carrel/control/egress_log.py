@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +28,7 @@ _WAY = ("address", "upstream")
 _COMPANY_S = 0.05
 """How long what happened waits for more to be written with."""
 _RETRY_S = 1.0
+_MOST_KNOWN = 20_000
 
 Item = Mapping[str, object]
 ContextOf = Callable[[str], str | None]
@@ -43,6 +45,7 @@ class AccessLog:
         self._acknowledge = acknowledge
         self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
         self._open: dict[int, Ticket] = {}
+        self._known: OrderedDict[int, None] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -109,6 +112,11 @@ class AccessLog:
     async def _one(self, item: Item, context: str | None) -> None:
         number = item["number"]
         assert isinstance(number, int)
+        if item.get("recovered") and number in self._known:
+            return  # written down, though the proxy did not hear of it before it died
+        self._known[number] = None
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
         ended = item["ended"]
         ticket = self._open.get(number)
         if ended is None:
@@ -175,5 +183,6 @@ def _ending(item: Item) -> Ending:
         max(0.0, ended - began) * 1000,
         bytes_in=received if isinstance(received, int) else None,
         bytes_out=sent if isinstance(sent, int) else None,
-        reason=None if result == "ok" else _text(item.get("reason")),
+        # Why something is allowed does not tell why it then failed.
+        reason=None if result == "ok" or item["verdict"] == "allow" else _text(item.get("reason")),
     )

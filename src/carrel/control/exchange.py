@@ -20,8 +20,13 @@ from carrel.models import CommandInfo, CommandRequest, CommandResult
 SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
 DEFAULT_DEADLINE = 300.0
+GRACE = 15.0
+"""How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
+output.
+"""
 
 M = TypeVar("M", bound=BaseModel)
+R = TypeVar("R", bound=CommandResult)
 
 
 def asked(request: CommandRequest) -> dict[str, object]:
@@ -95,12 +100,12 @@ def checked_end(chunk: Chunk, shown: Callable[[CommandInfo], CommandInfo]) -> Ch
     return Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
 
 
-def checked_result(answer: bytes) -> CommandResult:
+def checked_result(answer: bytes, model: type[R]) -> R:
     """The result of a command. What only the control plane can know is never taken from inside."""
     try:
-        result = CommandResult.model_validate_json(answer)
+        result = model.model_validate_json(answer)
     except ValidationError:
-        raise SandboxLost("the sandbox's answer is not a CommandResult") from None
+        raise SandboxLost(f"the sandbox's answer is not a {model.__name__}") from None
     result.oom_killed = False
     return result
 

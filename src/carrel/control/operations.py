@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
 from carrel.control.connection import Download, Json
 from carrel.control.door import SELF, Door, Kind, Operation, Traffic
 from carrel.control.exchange import (
+    GRACE,
     LIST,
     SMALL,
+    R,
     asked,
     check,
     checked_end,
@@ -32,11 +34,11 @@ from carrel.control.exchange import (
 )
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
+from carrel.control.python import PythonOperations, Redactors
 from carrel.control.redacting import clean_error, clean_info, clean_output, clean_result
 from carrel.control.sessions import Sessions
-from carrel.control.tools import TOOLS, create_file
-from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, SandboxLost, Unsupported
-from carrel.events.redact import Redactor
+from carrel.control.tools import TOOLS, create_file, python_exec
+from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, SandboxLost
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
     MAX_OUTPUT_BYTES,
@@ -63,13 +65,6 @@ from carrel.models import (
 )
 
 SHORT = 30.0
-GRACE = 15.0
-"""How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
-output.
-"""
-
-Redactors = Callable[[str | None], Awaitable[Redactor]]
-"""What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
 
 
 class Operations:
@@ -80,6 +75,7 @@ class Operations:
         self._redactor = redactor
         self._outer = door
         self._metrics = metrics
+        self.python = PythonOperations(self._door, redactor, self._result, self._out_of_memory)
 
     @asynccontextmanager
     async def _door(
@@ -183,7 +179,7 @@ class Operations:
                 deadline=timeout + GRACE,
                 max_bytes=result_size(request.output_limit),
             )
-            return await self._result(box, traffic, answer)
+            return await self._result(box, traffic, checked_result(answer, CommandResult))
 
     async def start_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandInfo:
         """Start a command in the background."""
@@ -214,7 +210,7 @@ class Operations:
             answer = await box.connection.request(
                 "GET", path, deadline=86_400 + GRACE, max_bytes=result_size(MAX_OUTPUT_BYTES)
             )
-            return await self._result(box, traffic, answer)
+            return await self._result(box, traffic, checked_result(answer, CommandResult))
 
     async def command_output(
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
@@ -271,12 +267,10 @@ class Operations:
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
         """Code in a language, with files in and the names of files produced out."""
-        if request.language != "shell":
-            raise Unsupported(
-                f"language '{request.language}' is not there yet",
-                field="language",
-                hint="use language 'shell'",
-            )
+        if request.language == "python":
+            return await self.python.execute(name, request, actor)
+        if request.env_name is not None or request.requirements is not None:
+            raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments = {"command": request.code, "files": sorted(request.files)}
         async with self._door(name, "shell", "execute", arguments, actor) as (box, traffic):
             if request.files:
@@ -393,13 +387,16 @@ class Operations:
     # tools and health
 
     async def tool_request(self, name: str, request: ToolRequest, actor: str = "") -> ToolResult:
-        """A named tool. There is one so far: `create_file`."""
+        """A named tool: `create_file` or `python_exec`."""
         if request.tool_name not in TOOLS:
             raise InvalidRequest(
                 f"there is no tool '{request.tool_name}'",
                 field="tool_name",
                 hint=f"the tools are: {', '.join(TOOLS)}",
             )
+        if request.tool_name == "python_exec":
+            ran = await self.python.run(name, python_exec(request.params), actor)
+            return ToolResult(tool_name=request.tool_name, result=ran.model_dump(mode="json"))
         path, content, mode = create_file(request.params)
         info = await self.write_file(name, path, content, mode=mode, actor=actor)
         return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
@@ -426,15 +423,19 @@ class Operations:
     async def _told(self, box: LiveSandbox, answer: object) -> CommandInfo:
         return clean_info(await self._redactor(box.record.context_id or box.record.id), check(CommandInfo, answer))
 
-    async def _result(self, box: LiveSandbox, traffic: Traffic, answer: bytes) -> CommandResult:
-        result = checked_result(answer)
+    async def _result(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
         traffic.gave(size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64))
         killed = result.signal in {"SIGKILL", "KILL"} or result.exit_code == 137  # the shell's name for it
         if killed and not result.timed_out:
-            count = await box.provider.out_of_memory_kills(box.handle)
-            result.oom_killed = count > box.oom_kills
-            box.oom_kills = max(count, box.oom_kills)
+            result.oom_killed = await self._out_of_memory(box)
         return clean_result(await self._redactor(box.record.context_id or box.record.id), result)
+
+    async def _out_of_memory(self, box: LiveSandbox) -> bool:
+        """Whether the kernel has ended something in this sandbox for want of memory since this was last asked."""
+        count = await box.provider.out_of_memory_kills(box.handle)
+        more = count > box.oom_kills
+        box.oom_kills = max(count, box.oom_kills)
+        return more
 
 
 def _room(box: LiveSandbox) -> None:

@@ -14,6 +14,9 @@ from carrel.control.approvals import Approvals
 from carrel.control.door import Door
 from carrel.control.egress import Egress
 from carrel.control.egress_plans import Plans, inspects, read_upstreams
+from carrel.control.environment_builds import Builder, shared
+from carrel.control.environment_use import EnvironmentUse
+from carrel.control.environments import Environments
 from carrel.control.filespaces import Filespaces
 from carrel.control.governor import Governor
 from carrel.control.janitor import Janitor
@@ -44,11 +47,13 @@ from carrel.secrets import Vault
 from carrel.store import Database, FilespaceStore, SecretStore, SessionRecord, SessionStore
 from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
+from carrel.store.environments import EnvironmentStore
 from carrel.store.leases import LeaseStore
 from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.workspaces.archive import Archive
+from carrel.workspaces.environments import Shelf
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes import VolumeDriver, open_driver
@@ -57,6 +62,7 @@ from carrel.workspaces.volumes.doctor import disk_quota
 log = logging.getLogger("carrel.control")
 
 FORGET_EVERY_S = 600.0
+EVICT_EVERY_S = 60.0
 
 
 class ControlPlane:
@@ -71,6 +77,7 @@ class ControlPlane:
         providers: Mapping[str, Provider],
         key: SigningKey,
         vault: Vault,
+        shelf: Shelf,
         *,
         policy: Layer | None,
         upstreams: Sequence[Upstream],
@@ -153,7 +160,25 @@ class ControlPlane:
         self.policies.on_changed = self._policy_changed
         self.secrets.on_changed = self.egress.refresh
         self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
-        self.snapshots.on_fork = self.policies.copy
+        self.snapshots.on_fork = self._forking
+        envs = settings.envs
+        self.environments = Environments(
+            envs,
+            EnvironmentStore(database, self.node),
+            shelf,
+            Builder(
+                self.sessions,
+                self.operations,
+                shelf,
+                largest_mb=envs.largest_mb,
+                timeout_s=envs.build_timeout_s,
+            ),
+            vault.derived("environments"),
+            self.policies.of_asker,
+            self.secrets.clean_text,
+        )
+        self.envs = EnvironmentUse(self.environments, self.sessions, self.operations)
+        self.operations.python.attach = self.envs.attach
         self.filespaces = Filespaces(
             self.sessions,
             self.operations,
@@ -180,6 +205,7 @@ class ControlPlane:
         )
         self.janitor.also(self.end_revoked, CACHE_S)
         self.janitor.also(self.secrets.forget_former, FORGET_EVERY_S)
+        self.janitor.also(self.environments.evict, EVICT_EVERY_S)
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod
@@ -196,10 +222,17 @@ class ControlPlane:
         async with AsyncExitStack() as stack:
             database = await Database.open(settings.database_url)
             stack.push_async_callback(database.close)
+            shelf = Shelf(os.path.join(layout.data_dir, "envs"))
+            await asyncio.to_thread(shelf.prepare)
             driver = await asyncio.to_thread(open_driver, layout.storage, settings.volumes)
             stack.push_async_callback(asyncio.to_thread, driver.close)
             if providers is None:
-                providers = open_providers(layout.run, driver.directory, allow_process=settings.sandbox.allow_process)
+                providers = open_providers(
+                    layout.run,
+                    driver.directory,
+                    allow_process=settings.sandbox.allow_process,
+                    shared=await asyncio.to_thread(shared, shelf),
+                )
             files = settings.policy
             policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
             upstreams = await asyncio.to_thread(read_upstreams, settings.egress.upstreams_file)
@@ -213,6 +246,7 @@ class ControlPlane:
                 providers,
                 key,
                 vault,
+                shelf,
                 policy=policy,
                 upstreams=upstreams,
                 door=door,
@@ -223,6 +257,7 @@ class ControlPlane:
                 log.warning("the server ended before this did: %s", left)
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
+            await plane.environments.open()
             warm = settings.sandbox.network is Network.ALLOWLIST or opens_hosts(await plane.policies.of(None))
             await plane.egress.open(plane.sessions.live(), warm=warm)
         except BaseException:
@@ -262,10 +297,13 @@ class ControlPlane:
         return fit_network(record, asked, await self._policy_of(record), self.settings.egress, provider)
 
     async def _trusting(self, record: SessionRecord) -> bool:
-        return record.network is Network.ALLOWLIST and inspects(await self._policy_of(record))
+        if record.network is not Network.ALLOWLIST or record.acts_for is not None:
+            return False
+        return inspects(await self._policy_of(record))
 
     async def _started(self, box: LiveSandbox) -> None:
-        await self.secrets.give(box)
+        if box.record.acts_for is None:  # what carrel builds is no agent of the context, and has nothing of it
+            await self.secrets.give(box)
         await self.egress.attach(box)
 
     async def _policy_changed(self, context_id: str) -> None:
@@ -276,7 +314,13 @@ class ControlPlane:
             await self.egress.refresh(context_id)
 
     async def _masks(self, record: SessionRecord) -> Masks | None:
+        if record.acts_for is not None:  # there is nothing of the context to hide, and no program but the installer
+            return None
         return masks_of(await self.policies.of_record(record), record.context_id)
+
+    async def _forking(self, origin: str, context_id: str) -> None:
+        await self.policies.copy(origin, context_id)
+        await self.environments.forked(origin, context_id)
 
     async def _adopt_chain(self, record: SessionRecord) -> None:
         """What the server before left open in the audit log of a context is closed, and told."""
@@ -318,6 +362,7 @@ class ControlPlane:
         if self._webhook is not None:
             await self._webhook.close()
         try:
+            await self.environments.close()
             await self.janitor.flush()
             await self.sessions.shutdown()
         finally:

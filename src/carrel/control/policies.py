@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.door import Decision, Operation
+from carrel.control.environment_terms import INDEX_LABEL, building_layer
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
@@ -34,7 +35,9 @@ FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
 MOST_CACHED, MOST_TEMPLATES = 4096, 1024
 MOST_REQUIREMENTS = 1 << 20
-_COMMANDS = frozenset({"run_command", "start_command", "execute"})
+_COMMANDS = frozenset(
+    {"run_command", "start_command", "execute", "build_env", "attach_env", "python_exec", "start_python", "run_cell"}
+)
 _FILE_OPERATIONS = {
     "read": "read", "stat": "read", "list": "read", "filespace_read": "read", "filespace_list": "read",
     "write": "write", "edit": "write", "mkdir": "write", "filespace_write": "write",
@@ -99,7 +102,15 @@ class Policies:
 
     async def of_record(self, record: SessionRecord) -> Policy:
         """The policy that holds for a session, also one that is only about to be."""
-        return await self._of(record.context_id, record.template)
+        if record.acts_for is None:
+            return await self._of(record.context_id, record.template)
+        policy = await self._of(record.acts_for or None, record.template)
+        layers = [*policy.layers, building_layer(policy, record.labels.get(INDEX_LABEL))]
+        return Policy.of(layers, context_id=record.acts_for or "ephemeral", workspace=WORKSPACE)
+
+    async def of_asker(self, context_id: str | None, template: str | None) -> Policy:
+        """The policy that holds for a context or for a sandbox made by a template."""
+        return await self._of(context_id, template)
 
     async def _of(self, context_id: str | None, template: str | None) -> Policy:
         layer = await self.layer_of(template)
@@ -290,8 +301,11 @@ def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Ver
         place = _absolute(cwd if isinstance(cwd, str) else None)
         verdict = decide_shell(policy, given, cwd=place, dialect=DIALECT, read_file=read)
         env = arguments.get("env")
-        also = decide_environment(policy, env if isinstance(env, Mapping) else ())
-        return also if verdict.verdict == "allow" and also.verdict != "allow" else verdict
+        parts = [verdict, decide_environment(policy, env if isinstance(env, Mapping) else ())]
+        files = arguments.get("files")
+        if isinstance(files, list):  # put into the workspace before the command runs
+            parts += [decide_file(policy, "write", _absolute(str(path))) for path in files]
+        return max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
     if operation.kind == "file" and operation.name == "move":
         source = _absolute(str(arguments.get("path", "")))
         parts = [

@@ -11,6 +11,7 @@ import asyncio
 import base64
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeVar
 
 from carrel.control.frames import Chunk, FrameReader
 from carrel.errors import CarrelError, SandboxLost
@@ -183,7 +184,10 @@ def clean_info(redactor: Redactor, info: CommandInfo) -> CommandInfo:
     return info.model_copy(update={"command": redactor.value(info.command)})
 
 
-def clean_result(redactor: Redactor, result: CommandResult) -> CommandResult:
+R = TypeVar("R", bound=CommandResult)
+
+
+def clean_result(redactor: Redactor, result: R) -> R:
     """The output of a finished command as it may be shown."""
     changes: dict[str, object] = {}
     for name, text, exact in (

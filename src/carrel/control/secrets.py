@@ -106,7 +106,7 @@ class Secrets:
     def _using(self, kind: ScopeKind, scope: str) -> Boxes:
         """The running sandboxes that have the secrets of a context or a template."""
         if kind == "template":
-            return [box for box in self._live.all() if box.record.template == scope]
+            return [box for box in self._live.all() if box.record.template == scope and box.record.acts_for is None]
         box = self._live.find(scope)
         return [] if box is None or box.record.context_id != scope else [box]
 

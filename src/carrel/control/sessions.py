@@ -217,14 +217,28 @@ class Sessions:
             box.record = replace(box.record, labels=request.labels)
         return self._info(box.record)
 
+    async def start_own(self, request: SandboxRequest, acts_for: str) -> SandboxInfo:
+        """An ephemeral sandbox of carrel's own, under the policy of a context; of none when `acts_for` is empty."""
+        if self._starting.closing:
+            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        return await self._starting.start(request, None, None, None, acts_for=acts_for)
+
+    async def end_own(self, session_id: str, harvest: Callable[[str], Awaitable[None]] | None = None) -> None:
+        """End such a sandbox. `harvest` is given its files when nothing runs in it any more, and must not raise."""
+        record = await self.record(session_id)
+        async with self._own_lock(record):
+            record = await self.record(record.id)
+            if record.state is not State.TERMINATED:
+                await self._end(record, Event.TERMINATE, "done", harvest=harvest)
+
     async def adopt(self, record: SessionRecord) -> bool:
         """Take over a sandbox that the process before this one started; False when it does not run any more."""
         provider = self._providers.get(record.provider)
         handle = record.handle
         if provider is None or handle is None or not await provider.alive(handle):
             return False
-        if record.state is not State.RUNNING:
-            return False  # it was never seen ready, or is being stopped
+        if record.state is not State.RUNNING or record.acts_for is not None:
+            return False  # it was never seen ready, or is being stopped; or whoever made it is gone
         began = time.monotonic()
         record = await self._ownership.take(record, anew=True)
         box = LiveSandbox(record, provider, handle, self._workspaces.path(record))
@@ -308,7 +322,14 @@ class Sessions:
         return record.info()
 
     async def _end(
-        self, record: SessionRecord, event: Event, reason: str, error: str | None = None, *, kept: bool = False
+        self,
+        record: SessionRecord,
+        event: Event,
+        reason: str,
+        error: str | None = None,
+        *,
+        kept: bool = False,
+        harvest: Callable[[str], Awaitable[None]] | None = None,
     ) -> SessionRecord:
         """End the sandbox, keep its files, then write the end and give the lease back.
 
@@ -327,6 +348,8 @@ class Sessions:
             await provider.remove(record.handle)
         notice, snapshot = record.notice, record.snapshot
         if record.ephemeral:
+            if harvest is not None:
+                await harvest(self._workspaces.path(record))
             await self._workspaces.discard(record)
         elif started and not kept and here:
             snapshot, notice, failure = await self._workspaces.keeping.keep(record, self.push)

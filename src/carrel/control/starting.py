@@ -99,13 +99,20 @@ class Starting:
         """Called when a session came from another server."""
 
     async def start(
-        self, request: SandboxRequest, previous: SessionRecord | None, existing: SessionRecord | None, key: str | None
+        self,
+        request: SandboxRequest,
+        previous: SessionRecord | None,
+        existing: SessionRecord | None,
+        key: str | None,
+        *,
+        acts_for: str | None = None,
     ) -> SandboxInfo:
         """Start the sandbox of a new session, or of one that exists; leaves nothing behind when it fails."""
         began = time.monotonic()
         node = self._ownership.node
         request = await self.recipe(request, previous)
         record, provider = plan(request, existing, key, self._settings, self._providers, node)
+        record = replace(record, acts_for=acts_for)
         record = await self.fit(record, request.limits)
         record = await self.network(record, request.network, provider)
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:

@@ -6,9 +6,12 @@ import base64
 import binascii
 from collections.abc import Mapping
 
-from carrel.errors import InvalidRequest
+from pydantic import ValidationError
 
-TOOLS = ("create_file",)
+from carrel.errors import InvalidRequest
+from carrel.models import PythonRequest
+
+TOOLS = ("create_file", "python_exec")
 
 
 def create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
@@ -40,3 +43,14 @@ def create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
         pass
     field = "params.content" if text is not None else "params.content_base64"
     raise InvalidRequest("the content is not text or not base64", field=field, hint="send a string")
+
+
+def python_exec(params: Mapping[str, object]) -> PythonRequest:
+    """The code to run, and how."""
+    try:
+        return PythonRequest.model_validate(params)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(["params", *map(str, first["loc"])])[:100]
+        hint = f"it takes {', '.join(name for name in PythonRequest.model_fields if name != 'interactive')}"
+        raise InvalidRequest(f"python_exec: {first['msg']}", field=where, hint=hint) from None

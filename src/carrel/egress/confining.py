@@ -11,7 +11,7 @@ import logging
 import os
 import ssl
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import certifi
 
@@ -37,12 +37,18 @@ def readable(more: Iterable[str] = ()) -> Iterator[str]:
     paths = ssl.get_default_verify_paths()
     yield from filter(None, (paths.cafile, paths.capath, paths.openssl_cafile, paths.openssl_capath))
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.abspath(carrel.__file__)))
+    # Libraries load parts of themselves when they first need them; they need not lie below the interpreter. The first
+    # place may be wherever the server was started, which is none of their business.
+    elsewhere = {"", "/", os.getcwd()}
+    yield from (place for place in map(os.path.abspath, filter(None, sys.path)) if place not in elsewhere)
     yield certifi.where()
     yield from more
 
 
-def confine(cache: str, more: Iterable[str] = ()) -> bool:
-    """Confine this process and all it starts, for good; False where the kernel has no Landlock. `cache` exists."""
+def confine(writable: Sequence[str], more: Iterable[str] = ()) -> bool:
+    """Confine this process and all it starts, for good; False where the kernel has no Landlock. It may write to
+    `writable`, which exists, and read `more`.
+    """
     linux.drop_bounding_set()
     linux.drop_capabilities()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
@@ -50,5 +56,5 @@ def confine(cache: str, more: Iterable[str] = ()) -> bool:
         log.warning("this kernel has no Landlock: the egress process can read what its user can")
         return False
     places = [place for place in dict.fromkeys(readable(more)) if os.path.exists(place)]
-    landlock.restrict(read=places, write=[cache], missing_ok=True)
+    landlock.restrict(read=places, write=writable, missing_ok=True)
     return True

@@ -30,6 +30,7 @@ SILENT_S = 15.0
 ANSWER_S = 60.0
 """How long a server may take to answer a TLS hello."""
 
+_AT_ONCE, _CLOSE_S = 128, 0.05
 _BEYOND = 64
 """Connections above the limit that are heard, so that they can be told of it. More wait in the socket's queue."""
 _PAUSE_S = 0.2
@@ -58,6 +59,8 @@ class Gateway:
         self._accepting = False
         self._closed = False
         self._retry: asyncio.TimerHandle | None = None
+        self._at_once = 1
+        self._last = 0.0
 
     def start(self) -> None:
         """Take connections from now on."""
@@ -93,24 +96,35 @@ class Gateway:
     # connections
 
     def _accept(self) -> None:
-        """Take one connection; the loop calls again for the next."""
+        """Take the connections that wait. One at a time while they come one by one; when they come faster than the loop
+        turns, more and more at once, or the socket's queue would run over.
+        """
+        now = asyncio.get_running_loop().time()
+        self._at_once = min(_AT_ONCE, self._at_once * 2) if now - self._last < _CLOSE_S else 1
+        self._last = now
+        for _ in range(self._at_once):
+            if not self._accept_one():
+                return
+
+    def _accept_one(self) -> bool:
         if len(self._tasks) >= self._passage.budget.connections + _BEYOND:
             self._pause()  # goes on when one has ended
-            return
+            return False
         loop = asyncio.get_running_loop()
         try:
             client, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return
+            return False
         except OSError as error:
             self._pause()
             log.warning("sandbox %s: no connection can be taken: %s", self._passage.plan.sandbox, error)
             if error.errno in _SCARCE:
                 self._retry = loop.call_later(_PAUSE_S, self.start)
-            return
+            return False
         task = loop.create_task(self._serve(client))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return True
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -1,24 +1,26 @@
 """The access log on the proxy's side: numbered, told, and kept until the control plane has written it down.
 
-What opens is told at once, before anything goes out, so that a proxy that is killed has let nothing out unseen; what
-closes is told in batches. When nobody takes what is told, new connections are refused rather than go unrecorded.
+What opens is in the journal before anything goes out, so that a proxy that is killed has let nothing out unseen; the
+control plane is told soon after. When nobody takes what is told, new connections are refused rather than go unrecorded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from carrel.egress.journal import Item, Journal
 from carrel.egress.terms import Access, Refused
 
-Item = dict[str, object]
 Tell = Callable[[int, list[Item]], bool]
 """Takes items and the number they go up to; says whether they could be sent."""
 
-BATCH = 20
+BATCH = 10
 FLUSH_S = 0.05
+_MANY = 200
 MOST_UNTOLD = 10_000
 _MOST_TEXT = 200
 """A batch of the longest items fits into one message of the channel."""
@@ -56,11 +58,22 @@ def item_of(access: Access) -> Item:
     }
 
 
+def _unwritable() -> Refused:
+    return Refused(
+        "the access log cannot be written at the moment",
+        code="platform_error",
+        status=503,
+        hint="try again in a moment",
+        retry=True,
+    )
+
+
 class Ledger:
     """All accesses of one proxy; a `terms.Report`."""
 
-    def __init__(self, *, flush_s: float = FLUSH_S, most: int = MOST_UNTOLD):
-        self._numbers = itertools.count(1)
+    def __init__(self, journal: Journal, *, flush_s: float = FLUSH_S, most: int = MOST_UNTOLD):
+        self._journal = journal
+        self._numbers = itertools.count(journal.last + 1)
         self._places = itertools.count(1)
         self._flush_s = flush_s
         self._most = most
@@ -69,6 +82,11 @@ class Ledger:
         self._timer: asyncio.TimerHandle | None = None
         self.tell: Tell | None = None
         """Set while somebody listens."""
+        for item in journal.left:
+            number = item["number"]
+            assert isinstance(number, int)
+            lost = {"ended": time.time(), "result": "unknown", "reason": "the proxy was killed", "recovered": True}
+            self._new[number] = {**item, **lost}
 
     def __len__(self) -> int:
         return len(self._new) + sum(len(items) for items in self._told.values())
@@ -76,25 +94,21 @@ class Ledger:
     def opened(self, access: Access) -> None:
         """See `terms.Report`."""
         if len(self._new) + len(self._told) >= self._most:
-            raise Refused(
-                "the access log cannot be written at the moment",
-                code="platform_error",
-                status=503,
-                hint="try again in a moment",
-                retry=True,
-            )
+            raise _unwritable()
         access.number = next(self._numbers)
         if access.ended is not None:
             return  # it was refused: nothing goes out, and its end, which says all, is told next
-        if self.tell is None:
-            self._put(access)
-        else:
-            self._tell([item_of(access)])
+        item = item_of(access)
+        try:
+            self._journal.opened(access.number, item)
+        except OSError as error:
+            raise _unwritable() from error
+        self._put(access.number, item)
 
     def closed(self, access: Access) -> None:
         """See `terms.Report`."""
         if access.number:
-            self._put(access)
+            self._put(access.number, item_of(access))
 
     def listen(self, tell: Tell) -> None:
         """Tell everything that was not acknowledged, and all that comes."""
@@ -107,12 +121,14 @@ class Ledger:
 
     def acknowledged(self, upto: int) -> None:
         """What was told up to here is written down."""
+        written: list[int] = []
         while self._told and next(iter(self._told)) <= upto:
-            self._told.popitem(last=False)
+            written += [int(str(item["number"])) for item in self._told.popitem(last=False)[1]]
+        self._journal.written(written)
 
-    def _put(self, access: Access) -> None:
-        self._new[access.number] = item_of(access)
-        if len(self._new) >= BATCH:
+    def _put(self, number: int, item: Item) -> None:
+        self._new[number] = item
+        if len(self._new) >= _MANY:
             self.flush()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._flush_s, self.flush)

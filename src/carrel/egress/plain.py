@@ -33,7 +33,7 @@ from carrel.egress.index.front import Answer
 from carrel.egress.names import read_authority
 from carrel.egress.passage import Passage
 from carrel.egress.sockets import IDLE_S, Ended, farewell, look, send, take
-from carrel.egress.terms import Access, Refused, Said, Target
+from carrel.egress.terms import Access, Refused, Target
 from carrel.egress.tunnel import copy, tunnel
 
 log = logging.getLogger("carrel.egress")
@@ -134,9 +134,9 @@ class Plain:
             raise
         access.path = path.partition("?")[0]
         if self._passage.rules.credited(target):
-            access.target = target
-            self._passage.refuse(access, refusal := _in_the_clear(target))
-            raise refusal
+            access.target, clear = target, _in_the_clear(target)
+            self._passage.refuse(access, clear)
+            raise clear
         return await self._forward(request, access, target, path)
 
     async def _inside(self, way: Way, request: Request) -> bool:
@@ -326,11 +326,12 @@ class Plain:
         if request.body:
             raise _bad("the package index takes no bodies")
         access = Access(passage.plan.sandbox, "index", method=request.method, path=request.target.partition("?")[0])
-        access.said = Said("allow", "the package index decides")
+        packages = passage.packages()
+        access.said = passage.front.decide(request.target, packages)
         passage.begin(access)
         try:
             headers = {name.decode().lower(): value.decode("latin-1") for name, value in request.headers}
-            answer = await passage.front.answer(request.method, request.target, headers, passage.packages())
+            answer = await passage.front.answer(request.method, request.target, headers, packages)
             try:
                 await self._give(request, answer, passage.meter(access))
             finally:

@@ -26,16 +26,18 @@ from carrel.egress.confining import confine
 from carrel.egress.gateway import Gateway
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.front import Front
-from carrel.egress.index.host import host_proxy
+from carrel.egress.index.host import host_index, host_proxy
 from carrel.egress.index.upstream import Upstream
 from carrel.egress.inspecting import Inspecting
+from carrel.egress.journal import Item, Journal
 from carrel.egress.keeper import Keeper
-from carrel.egress.ledger import Item, Ledger
+from carrel.egress.ledger import Ledger
 from carrel.egress.passage import Passage
 from carrel.egress.plan import Plan
 from carrel.egress.resolver import Resolver, names_are_whole
 from carrel.egress.terms import Said, Target
 from carrel.egress.upstreams import Health, Upstreams
+from carrel.errors import CarrelError
 
 log = logging.getLogger("carrel.egress")
 
@@ -48,13 +50,16 @@ ALONE_S = 60.0
 class Egress:
     """Every sandbox of this process."""
 
-    def __init__(self, cache: Cache, resolver: Resolver, inspect: Inspecting, *, proxy: str | None = None):
+    def __init__(
+        self, cache: Cache, journal: Journal, resolver: Resolver, inspect: Inspecting, *, proxy: str | None = None
+    ):
         self._indexes = Upstream(proxy=proxy)
         self._front = Front(cache, fetch=self._indexes)
         self._resolver = resolver
         self._inspect = inspect
         self._health = Health()
-        self._ledger = Ledger()
+        self._journal = journal
+        self._ledger = Ledger(journal)
         self._gateways: dict[str, tuple[Gateway, Passage]] = {}
         self._ways: dict[str, Upstreams] = {}
         self._channel: Channel | None = None
@@ -226,8 +231,7 @@ class Egress:
         try:
             await self.ended.wait()
             loop.remove_reader(listener)
-            for gateway, _ in self._gateways.values():
-                gateway.close()
+            await asyncio.gather(*(gateway.drain(0) for gateway, _ in self._gateways.values()))
             self._ledger.flush()
         finally:
             if self._channel is not None:
@@ -235,6 +239,7 @@ class Egress:
             await self._health.close()
             await self._front.aclose()
             await self._resolver.close()
+            self._journal.close()
 
     def _end_if_alone(self) -> None:
         if self._channel is None and not self._gateways:
@@ -260,6 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run until told to end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listen-fd", type=int, required=True, help="the socket control planes come to")
+    parser.add_argument("--state", required=True, help="where it keeps what must outlive it")
     parser.add_argument("--cache", required=True, help="where packages are kept")
     parser.add_argument("--cache-mb", type=int, default=4096, help="how much of them")
     parser.add_argument("--nameserver", action="append", default=[], help="whom to ask for names, not the system")
@@ -273,14 +279,24 @@ def main(arguments: list[str] | None = None) -> None:
 
     proxy, roots = host_proxy(), None if given.roots is None else _text(given.roots)
     os.makedirs(given.cache, mode=0o700, exist_ok=True)
-    confine(given.cache, [each for each in (os.environ.get("PIP_CERT"), os.environ.get("SSL_CERT_FILE")) if each])
+    os.makedirs(given.state, mode=0o700, exist_ok=True)
+    confine([given.cache, given.state], certificates())
 
     async def serve(begun: Callable[[], None]) -> None:
         cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
-        egress = Egress(cache, Resolver(given.nameserver), Inspecting(roots=roots), proxy=proxy)
+        journal = Journal(os.path.join(given.state, "journal"))
+        egress = Egress(cache, journal, Resolver(given.nameserver), Inspecting(roots=roots), proxy=proxy)
         await egress.run(listener, begun)
 
     sys.exit(Keeper(lambda begun: uvloop.run(serve(begun))).run())
+
+
+def certificates() -> list[str]:
+    """Where this host says that its certificates lie, for itself or for the package index."""
+    named = [os.environ.get(name) for name in ("PIP_CERT", "SSL_CERT_FILE", "SSL_CERT_DIR")]
+    with suppress(CarrelError):
+        named += [each.cert for each in host_index()]
+    return [os.path.abspath(each) for each in named if each]
 
 
 def _text(path: str) -> str:

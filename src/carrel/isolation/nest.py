@@ -12,9 +12,10 @@ import resource
 import signal
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from carrel.errors import PlatformError
@@ -125,15 +126,18 @@ class Nest:
         self._idmap = False
         self._covers: covers.Store | None = None
 
-    def prepare(self, workspaces: str) -> None:
-        """Leave the host's file system for a small one, and make there what all sandboxes share."""
+    def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Leave the host's file system for a small one, and make there what all sandboxes share.
+
+        See `stage.enter`.
+        """
         self._prepared = self._supervisor.prepare()
         if self._isolate:
             linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with a way out costs one for as long as it lives
             self._program = seccomp.build()
             self.cgroups = cgroups.Cgroups.open()
             self._ids = ids.HostIds() if self._root else None
-            stage.enter(workspaces, root=self._root)
+            stage.enter(workspaces, root=self._root, shared=shared)
             self._covers = covers.Store(sandbox.COVERS, sandbox.BASE)
             workspaces = stage.WORKSPACES
         self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+_OWN = ("/etc/carrel/bin", "/etc/carrel/tools")
+PATH = (*_OWN, "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 MULTI_CALL = ("busybox", "toybox", "coreutils", "sbase-box", "ubase-box")
 _MOST_LINKS = 40
 _File = tuple[int, int]

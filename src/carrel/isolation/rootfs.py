@@ -13,13 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from carrel.isolation import linux
+from carrel.isolation import launchers, linux
 
 SANDBOX_UID = 1000
 WORKSPACE = "/workspace"
 HOME = "/home/agent"
 SECRETS = "/run/secrets"
 NODE_PRELOAD = "/etc/carrel/node.cjs"
+PYTHON = "/etc/carrel"
+ENVIRONMENTS = "/envs"
+UV = "/etc/carrel/tools/uv"
+PIP = "/etc/carrel/python/pip"
+"""Where what the server shares with every sandbox is seen: environments, and tools of its own."""
 BASE_SIZE = "64m"
 LARGEST_COPY = 8 * 1024 * 1024
 
@@ -46,6 +51,7 @@ class Text:
 
     target: str
     content: str
+    mode: int = 0o644
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ nobody:x:65534:65534:nobody:/:/usr/sbin/nologin
 GROUP = f"root:x:0:\ntty:x:5:\nagent:x:{SANDBOX_UID}:\nnogroup:x:65534:\n"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 carrel\n"
 _NODE = Path(__file__).with_name("node.cjs").read_text(encoding="utf-8")
+_SUPERVISOR = Path(__file__).parent.parent / "supervisor" / "python"
+_PYTHON = {name: (_SUPERVISOR / name).read_text(encoding="utf-8") for name in ("warm.py", "kernel.py")}
 NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
 
 
@@ -154,6 +162,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
         *(Directory(f"/{name}") for name in ("dev", "dev/pts", "dev/shm", "etc", "home", "home/agent", "mnt", "opt")),
         *(Directory(f"/{name}") for name in ("proc", "root", "run", "srv", "sys", "tmp", "usr", "var", "workspace")),
         Directory(SECRETS),
+        Directory(ENVIRONMENTS),
         Directory("/var/lib"),
         Directory("/var/cache"),
         Directory("/var/log"),
@@ -176,6 +185,13 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
         Text("/etc/resolv.conf", ""),
         Directory(os.path.dirname(NODE_PRELOAD)),
         Text(NODE_PRELOAD, _NODE),
+        *(Text(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
+        Directory(launchers.PLACE),
+        *(Text(f"{launchers.PLACE}/{name}", text, 0o755) for name, text in launchers.TEXTS.items()),
+        Directory(os.path.dirname(UV)),
+        Text(UV, ""),
+        Directory(os.path.dirname(PIP)),
+        Directory(PIP),
         Symlink("/etc/mtab", "/proc/self/mounts"),
     ]
     steps += [Device(f"/dev/{name}", f"/dev/{name}") for name in _DEVICES]
@@ -248,7 +264,7 @@ def _symlink(step: Symlink, target: str, _fd: int, _owner: int | None) -> None:
 def _text(step: Text, target: str, _fd: int, _owner: int | None) -> None:
     with open(target, "w", encoding="utf-8") as file:
         file.write(step.content)
-    os.chmod(target, 0o644)
+    os.chmod(target, step.mode)
 
 
 def _override(step: Override, target: str, _fd: int, _owner: int | None) -> None:

@@ -6,6 +6,8 @@ Each sandbox starts as a copy of it, so it is small for speed, and holds nothing
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from carrel.isolation import linux, rootfs
 from carrel.isolation.sandbox import BASE, COVERS
@@ -14,8 +16,12 @@ WORKSPACES = "/workspaces"
 _STAGE = "/tmp"  # only a mount point, in a namespace of our own
 
 
-def enter(workspaces: str, *, root: bool) -> None:
-    """Move this process there for good. As an ordinary user it becomes root of a user namespace of its own first."""
+def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Move this process there for good. As an ordinary user it becomes root of a user namespace of its own first.
+
+    `shared` are paths of the base root, with what of the host is seen there, read-only: what is added to such a
+    directory later is seen in every sandbox at once.
+    """
     links = rootfs.host_links()
     uid, gid = os.geteuid(), os.getegid()
     linux.unshare(linux.CLONE_NEWNS | (0 if root else linux.CLONE_NEWUSER))
@@ -24,14 +30,19 @@ def enter(workspaces: str, *, root: bool) -> None:
         _write("/proc/self/uid_map", f"0 {uid} 1\n")
         _write("/proc/self/gid_map", f"0 {gid} 1\n")
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-    # Taken before the stage is set: the workspaces may lie below it.
+    # Taken before the stage is set: they may lie below it.
     tree = linux.open_tree(workspaces)
+    views = {target: linux.open_tree(source) for target, source in shared.items()}
     linux.mount("tmpfs", _STAGE, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
     for name in (BASE, COVERS, "/proc", WORKSPACES):
         os.mkdir(_STAGE + name, 0o755)
     base = _STAGE + BASE
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
     rootfs.carry_out(rootfs.base_plan(links), base)
+    for target, view in views.items():
+        linux.set_mount_attributes(view, linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV)
+        linux.move_mount(view, base + target)
+        os.close(view)
     rootfs.seal(base)
     # A whole view of /proc must stay in sight, or the kernel lets no sandbox mount one of its own.
     linux.mount("/proc", f"{_STAGE}/proc", None, linux.MS_BIND | linux.MS_REC)

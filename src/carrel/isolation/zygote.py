@@ -19,7 +19,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from carrel.errors import CarrelError, PlatformError
@@ -53,9 +54,9 @@ class Zygote:
         self._stopping = False
         self._next_look = 0.0
 
-    def prepare(self, workspaces: str) -> None:
-        """Make ready for the first fork."""
-        self._nest.prepare(workspaces)
+    def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Make ready for the first fork. See `stage.enter`."""
+        self._nest.prepare(workspaces, shared)
 
     def describe(self) -> dict[str, Any]:
         """What this zygote can do."""
@@ -343,6 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--workspaces", required=True)
     parser.add_argument("--supervisor", required=True, help="module that has `main` and `warm`")
+    parser.add_argument("--share", action="append", default=[], help="PATH=SOURCE: seen read-only in every sandbox")
     parser.add_argument("--plain", action="store_true", help="fork without any isolation")
     options = parser.parse_args(arguments)
     # asyncio takes TLS along where it finds it; no sandbox needs it, and every fork would carry it.
@@ -352,7 +354,7 @@ def main(arguments: list[str] | None = None) -> None:
     zygote = Zygote(listener, supervisor, isolate=not options.plain)
     try:
         supervisor.warm()
-        zygote.prepare(options.workspaces)
+        zygote.prepare(options.workspaces, dict(each.split("=", 1) for each in options.share))
     except (OSError, CarrelError) as error:
         # Whoever waits at the listener learns the reason from the first connection.
         connection, _ = listener.accept()

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from carrel.models.base import DEFAULT_OUTPUT_BYTES, MAX_OUTPUT_BYTES, MAX_TIMEOUT_S, Answer, EnvName, NoNul, Request
+from carrel.models.environments import EnvironmentName, IndexName, Requirement
 
 
 class TerminalSize(Request):
@@ -108,12 +109,17 @@ class OutputEvent(Answer):
 
 
 class ExecuteRequest(Request):
-    """`/execute`: code in a language, files in, files produced out. Only `shell` so far."""
+    """`/execute`: code in a language, files in, files produced out. Python has 30 seconds, and 120 at most."""
 
     code: str = Field(min_length=1, max_length=1_048_576)
     language: Literal["shell", "python"] = "shell"
     timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
     files: dict[NoNul, str] = Field(default_factory=dict, max_length=256, description="path → base64")
+    env_name: EnvironmentName | None = Field(default=None, description="an environment by its name or label")
+    requirements: list[Requirement] | None = Field(
+        default=None, min_length=1, max_length=256, description="an environment by what it holds; built if need be"
+    )
+    python_index: IndexName | None = Field(default=None, description="the one registry of the policy to build it from")
 
 
 class ExecuteResult(Answer):
@@ -124,6 +130,7 @@ class ExecuteResult(Answer):
     exit_code: int | None
     signal: str | None = None
     timed_out: bool = False
+    oom_killed: bool = False
     truncated: bool = False
     execution_time_ms: float
     files_produced: list[str]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.isolation.masks import Masks
 from carrel.models import Trust
@@ -20,9 +23,14 @@ LEVELS = {
 __all__ = ["Capability", "Handle", "Launch", "Masks", "Provider", "choose", "open_providers"]
 
 
-def open_providers(run_dir: str, workspaces: str, *, allow_process: bool) -> dict[str, Provider]:
-    """The providers of this host, strongest first. The process provider only where the operator allows it."""
-    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces)]
+def open_providers(
+    run_dir: str, workspaces: str, *, allow_process: bool, shared: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Provider]:
+    """The providers of this host, strongest first. The process provider only where the operator allows it.
+
+    `shared` are paths of a sandbox's root, with what of the host is seen there by every sandbox that is isolated.
+    """
+    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared)]
     if allow_process:
         providers.append(ProcessProvider(run_dir, workspaces))
     return {provider.name: provider for provider in providers}

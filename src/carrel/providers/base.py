@@ -34,6 +34,7 @@ class Capability(StrEnum):
     NETWORK_HOST = "network_host"
     MASKS = "masks"
     SECRETS = "secrets"
+    ENVIRONMENTS = "environments"
     TERMINAL = "terminal"
     SURVIVES_RESTART = "survives_restart"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError
 from carrel.isolation import probe
+from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.models import Network
 from carrel.providers.base import Capability, Handle, Launch
 from carrel.providers.bridge import RESOLVER, Bridges
@@ -30,8 +33,9 @@ class NamespaceProvider(ZygoteProvider):
     isolation_level = 1
     plain = False
 
-    def __init__(self, run_dir: str, workspaces: str):
-        super().__init__(run_dir, workspaces)
+    def __init__(self, run_dir: str, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})):
+        super().__init__(run_dir, workspaces, shared)
+        self._shares_environments = ENVIRONMENTS in shared
         self._bridges = Bridges()
 
     @cached_property
@@ -60,6 +64,8 @@ class NamespaceProvider(ZygoteProvider):
         }
         if "cpu" in self._host.controllers:
             promised.add(Capability.LIMIT_CPUS)
+        if self._shares_environments:
+            promised.add(Capability.ENVIRONMENTS)
         if self._host.bridges:
             promised.add(Capability.NETWORK_BRIDGE)
         return frozenset(promised)

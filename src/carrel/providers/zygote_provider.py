@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError
@@ -22,9 +24,9 @@ class ZygoteProvider(Provider):
 
     plain: bool
 
-    def __init__(self, run_dir: str, workspaces: str):
+    def __init__(self, run_dir: str, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})):
         self._run_dir = run_dir
-        self._zygote = ZygoteClient(run_dir, workspaces, plain=self.plain)
+        self._zygote = ZygoteClient(run_dir, workspaces, plain=self.plain, shared=shared)
 
     async def warm(self) -> None:
         """See `Provider.warm`."""

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, ProviderUnavailable
@@ -23,12 +25,13 @@ SUPERVISOR = "carrel.supervisor.app"
 class ZygoteClient:
     """One zygote, started on first use and again when it has died. For one event loop."""
 
-    def __init__(self, run_dir: str, workspaces: str, *, plain: bool):
+    def __init__(self, run_dir: str, workspaces: str, *, plain: bool, shared: Mapping[str, str] = MappingProxyType({})):
         self._name = "plain" if plain else "namespace"
         self._path = os.path.join(run_dir, f"zygote-{self._name}.sock")
         self._log = os.path.join(run_dir, f"zygote-{self._name}.log")
         self._workspaces = workspaces
         self._plain = plain
+        self._shared = dict(shared)
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._seq = 0
@@ -155,6 +158,8 @@ class ZygoteClient:
             listener.listen(64)
             arguments = ["--listen-fd", str(listener.fileno()), "--workspaces", self._workspaces]
             arguments += ["--supervisor", SUPERVISOR, *(["--plain"] if self._plain else [])]
+            for target, source in self._shared.items():
+                arguments += ["--share", f"{target}={source}"]
             # Secrets of the control plane's environment must not reach it: it gets the few names it needs.
             env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
             env |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "1"}

@@ -51,6 +51,8 @@ class SessionRecord:
     snapshot: str | None = None
     notice: str | None = None
     template: str | None = None
+    acts_for: str | None = None
+    """For a sandbox of carrel's own: the context whose policy holds for it, empty for that of none."""
 
     def info(self, last_activity_at: float | None = None) -> SandboxInfo:
         """The record as the API shows it."""
@@ -117,6 +119,7 @@ def _record(row: RowMapping) -> SessionRecord:
         snapshot=row["snapshot"],
         notice=row["notice"],
         template=row["template"],
+        acts_for=row["acts_for"],
     )
 
 

@@ -90,6 +90,7 @@ sessions = Table(
     Column("snapshot", Words(64), nullable=True),
     Column("notice", Prose, nullable=True),
     Column("template", Words(128), nullable=True),
+    Column("acts_for", Words(128), nullable=True, comment="whose policy holds for a sandbox of carrel's own"),
 )
 
 _live = sessions.c.state != "terminated"
@@ -266,4 +267,37 @@ policies = Table(
     Column("version", BigInteger, nullable=False),
     Column("updated_at", Double, nullable=False, comment="seconds since 1970, UTC"),
     Column("updated_by", Words(255), nullable=False),
+)
+
+environments = Table(
+    "environments",
+    metadata,
+    Column("node", Words(128), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    Column("hash", String(64), nullable=False, comment="of the lock and what else decides the content"),
+    Column("python", String(32), nullable=False),
+    Column("interpreter", String(255), nullable=False),
+    Column("requirements", JSON, nullable=False),
+    Column("packages", JSON, nullable=False),
+    Column("imports", JSON, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("last_used_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("built_by", Words(128), nullable=True),
+)
+
+environment_labels = Table(
+    "environment_labels",
+    metadata,
+    Column("node", Words(128), primary_key=True),
+    Column("label", String(64), primary_key=True),
+    Column("name", String(64), nullable=False),
+)
+
+environment_uses = Table(
+    "environment_uses",
+    metadata,
+    Column("node", Words(128), primary_key=True),
+    Column("holder", Words(128), primary_key=True, comment="a context, or an ephemeral session"),
+    Column("name", String(64), primary_key=True),
 )

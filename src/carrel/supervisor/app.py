@@ -7,7 +7,6 @@ checked them before. The zygote calls `warm` once, so that nothing is left to im
 from __future__ import annotations
 
 import asyncio
-import base64
 import codecs
 import json
 import math
@@ -15,21 +14,20 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 from carrel.errors import InvalidRequest, Unsupported
 from carrel.supervisor import environment
+from carrel.supervisor.answers import frames_of, result_of
 from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
 from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
 from carrel.supervisor.loop import InheritedLoop
-from carrel.supervisor.output import END
+from carrel.supervisor.python.calls import Python, put_files
 from carrel.supervisor.reaper import kill_below
 from carrel.supervisor.secrets import Secrets
 
-FRAME = 256 * 1024
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
 
 
@@ -62,12 +60,14 @@ class Supervisor:
     """Routes to commands and files of one sandbox. Made before the sandbox is known; `settle` gives it one."""
 
     files: Files
+    python: Python
 
     def __init__(self) -> None:
         self.commands = Commands()
         self._started = time.monotonic()
         self._directory = -1
         self._env: dict[str, str] = {}
+        self._venv = False
         self.router = Router()
         for method, pattern, handler in (
             ("GET", "/health", self._health),
@@ -91,8 +91,11 @@ class Supervisor:
         self.files = Files(born.workspace)
         self.files.routes(self.router)
         Secrets(born.secrets_fd).routes(self.router)
+        self.python = Python(self.commands, self.files, self._order, self._release)
+        self.python.routes(self.router)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
+        self._venv = born.isolated
         self._env = environment.variables(
             workspace=born.workspace,
             home=born.home,
@@ -101,6 +104,7 @@ class Supervisor:
             trust=born.trust,
             given=born.env,
         )
+        self.python.settle(self._env, isolated=born.isolated)
 
     # commands
 
@@ -129,6 +133,8 @@ class Supervisor:
         if cwd is not None and not isinstance(cwd, str):
             raise InvalidRequest("'cwd' must be text", field="cwd")
         merged = {**self._env, **env}
+        if self._venv and "VIRTUAL_ENV" not in merged and os.path.lexists(f"{environment.VENV}/bin/python"):
+            merged["VIRTUAL_ENV"] = environment.VENV
         if size is not None:
             merged.setdefault("TERM", "xterm-256color")
         given = None if stdin is None else _encode("stdin", stdin)
@@ -150,8 +156,11 @@ class Supervisor:
         try:
             return self.commands.start(order)
         finally:
-            if order.directory != self._directory:
-                os.close(order.directory)
+            self._release(order)
+
+    def _release(self, order: Order) -> None:
+        if order.directory != self._directory:
+            os.close(order.directory)
 
     async def _start(self, request: Request) -> Response:
         command = self._begin(await request.json())
@@ -161,7 +170,7 @@ class Supervisor:
 
     async def _wait(self, command: Command) -> Response:
         await asyncio.shield(command.finished)
-        return json_response(_result(command))
+        return json_response(result_of(command))
 
     async def _list(self, _request: Request) -> Response:
         return json_response({"items": [command.info() for command in self.commands.all()]})
@@ -174,7 +183,7 @@ class Supervisor:
 
     async def _output(self, request: Request) -> Response:
         command = self.commands.get(request.args[0])
-        stream = _frames(command, request.number("offset", 0), follow=request.flag("follow"))
+        stream = frames_of(command, request.number("offset", 0), follow=request.flag("follow"))
         return Response(stream=stream, content_type=b"application/x-carrel-frames")
 
     async def _stdin(self, request: Request) -> Response:
@@ -217,17 +226,20 @@ class Supervisor:
 
     async def _execute(self, request: Request) -> Response:
         body = await request.json()
-        if body.get("language", "shell") != "shell":
-            raise Unsupported("only shell code can be executed here", field="language", hint="use language 'shell'")
-        files = {} if body.get("files") is None else body["files"]
-        if not isinstance(files, dict):
-            raise InvalidRequest("'files' must map paths to base64 text", field="files")
-        decoded = {path: _decode(path, text) for path, text in files.items()}
-        given = [self.files.write_bytes(path, data, None) for path, data in decoded.items()]
+        language = body.get("language", "shell")
+        if language not in {"shell", "python"}:
+            raise Unsupported(
+                f"no {str(language)[:40]!r} is executed here", field="language", hint="use python or shell"
+            )
+        given = put_files(self.files, body.get("files"))
         since = self.files.mark()
-        command = self._begin({"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")})
+        if language == "python":
+            wanted = {"code": body.get("code"), "env": body.get("env_name"), "variables": body.get("env")}
+            command = await self.python.start({**wanted, "timeout": body.get("timeout")})
+        else:
+            command = self._begin({"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")})
         await asyncio.shield(command.finished)
-        result = _result(command)
+        result = result_of(command)
         produced = self.files.produced_since(since, ".", 1000, given)
         return json_response(
             {
@@ -262,52 +274,6 @@ def _passable(field: str, text: str) -> None:
     """Refuse what the kernel cannot take as an argument or a variable."""
     if b"\0" in _encode(field, text):
         raise InvalidRequest(f"'{field}' has a NUL character", field=field)
-
-
-def _decode(path: str, text: object) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True) if isinstance(text, str) else b"" if text is None else _bad(path)
-    except ValueError:
-        return _bad(path)
-
-
-def _bad(path: str) -> bytes:
-    raise InvalidRequest(f"the content of {path[:200]!r} is not base64", field="files")
-
-
-def _result(command: Command) -> Json:
-    code, name = command.exit()
-    result: Json = {
-        "id": command.id,
-        "exit_code": code,
-        "signal": name,
-        "timed_out": command.timed_out,
-        "duration_ms": command.duration_ms(),
-        "truncated": command.output.dropped > 0,
-        "dropped_bytes": command.output.dropped,
-    }
-    for key, data in zip(("stdout", "stderr"), command.output.whole(), strict=True):
-        try:
-            result[key] = data.decode()
-        except UnicodeDecodeError:
-            result[key] = data.decode(errors="replace")
-            result[f"{key}_base64"] = base64.b64encode(data).decode()
-    return result
-
-
-async def _frames(command: Command, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
-    output = command.output
-    while True:
-        stream, data = output.read(offset, FRAME)
-        if stream != END:
-            offset += len(data)
-            yield stream.to_bytes(1, "big") + len(data).to_bytes(4, "big") + data
-        elif not follow or output.ended:
-            break
-        else:
-            await output.changed()
-    info = json.dumps(command.info()).encode()
-    yield END.to_bytes(1, "big") + len(info).to_bytes(4, "big") + info
 
 
 def end_below(pid: int) -> None:

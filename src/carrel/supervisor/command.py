@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from carrel.errors import InvalidRequest
 from carrel.supervisor.output import Output
-from carrel.supervisor.reaper import Runner
+from carrel.supervisor.reaper import Reaper
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Command:
     started: float
     finished: asyncio.Future[None]
     pid: int | None = None
-    runner: Runner | None = None
+    runner: Reaper | None = None
     status: int | None = None
     ended: float | None = None
     timed_out: bool = False
@@ -85,6 +86,22 @@ class Command:
             "output_bytes": len(self.output),
             "dropped_bytes": self.output.dropped,
         }
+
+
+_SIGNALS = {number.name: number.value for number in signal.Signals}
+
+
+def signal_number(name: str) -> int:
+    """9 for `KILL`, `sigkill` or `9`."""
+    text = name.upper()
+    number = _SIGNALS.get(text if text.startswith("SIG") else f"SIG{text}")
+    if number is None and text.isascii() and text.isdigit() and 0 < int(text) < 65:
+        number = int(text)
+    if number is None:
+        raise InvalidRequest(
+            f"unknown signal {name[:20]!r}", field="signal", hint="use a name such as TERM, INT, KILL, HUP"
+        )
+    return number
 
 
 def signal_name(number: int) -> str:

@@ -13,19 +13,22 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, NotRunning
-from carrel.supervisor.command import Command, Order
+from carrel.supervisor.command import Command, Order, signal_number
 from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
 from carrel.supervisor.reaper import (
     OOM_SCORE_OF_COMMANDS,
     Program,
+    Reaper,
     Runner,
-    descendants,
+    Stdio,
+    children,
+    find_program,
     kill_below,
-    processes,
+    signal_below,
     spawn,
 )
 
@@ -36,7 +39,6 @@ LAST_DRAIN = 1024 * 1024
 IDLE_RUNNERS = 8
 RUNNER_REST_S = 10.0
 OUTPUT_BUDGET = 128 * 1024 * 1024
-_SIGNALS = {number.name: number.value for number in signal.Signals}
 
 
 class Commands:
@@ -53,14 +55,13 @@ class Commands:
         self._direct: Command | None = None  # runs with the supervisor itself as reaper of its processes
         self._last_direct: Command | None = None  # whose leftovers the supervisor may still have
         self._by_pid: dict[int, Command] = {}
-        self._runners: dict[int, Runner] = {}
-        self._idle: list[Runner] = []
-        self._hosting: dict[Runner, Command] = {}
+        self._runners: dict[int, Reaper] = {}
+        self._idle: list[Reaper] = []
+        self._hosting: dict[Reaper, Command] = {}
         self._rest: asyncio.TimerHandle | None = None
         self._null = -1
         self._sweeps = 0  # under way: nothing may be started directly below the supervisor meanwhile
         self._tasks: set[asyncio.Task[None]] = set()
-        self._children_file = ""
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Hear of ended processes. Done before the fork: it is a thing of the loop, and not cheap."""
@@ -73,7 +74,6 @@ class Commands:
         self._budget = Budget(budget)
         self._pid = os.getpid()
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self._children_file = f"/proc/{self._pid}/task/{self._pid}/children"
 
     def close(self) -> None:
         """Let go of what `settle` took."""
@@ -108,6 +108,37 @@ class Commands:
 
     def start(self, order: Order) -> Command:
         """Start a command. Failing to find or execute the program is a result (127, 126), as in a shell."""
+        argv = ["/bin/sh", "-c", order.command] if isinstance(order.command, str) else list(order.command)
+        program = find_program(argv[0], order.env.get("PATH", ""), order.directory)
+
+        def launch(command: Command, stdio: Stdio | None) -> None:
+            if program is None:
+                raise FileNotFoundError(errno.ENOENT, "")
+            terminal = os.ttyname(command.slave_fd) if order.terminal else None
+            self._launch(command, Program((program, *argv[1:]), order.env, stdio, terminal))
+
+        return self._begin(order, argv[0], launch)
+
+    def start_on(self, order: Order, reaper: Reaper, hand_over: Callable[[Stdio], None]) -> Command:
+        """Start a command in a process that waits for it below an adopted reaper; `hand_over` gives it the work.
+
+        The owner of the reaper calls `ended` and `released`.
+        """
+
+        def launch(command: Command, stdio: Stdio | None) -> None:
+            assert stdio is not None
+            command.runner = reaper
+            self._hosting[reaper] = command
+            try:
+                hand_over(stdio)
+            except OSError:
+                command.runner = None
+                del self._hosting[reaper]
+                raise
+
+        return self._begin(order, str(order.command[0]), launch)
+
+    def _begin(self, order: Order, name: str, launch: Callable[[Command, Stdio | None], None]) -> Command:
         if self.running >= CAPACITY:
             raise LimitExceeded(
                 f"{CAPACITY} commands run in this sandbox already", hint="wait for one to end, or end one"
@@ -116,25 +147,18 @@ class Commands:
         command = Command(
             id=f"c{self._count}",
             order=order,
-            output=Output(order.output_limit, self._budget),
+            output=self.new_output(order.output_limit),
             started_at=datetime.now(UTC),
             started=time.monotonic(),
             finished=self._loop.create_future(),
         )
-        argv = ["/bin/sh", "-c", order.command] if isinstance(order.command, str) else list(order.command)
-        program = _find(argv[0], order.env.get("PATH", ""), order.directory)
         self._commands[command.id] = command
         self._forget_old()
-        if program is None:
-            self._never_started(command, errno.ENOENT, argv[0])
-            return command
         theirs: list[int] = []
         try:
-            stdio = self._plumb(command, theirs)
-            terminal = os.ttyname(command.slave_fd) if order.terminal else None
-            self._launch(command, Program((program, *argv[1:]), order.env, stdio, terminal))
+            launch(command, self._plumb(command, theirs))
         except OSError as error:
-            self._never_started(command, error.errno or 0, argv[0])
+            self._never_started(command, error.errno or 0, name)
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
@@ -142,7 +166,11 @@ class Commands:
             command.deadline = self._loop.call_later(order.timeout, self._expire, command)
         return command
 
-    def _plumb(self, command: Command, theirs: list[int]) -> tuple[int, int, int] | None:
+    def new_output(self, limit: int) -> Output:
+        """An output that counts with those of the commands."""
+        return Output(limit, self._budget)
+
+    def _plumb(self, command: Command, theirs: list[int]) -> Stdio | None:
         order = command.order
         if order.terminal is not None:
             command.terminal_fd, command.slave_fd = os.openpty()
@@ -173,38 +201,47 @@ class Commands:
 
     def _launch(self, command: Command, program: Program) -> None:
         if self._direct is None and not self._sweeps and not self._leftovers():
-            os.pwrite(self._oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
-            try:
-                command.pid = spawn(program, command.order.directory)
-            finally:
-                os.pwrite(self._oom_score_fd, b"0", 0)
+            command.pid = self.spawn(program, command.order.directory)
             self._by_pid[command.pid] = command
             command.begun.set()
             self._direct = self._last_direct = command
             self._close_slave(command)
             return
         runner = self._idle.pop() if self._idle else self._new_runner()
+        assert isinstance(runner, Runner)
         command.runner = runner
         self._hosting[runner] = command
         runner.start(program, command.order.directory)
 
+    def spawn(self, program: Program, directory: int) -> int:
+        """Start a program that the kernel may end before it ends the supervisor."""
+        os.pwrite(self._oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
+        try:
+            return spawn(program, directory)
+        finally:
+            os.pwrite(self._oom_score_fd, b"0", 0)
+
     def _new_runner(self) -> Runner:
         runner = Runner(self._on_runner, self._oom_score_fd)
-        self._runners[runner.pid] = runner
-        self._loop.add_reader(runner.socket, runner.on_readable)
+        self.adopt(runner)
         return runner
+
+    def adopt(self, reaper: Reaper) -> None:
+        """Hear of a reaper, and take neither it nor what is below it for what a command left behind."""
+        self._runners[reaper.pid] = reaper
+        self._loop.add_reader(reaper.socket, reaper.on_readable)
+
+    def disown(self, reaper: Reaper) -> None:
+        """End a reaper that has no command."""
+        if self._runners.get(reaper.pid) is reaper:
+            self._lost(reaper)
 
     def _leftovers(self) -> bool:
         """Whether the supervisor itself still has processes of an earlier command below it."""
         try:
-            descriptor = os.open(self._children_file, os.O_RDONLY | os.O_CLOEXEC)
+            return any(pid not in self._runners for pid in children(self._pid))
         except OSError:
             return True  # not knowable: a runner is always right
-        try:
-            children = os.read(descriptor, 65536).split()
-        finally:
-            os.close(descriptor)
-        return any(int(pid) not in self._runners for pid in children)
 
     def _never_started(self, command: Command, code: int, name: str) -> None:
         words = f"carrel: {name}: {'command not found' if code == errno.ENOENT else os.strerror(code)}\n"
@@ -313,16 +350,7 @@ class Commands:
 
     def signal(self, command: Command, name: str, *, tree: bool) -> None:
         """Send a signal to the command's process group, or with `tree` to every process of it."""
-        text = name.upper()
-        number = _SIGNALS.get(text if text.startswith("SIG") else f"SIG{text}")
-        if number is None and text.isascii() and text.isdigit() and 0 < int(text) < 65:
-            number = int(text)
-        if number is None:
-            raise InvalidRequest(
-                f"unknown signal {name[:20]!r}",
-                field="signal",
-                hint="use a name such as TERM, INT, KILL, HUP",
-            )
+        number = signal_number(name)
         if tree and number == signal.SIGKILL:
             self.kill(command)
             return
@@ -334,11 +362,7 @@ class Commands:
             raise NotRunning(f"command {command.id} has ended") from None
         if tree:
             from_reaper = command.runner.pid if command.runner else self._pid
-            for pid in descendants(from_reaper, processes(), () if command.runner else tuple(self._runners)):
-                try:
-                    os.kill(pid, number)
-                except (ProcessLookupError, PermissionError):
-                    pass
+            signal_below(from_reaper, number, () if command.runner else tuple(self._runners))
 
     # input
 
@@ -417,14 +441,13 @@ class Commands:
 
     # runners
 
-    def _on_runner(self, runner: Runner, event: str, value: int) -> None:
-        command = self._hosting.get(runner)
+    def on_reaper(self, reaper: Reaper, event: str, value: int) -> None:
+        """What a reaper tells of the command it has, or of itself."""
+        command = self._hosting.get(reaper)
         if event == "dead":
-            self._lost(runner)
+            self._lost(reaper)
         elif event == "clean":
-            self._hosting.pop(runner, None)
-            self._idle.append(runner)
-            self._rest_later()
+            self._hosting.pop(reaper, None)
         elif command is not None:
             if event == "started":
                 command.pid = value
@@ -435,6 +458,12 @@ class Commands:
             elif event == "failed":
                 argv = command.order.command
                 self._never_started(command, value, argv if isinstance(argv, str) else argv[0])
+
+    def _on_runner(self, runner: Reaper, event: str, value: int) -> None:
+        self.on_reaper(runner, event, value)
+        if event == "clean":
+            self._idle.append(runner)
+            self._rest_later()
 
     def _rest_later(self) -> None:
         while len(self._idle) > IDLE_RUNNERS:
@@ -447,13 +476,14 @@ class Commands:
         while self._idle:
             self._dismiss(self._idle.pop())
 
-    def _dismiss(self, runner: Runner) -> None:
+    def _dismiss(self, runner: Reaper) -> None:
         self._loop.remove_reader(runner.socket)
         runner.close()
 
-    def _lost(self, runner: Runner) -> None:
-        """A runner is gone: dismissed, or killed by an agent's process together with what it looked after."""
-        self._runners.pop(runner.pid, None)
+    def _lost(self, runner: Reaper) -> None:
+        """A reaper is gone: dismissed, or killed by an agent's process together with what it looked after."""
+        if self._runners.pop(runner.pid, None) is None:
+            return
         if runner in self._idle:
             self._idle.remove(runner)
         if runner.socket.fileno() >= 0:
@@ -466,22 +496,9 @@ class Commands:
             # Its processes are now below the supervisor and cannot be told from others there: end them all.
             self._sweeps += 1
             self._in_background(self._sweep())
+        runner.gone()
 
     async def _sweep(self) -> None:
         while kill_below(self._pid, tuple(self._runners)):  # noqa: ASYNC110 - nothing tells of new processes
             await asyncio.sleep(0.001)
         self._sweeps -= 1
-
-
-def _find(name: str, path: str, directory: int) -> str | None:
-    """The program a name stands for, as `execvp` would find it."""
-    if "/" in name:
-        return name
-    for folder in path.split(":"):
-        candidate = f"{folder or '.'}/{name}"
-        try:
-            if os.access(candidate, os.X_OK, dir_fd=directory):
-                return candidate
-        except (OSError, ValueError):
-            continue
-    return None

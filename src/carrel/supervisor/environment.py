@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+VENV = "/workspace/.venv"
+"""The context's own virtual environment, when it has one."""
+
+PATH = f"{VENV}/bin:/etc/carrel/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""The virtual environment is in it whether it exists yet or not: what is installed in the middle of a command is found
+by the rest of it.
+"""
 NO_PROXY = "localhost,127.0.0.1,::1"
 CERTIFICATES = "/run/secrets/carrel-ca.pem"
 """The certificates that tools trust where connections are looked into. Whoever can write secrets puts them there."""

@@ -20,14 +20,32 @@ RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, 
 OOM_SCORE_OF_COMMANDS = b"500"
 
 
+Stdio = tuple[int, int, int]
+"""Descriptors for standard input, output and error."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What to start: descriptors for standard input, output and error, or the name of a terminal for all three."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
-    stdio: tuple[int, int, int] | None
+    stdio: Stdio | None
     terminal: str | None = None
+
+
+def find_program(name: str, path: str, directory: int) -> str | None:
+    """The program a name stands for, as `execvp` would find it."""
+    if "/" in name:
+        return name
+    for folder in path.split(":"):
+        candidate = f"{folder or '.'}/{name}"
+        try:
+            if os.access(candidate, os.X_OK, dir_fd=directory):
+                return candidate
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def spawn(program: Program, directory: int) -> int:
@@ -90,21 +108,72 @@ def descendants(root: int, parents: dict[int, int], stop: Sequence[int] = ()) ->
     return found
 
 
+def children(pid: int) -> list[int]:
+    """The children of a process that has one thread; `OSError` when the kernel does not tell."""
+    descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [int(child) for child in os.read(descriptor, 65536).split()]
+    finally:
+        os.close(descriptor)
+
+
 def kill_below(root: int, stop: Sequence[int] = ()) -> int:
     """Kill what is below `root` now; how many. A killed process cannot fork, so repeating this converges to none."""
+    return signal_below(root, signal.SIGKILL, stop)
+
+
+def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
+    """Send a signal to what is below `root` now; to how many."""
     targets = descendants(root, processes(), stop)
     for pid in targets:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except (ProcessLookupError, PermissionError):
             pass
     return len(targets)
 
 
-class Runner:
-    """The supervisor's end of a runner process: gives it one command at a time and hears how it went."""
+class Reaper:
+    """The supervisor's end of a process that has those of one command below it, and tells how it went.
 
-    def __init__(self, on_event: Callable[[Runner, str, int], None], oom_score_fd: int):
+    `on_event` is called with `started`, then `ended`, then `clean`; with `dead` when it is gone.
+    """
+
+    pid: int
+    socket: socket.socket
+    on_event: Callable[[Reaper, str, int], None]
+
+    def on_readable(self) -> None:
+        """Called when the process has sent something."""
+        while True:
+            try:
+                message = self.socket.recv(64)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if len(message) != 16:
+                self.on_event(self, "dead", 0)
+                return
+            kind, value = struct.unpack("=8sq", message)
+            self.on_event(self, kind.rstrip(b"\0").decode(), value)
+
+    def close(self) -> None:
+        """End the process."""
+        self.socket.close()
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def gone(self) -> None:
+        """Called once, when the process has ended, whoever ended it."""
+
+
+class Runner(Reaper):
+    """A reaper forked from the supervisor: gets one program at a time to start."""
+
+    def __init__(self, on_event: Callable[[Reaper, str, int], None], oom_score_fd: int):
         self.on_event = on_event
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         gc.freeze()
@@ -127,7 +196,7 @@ class Runner:
         self.socket = ours
 
     def start(self, program: Program, directory: int) -> None:
-        """Hand over a program; `on_event` is called with `started`, then `ended`, then `clean`."""
+        """Hand over a program."""
         fds = [directory, *(program.stdio or ())]
         fields = [program.terminal or "", str(len(program.argv)), *program.argv]
         fields += [f"{key}={value}" for key, value in program.env.items()]
@@ -139,29 +208,6 @@ class Runner:
             socket.send_fds(self.socket, [b"start"], [memory, *fds])
         finally:
             os.close(memory)
-
-    def on_readable(self) -> None:
-        """Called when the runner has sent something."""
-        while True:
-            try:
-                message = self.socket.recv(64)
-            except BlockingIOError:
-                return
-            except OSError:
-                message = b""
-            if not message:
-                self.on_event(self, "dead", 0)
-                return
-            kind, value = struct.unpack("=8sq", message)
-            self.on_event(self, kind.rstrip(b"\0").decode(), value)
-
-    def close(self) -> None:
-        """End the runner process."""
-        self.socket.close()
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _run(orders: socket.socket, other_end: socket.socket) -> None:

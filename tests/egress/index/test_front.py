@@ -89,6 +89,27 @@ async def test_what_uv_says_of_a_blocked_package(front, server, tmp_path):
     assert "403" in out
 
 
+@pytest.mark.parametrize(
+    ("target", "verdict"),
+    [
+        ("/simple/good/", "allow"),
+        ("/simple/Bad_One", "deny"),
+        ("/simple/bad%2Done/?x=y", "deny"),
+        ("/files/main/bad.one/0/bad_one-1.0.tar.gz", "deny"),
+        ("/files/main/good/0/good-1.0.tar.gz", "allow"),
+        ("/simple/", "allow"),
+        ("/simple/.../", "allow"),
+        ("/", "allow"),
+        ("/simple/" + "a" * 5000 + "/", "allow"),
+    ],
+)
+async def test_what_is_said_before_anybody_is_asked(front, server, target, verdict):
+    said = front.decide(target, Packages((server.index(),), blocked=frozenset({"bad-one"})))
+    assert said.verdict == verdict
+    assert (said.rule is not None) == (verdict == "deny")
+    assert server.asked == []
+
+
 async def test_what_pip_says_when_the_index_is_down(front, server, tmp_path):
     server.broken = 500
     async with gateway(front, Packages((server.index(),))) as url:

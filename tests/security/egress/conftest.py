@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from evader import Evader
 from far import ALLOWED, FORBIDDEN, Far
 
-from carrel import Client
 from carrel.isolation.sandbox import RELAY_PORT
 
 
@@ -33,25 +32,25 @@ def far() -> Iterator[Far]:
 
 
 @pytest.fixture(scope="session")
-def governed(far: Far, serve: Callable[..., AbstractContextManager[Any]]) -> Iterator[Client]:
+def governed(far: Far, serve: Callable[..., AbstractContextManager[Any]]) -> Iterator[Any]:
     """A carrel server that asks the outside's own name server, and trusts its certificate."""
     with tempfile.NamedTemporaryFile("w", suffix=".pem") as roots:
         roots.write(far.certificate)
         roots.flush()
         options = {"egress.nameservers": far.nameserver, "egress.roots_file": roots.name, "egress.ask_wait_s": "0"}
         with serve(user=False, options=options) as server:
-            yield server.client
+            yield server
 
 
 @pytest.fixture(scope="session")
-def evader(far: Far, governed: Client) -> Iterator[Evader]:
+def evader(far: Far, governed: Any) -> Iterator[Evader]:
     """May reach `allowed.test` and names that lead elsewhere, on the ports that every server has."""
     registries = [
         {"name": name, "url": f"{index.web.url}/simple/"}
         for name, index in (("main", far.index), ("second", far.second_index))
     ]
     evader = Evader(
-        governed,
+        governed.client,
         far,
         "evader",
         {
@@ -68,10 +67,10 @@ def evader(far: Far, governed: Client) -> Iterator[Evader]:
 
 
 @pytest.fixture(scope="session")
-def neighbour(far: Far, governed: Client) -> Iterator[Evader]:
+def neighbour(far: Far, governed: Any) -> Iterator[Evader]:
     """May reach what the evader may not."""
     neighbour = Evader(
-        governed,
+        governed.client,
         far,
         "neighbour",
         {"allowed_domains": ["allowed.test", "forbidden.test", FORBIDDEN], "allowed_ports": [far.http, far.tls]},

@@ -25,6 +25,7 @@ import dns.name
 import dns.rcode
 import dns.rdatatype
 import dns.rrset
+
 from indexes import IndexServer
 from indexes import serving as indexing
 from wayout import tls_for
@@ -104,14 +105,10 @@ class Visit:
     def forbidden(self) -> bool:
         return self.site.startswith("forbidden")
 
-
-@dataclass
-class Mark:
-    """A moment: what came later is told from what came before."""
-
-    visits: int
-    names: int
-    asked: int
+    @property
+    def after(self) -> str:
+        """The target, when it was only to see whether the way out still works."""
+        return next((each.target for each in self.requests if each.target.startswith("/after/")), "")
 
 
 _NEVER_PASSED_ON = {"te", "trailer", "keep-alive", "proxy-connection", "proxy-authorization", "http2-settings"}
@@ -124,14 +121,15 @@ class Far:
     def __init__(self) -> None:
         self.token = f"forbidden-{secrets.token_hex(8)}"
         self.visits: list[Visit] = []
-        self.names: list[tuple[str, str | None]] = []
-        """The names in TLS hellos, as servers read them."""
-        self.asked: list[str] = []
-        """The names somebody wanted the address of."""
+        self.names: list[tuple[int, str]] = []
+        """The names in TLS hellos, as servers read them, and after how many visits."""
+        self.asked: list[tuple[int, str]] = []
+        """The names somebody wanted the address of, and after how many visits."""
         self.nameserver = ""
         self.http = self.tls = self.retry = self.other = 0
         self.index, self.second_index = IndexServer(), IndexServer()
         self.certificate = ""
+        self._released = asyncio.Event()
         self._answers: Counter[str] = Counter()
         self._directory = tempfile.mkdtemp(prefix="far-")
         self._loop = asyncio.new_event_loop()
@@ -154,21 +152,27 @@ class Far:
             self._loop.close()
             shutil.rmtree(self._directory)
 
+    def release(self) -> None:
+        """Answer those who ask for `/held`, from now on."""
+        self._loop.call_soon_threadsafe(self._released.set)
+
     # what came
 
-    def mark(self) -> Mark:
-        return Mark(len(self.visits), len(self.names), len(self.asked))
+    def mark(self) -> int:
+        """This moment: what came later is told from what came before."""
+        return len(self.visits)
 
-    def since(self, mark: Mark) -> list[Visit]:
+    def since(self, mark: int) -> list[Visit]:
         """Who came, without those that only see whether the way out still works."""
-        found = self.visits[mark.visits :]
-        return [each for each in found if not any(one.target.startswith("/after/") for one in each.requests)]
+        return [each for each in self.visits[mark:] if not each.after]
 
-    def names_since(self, mark: Mark) -> list[str]:
-        return [name or "" for _site, name in self.names[mark.names :]]
+    def asked_since(self, mark: int) -> list[str]:
+        """The names that were asked for."""
+        return [name for at, name in list(self.asked) if at >= mark]
 
-    def asked_since(self, mark: Mark) -> list[str]:
-        return self.asked[mark.asked :]
+    def place_of(self, after: str) -> int:
+        """Which of all visits was the one with this request."""
+        return next(at for at, visit in enumerate(self.visits) if visit.after == after)
 
     # servers
 
@@ -210,7 +214,7 @@ class Far:
         """A TLS server behind a listener that remembers every byte, also those that no TLS comes of."""
 
         def named(_connection: ssl.SSLObject, name: str | None, _context: ssl.SSLContext) -> None:
-            self.names.append((site, name))
+            self.names.append((len(self.visits), name or ""))
 
         context.sni_callback = named  # type: ignore[assignment]
         path = f"{self._directory}/{len(self._directory)}{site.replace(' ', '-')}"
@@ -253,6 +257,9 @@ class Far:
                 while (found := _read(rest, visit.faults)) is not None:
                     request, rest = found
                     visit.requests.append(request)
+                    if request.target == "/held":
+                        await self._released.wait()
+                        self._released.clear()
                     writer.write(self._answer(visit, request))
                     await writer.drain()
                     if request.all("connection") == ["close"]:
@@ -298,7 +305,7 @@ class Far:
         query = dns.message.from_wire(data)
         question = query.question[0]
         name, kind = question.name.to_text(omit_final_dot=True), dns.rdatatype.to_text(question.rdtype)
-        self.asked.append(name)
+        self.asked.append((len(self.visits), name))
         answer = dns.message.make_response(query)
         records = NAMES.get(name.lower())
         if name.startswith("rebinding") and kind == "A":

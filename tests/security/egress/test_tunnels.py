@@ -1,5 +1,7 @@
 """Attempts with tunnels, by CONNECT and by SOCKS: to ports and hosts that are not allowed, with other things inside."""
 
+# ruff: noqa: F821 — what an attempt calls is of `within`, beside which it runs
+
 import pytest
 from test_requests import filled
 
@@ -53,11 +55,23 @@ def said(text):
     return say(text)
 
 
+@pytest.fixture(scope="module")
+def connects(evader, far):
+    texts = {name: filled(text.replace("{wrapped}", str(65536 + far.tls)), far) for name, text in CONNECTS.items()}
+    return evader.series(
+        said, {name: {"text": f"{text}GET /smuggled HTTP/1.1\r\n\r\n"} for name, text in texts.items()}
+    )
+
+
 @pytest.mark.parametrize("attempt", CONNECTS)
-def test_not_opened(evader, far, attempt):
-    text = filled(CONNECTS[attempt].replace("{wrapped}", str(65536 + far.tls)), far)
-    outcome = evader.attempt(said, text=text + "GET /smuggled HTTP/1.1\r\n\r\n")
+def test_not_opened(connects, attempt):
+    outcome = connects.judged(attempt)
     assert outcome.evidence.startswith(("HTTP/1.1 4", "HTTP/1.1 5")), outcome.evidence
+
+
+def test_refusals_are_in_the_log(connects):
+    """Each once."""
+    assert len(connects.refusals) == len(CONNECTS)
 
 
 INSIDE = {
@@ -91,18 +105,31 @@ def inside(way, host, port, text):
     return through(connect(f"{host}:{port}") if way == "connect" else socks(host, port), text)
 
 
+@pytest.fixture(scope="module")
+def insides(evader, far):
+    texts = {name: filled(text, far) for name, text in INSIDE.items()}
+    given = {"host": "allowed.test", "port": far.http}
+    return {
+        way: evader.series(inside, {name: {"way": way, "text": text, **given} for name, text in texts.items()})
+        for way in ("connect", "socks")
+    }
+
+
 @pytest.mark.parametrize(
     ("attempt", "way"),
-    [(attempt, "connect") for attempt in INSIDE]
-    + [(attempt, "socks") for attempt in ("request-for-another-host", "tunnel-in-the-tunnel", "ssh", "binary")],
+    [(attempt, way) for way in ("connect", "socks") for attempt in INSIDE],
 )
-def test_not_led_on(evader, far, attempt, way):
+def test_not_led_on(insides, attempt, way):
     """The tunnel is to an allowed host, and what is said inside is not for it, or nobody can tell."""
-    outcome = evader.attempt(inside, way=way, host="allowed.test", port=far.http, text=filled(INSIDE[attempt], far))
+    outcome = insides[way].judged(attempt)
     assert outcome.evidence.startswith("opened"), outcome.evidence
-    (record,) = outcome.refusals
-    assert record.name == "connect"
-    assert record.arguments["host"] == "allowed.test"
+
+
+@pytest.mark.parametrize("way", ["connect", "socks"])
+def test_what_was_not_led_on_is_in_the_log(insides, way):
+    """Each once."""
+    found = [(record.name, record.arguments["host"]) for record in insides[way].refusals]
+    assert found == [("connect", "allowed.test")] * len(INSIDE)
 
 
 @pytest.mark.parametrize("way", ["connect", "socks"])
@@ -176,11 +203,21 @@ def ordered(made, port):
     return say(b"\x05\x01\x00", eval(made), b"GET /smuggled HTTP/1.1\r\n\r\n")
 
 
+@pytest.fixture(scope="module")
+def orders(evader, far):
+    return evader.series(ordered, {name: {"made": made, "port": far.http} for name, made in ORDERS.items()})
+
+
 @pytest.mark.parametrize("attempt", ORDERS)
-def test_socks_orders(evader, far, attempt):
-    outcome = evader.attempt(ordered, made=ORDERS[attempt], port=far.http)
+def test_socks_orders(orders, attempt):
+    outcome = orders.judged(attempt)
     assert outcome.evidence.startswith("\x05\x00\x05"), outcome.evidence
     assert outcome.evidence[3] != "\x00", outcome.evidence
+
+
+def test_refused_orders_are_in_the_log(orders):
+    """Each once."""
+    assert len(orders.refusals) == len(ORDERS)
 
 
 GREETINGS = {
@@ -194,11 +231,16 @@ GREETINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def greetings(evader, far):
+    port = far.http.to_bytes(2, "big").decode("latin-1")
+    return evader.series(said, {name: {"text": text.replace("{port}", port)} for name, text in GREETINGS.items()})
+
+
 @pytest.mark.parametrize("attempt", GREETINGS)
-def test_socks_greetings(evader, far, attempt):
+def test_socks_greetings(greetings, attempt):
     """Other versions and methods are not spoken. There is nothing to decide, since nothing was understood."""
-    text = GREETINGS[attempt].replace("{port}", far.http.to_bytes(2, "big").decode("latin-1"))
-    outcome = evader.attempt(said, text=text, decided=False)
+    outcome = greetings.judged(attempt)
     assert "\x5a" not in outcome.evidence[:2]
 
 
@@ -207,11 +249,10 @@ def test_control_socks(evader, neighbour, far, host):
     """Names and addresses that are allowed are reached by SOCKS; the forbidden one by whom it is allowed."""
 
     def attack(made, port, host):
-        opened = through(
+        return through(
             socks(bytes(map(int, host.split("."))) if made else host, port),
             f"GET /control HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n",
         )
-        return opened
 
     given = {"made": host[0].isdigit(), "port": far.http}
     outcome = evader.attempt(attack, **given, host=host, passes=True, decided=False)

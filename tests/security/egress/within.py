@@ -173,25 +173,30 @@ def curl(*arguments):
 
 
 def still_works(where):
-    """Whether an allowed request gets its answer."""
+    """Whether an allowed request gets its answer; else what it got."""
     answer = say(f"GET http://{where} HTTP/1.1\r\nHost: {where.partition('/')[0]}\r\nConnection: close\r\n\r\n")
-    return answer.startswith("HTTP/1.1 200 ") and "welcome" in answer or answer
+    return True if answer.startswith("HTTP/1.1 200 ") and "welcome" in answer else answer
 
 
-def perform(given):
-    """Run an attempt, then see whether the way out still works."""
-    answer = {}
+def perform(attack, arguments):
+    """What an attempt brings."""
     try:
-        space = dict(globals())
-        exec(given["code"], space)
-        answer["evidence"] = space[given["name"]](**given["arguments"])
+        return {"evidence": attack(**arguments)}
     except (OSError, EOFError) as error:
-        answer["refused"] = repr(error)
+        return {"refused": repr(error)}
     except Exception:
-        answer["broken"] = traceback.format_exc()
-    answer["after"] = still_works(given["after"])
-    sys.stdout.write("\n@@" + json.dumps(answer, default=repr) + "\n")
+        return {"broken": traceback.format_exc()}
+
+
+def main(given):
+    """Run attempts one after the other, and see after each whether the way out still works."""
+    space = dict(globals())
+    exec(given["code"], space)
+    for name, arguments in given["cases"]:
+        answer = perform(space[given["name"]], arguments)
+        answer["after"] = still_works(given["after"] + name)
+        sys.stdout.write("\n@@" + json.dumps(answer, default=repr) + "\n")
 
 
 if __name__ == "__main__":
-    perform(json.load(sys.stdin))
+    main(json.load(sys.stdin))

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from carrel.client._async.approvals import AsyncApprovals
 from carrel.client._async.audit import AsyncAudit
 from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.envs import AsyncEnvironments
 from carrel.client._async.filespace import AsyncFilespace
 from carrel.client._async.policies import AsyncPolicy
 from carrel.client._async.sandbox import AsyncSandbox
@@ -40,6 +41,7 @@ class AsyncClient:
         self._connection = AsyncConnection(locate(url, token), timeout)
         self.approvals = AsyncApprovals(self._connection)
         self.audit = AsyncAudit(self._connection)
+        self.envs = AsyncEnvironments(self._connection)
         self.tokens = AsyncTokens(self._connection)
 
     @property

@@ -15,7 +15,9 @@ from urllib.parse import quote
 
 from carrel.client._async.commands import AsyncCommands
 from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.envs import AsyncSandboxEnvironments
 from carrel.client._async.files import AsyncFiles, give, save
+from carrel.client._async.python import AsyncPython
 from carrel.client._io_async import Progress
 from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
@@ -57,6 +59,8 @@ class AsyncSandbox:
     def _furnish(self) -> None:
         self.commands = AsyncCommands(self._connection, self._path)
         self.files = AsyncFiles(self._connection, self._path)
+        self.python = AsyncPython(self._connection, self._path)
+        self.envs = AsyncSandboxEnvironments(self._connection, self._path)
 
     def __repr__(self) -> str:
         label = f" {self.context_id}" if self.context_id else ""

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from carrel.client._sync.approvals import Approvals
 from carrel.client._sync.audit import Audit
 from carrel.client._sync.connection import Connection, encoded
+from carrel.client._sync.envs import Environments
 from carrel.client._sync.filespace import Filespace
 from carrel.client._sync.policies import Policy
 from carrel.client._sync.sandbox import Sandbox
@@ -41,6 +42,7 @@ class Client:
         self._connection = Connection(locate(url, token), timeout)
         self.approvals = Approvals(self._connection)
         self.audit = Audit(self._connection)
+        self.envs = Environments(self._connection)
         self.tokens = Tokens(self._connection)
 
     @property

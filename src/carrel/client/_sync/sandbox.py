@@ -17,7 +17,9 @@ from urllib.parse import quote
 from carrel.client._io_sync import Progress
 from carrel.client._sync.commands import Commands
 from carrel.client._sync.connection import Connection, encoded
+from carrel.client._sync.envs import SandboxEnvironments
 from carrel.client._sync.files import Files, give, save
+from carrel.client._sync.python import Python
 from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
@@ -58,6 +60,8 @@ class Sandbox:
     def _furnish(self) -> None:
         self.commands = Commands(self._connection, self._path)
         self.files = Files(self._connection, self._path)
+        self.python = Python(self._connection, self._path)
+        self.envs = SandboxEnvironments(self._connection, self._path)
 
     def __repr__(self) -> str:
         label = f" {self.context_id}" if self.context_id else ""

@@ -28,7 +28,7 @@ from carrel.egress.index.packages import Budget, Packages
 from carrel.egress.index.pages import BadPage, Link, Page
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
-from carrel.egress.terms import Refused
+from carrel.egress.terms import Refused, Said
 
 __all__ = ["Answer", "Budget", "Front", "Index", "Packages"]
 
@@ -98,6 +98,17 @@ class Front:
         self._written: OrderedDict[tuple[str, str, pages.Form], _Written] = OrderedDict()
         self._costs: OrderedDict[str, int] = OrderedDict()
 
+    def decide(self, target: str, packages: Packages) -> Said:
+        """What is said of a request before anybody is asked for an answer: of its package, as far as the name goes."""
+        match _segments(target):
+            case ["simple", name] | ["simple", name, ""] | ["files", _, name, _, _]:
+                project = pages.project_name(name) if len(target) <= _MOST_TARGET else None
+                try:
+                    packages.check_enabled() if project is None else packages.check(project)
+                except Refused as refused:
+                    return Said("deny", refused.reason, refused.rule, refused.source, refused.hint)
+        return Said("allow", "the package index decides")
+
     async def answer(self, method: str, target: str, headers: Mapping[str, str], packages: Packages) -> Answer:
         """Answer a request of one sandbox. Names of headers are in lower case. Raises nothing."""
         request = _Request(method, [], headers, packages)
@@ -128,7 +139,7 @@ class Front:
             return refusal
         if len(target) > _MOST_TARGET:
             raise Refused("the path is too long", code="invalid_request", status=414)
-        request.segments = [unquote(each) for each in target.partition("?")[0].split("/")[1:]]
+        request.segments = _segments(target)
         match request.segments:
             case ["simple"] | ["simple", ""]:
                 request.packages.check_enabled()
@@ -281,6 +292,10 @@ class Front:
             while len(self._costs) > _MOST_COSTS:
                 self._costs.popitem(last=False)
         return self._costs[download.digest]
+
+
+def _segments(target: str) -> list[str]:
+    return [unquote(each) for each in target.partition("?")[0].split("/")[1:]]
 
 
 async def _arrival(download: Download, fits: Callable[[], bool]) -> None:

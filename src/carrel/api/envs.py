@@ -1,0 +1,146 @@
+"""Environments: build, list, look at, remove; and attach one to a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import Depends, Path, Query
+from starlette.responses import Response
+
+from carrel.api.guard import Router, who
+from carrel.api.parts import NDJSON, Plane, SandboxId, Stream, as_json, known_query, recorded
+from carrel.api.problems import UNEXPECTED, problems
+from carrel.errors import CarrelError, NotFound
+from carrel.models import (
+    EnvironmentAttach,
+    EnvironmentBuild,
+    EnvironmentEvent,
+    EnvironmentInfo,
+    EnvironmentList,
+    EnvironmentName,
+)
+
+router = Router(tags=["environments"], dependencies=[Depends(known_query)])
+
+Name = Annotated[EnvironmentName, Path(alias="env", description="the name of an environment, or a label")]
+Follow = Annotated[bool, Query(description="tell what goes on, a JSON line each; the last has the environment")]
+_ANSWER: dict[str, Any] = {
+    "model": EnvironmentInfo,
+    "content": {NDJSON: {"schema": EnvironmentEvent.model_json_schema(ref_template="#/components/schemas/{model}")}},
+}
+_ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
+_FAILS = (404, 409, 413, 422, 429, 502)
+
+
+@router.get(
+    "/v1/envs",
+    operation_id="list_envs",
+    summary="The environments of the server",
+    response_model=None,
+    responses={200: {"model": EnvironmentList}, **problems()},
+)
+async def list_envs(plane: Plane) -> Response:
+    """The last used first. Whoever may not see everything sees those that have a label, and those of their contexts."""
+    found = await plane.environments.list()
+    return as_json(EnvironmentList(items=[each for each in found.items if _visible(each)]))
+
+
+@router.post(
+    "/v1/envs",
+    operation_id="build_env",
+    summary="Build an environment",
+    response_model=None,
+    responses={200: _ANSWER, **problems(*_FAILS)},
+)
+async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False) -> Response:
+    """Under the policy of the server. One that lies ready is not built again; `name` is a label that it gets."""
+    return await _answered(lambda say: plane.envs.build(body, say=say), follow=follow)
+
+
+@router.get(
+    "/v1/envs/{env}",
+    operation_id="get_env",
+    summary="One environment",
+    response_model=None,
+    responses={200: {"model": EnvironmentInfo}, **problems(404)},
+)
+async def get_env(env: Name, plane: Plane) -> Response:
+    """By its name or a label."""
+    info = plane.environments.info(plane.environments.find(env))
+    if not _visible(info) and info.name != env:  # whoever knows the name may use it
+        raise NotFound(f"there is no environment '{env}'", field="env")
+    return as_json(info)
+
+
+@router.delete(
+    "/v1/envs/{env}",
+    operation_id="delete_env",
+    summary="Remove an environment",
+    status_code=204,
+    response_model=None,
+    responses=problems(404, 409),
+)
+async def delete_env(env: Name, plane: Plane) -> Response:
+    """With its labels. One that a session has stays: 409."""
+    async with recorded(plane, "delete_env", {"env": env}):
+        await plane.environments.remove(env)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/v1/sandboxes/{id}/envs",
+    operation_id="attach_env",
+    summary="Give a sandbox an environment",
+    response_model=None,
+    responses={200: _ANSWER, **problems(*_FAILS)},
+)
+async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follow: Follow = False) -> Response:
+    """By name or by requirements, built under the policy of its context when there is none yet. It is at `path` in the
+    sandbox, at once, and stays for as long as the session does.
+    """
+    return await _answered(lambda say: plane.envs.attach(id, body, say=say), follow=follow)
+
+
+def _visible(info: EnvironmentInfo) -> bool:
+    identity = who()
+    return (
+        identity.reaches(None) or bool(info.labels) or (info.built_by is not None and identity.reaches(info.built_by))
+    )
+
+
+async def _answered(
+    work: Callable[[Callable[[str], None] | None], Awaitable[EnvironmentInfo]], *, follow: bool
+) -> Response:
+    if not follow:
+        return as_json(await work(None))
+    return Stream(_lines(work), media_type=NDJSON, headers={"cache-control": "no-store"})
+
+
+async def _lines(work: Callable[[Callable[[str], None] | None], Awaitable[EnvironmentInfo]]) -> AsyncIterator[bytes]:
+    """What goes on, as it comes. Whoever goes away stops waiting, not the building."""
+    said: asyncio.Queue[EnvironmentEvent | None] = asyncio.Queue()
+
+    async def run() -> None:
+        try:
+            info = await work(lambda line: said.put_nowait(EnvironmentEvent(progress=line)))
+            said.put_nowait(EnvironmentEvent(environment=info))
+        except CarrelError as error:
+            said.put_nowait(EnvironmentEvent(problem=error.problem()))
+        except Exception:
+            said.put_nowait(EnvironmentEvent(problem=UNEXPECTED.problem()))
+            raise
+        finally:
+            said.put_nowait(None)
+
+    task = asyncio.get_running_loop().create_task(run())
+    try:
+        while (event := await said.get()) is not None:
+            yield json.dumps(event.model_dump(mode="json", exclude_none=True)).encode() + b"\n"
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, CarrelError):
+            await task

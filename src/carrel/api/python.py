@@ -1,0 +1,56 @@
+"""Python: calls in fresh processes. From its start on, a call is a command: stream it, feed it, signal it by its id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Depends, Request
+from starlette.responses import Response
+
+from carrel.api.commands import EVENTS, ID_HEADER
+from carrel.api.guard import Router
+from carrel.api.parts import Plane, SandboxId, as_json, event_stream, known_query
+from carrel.api.problems import problems
+from carrel.models import CommandInfo, PythonRequest, PythonResult
+
+router = Router(prefix="/v1/sandboxes/{id}", tags=["python"], dependencies=[Depends(known_query)])
+FAILS: dict[int | str, dict[str, Any]] = problems(404, 409, 413, 422, 429, 502)
+
+
+@router.post(
+    "/python",
+    operation_id="run_python",
+    summary="Run Python code to its end",
+    response_model=None,
+    responses={200: {"model": PythonResult}, **FAILS},
+)
+async def run_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
+    """In a fresh process of a warm interpreter. What the code raises is a result, not an error."""
+    return as_json(await plane.operations.python.run(id, body))
+
+
+@router.post(
+    "/python/start",
+    operation_id="start_python",
+    summary="Start Python code in the background",
+    status_code=201,
+    response_model=None,
+    responses={201: {"model": CommandInfo}, **FAILS},
+)
+async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
+    """Answers at once; it is a command from now on."""
+    return as_json(await plane.operations.python.start(id, body), 201)
+
+
+@router.post(
+    "/python/stream",
+    operation_id="stream_python",
+    summary="Start Python code and stream its output",
+    response_model=None,
+    responses={200: {**EVENTS, "headers": ID_HEADER}, **FAILS},
+)
+async def stream_python(id: SandboxId, body: PythonRequest, plane: Plane, request: Request) -> Response:
+    """It goes on when the caller goes away; attach again with the id of the command and the last offset."""
+    info = await plane.operations.python.start(id, body)
+    chunks = plane.operations.command_output(id, info.id)
+    return await event_stream(request, chunks, headers={"carrel-command-id": info.id})

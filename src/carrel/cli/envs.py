@@ -1,0 +1,143 @@
+"""`envs`: list, build, attach and remove the Python environments that sandboxes share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+
+if TYPE_CHECKING:
+    from carrel.models import EnvironmentInfo
+
+app = typer.Typer(help="Python environments: built once, seen by every sandbox that has one.", add_completion=False)
+
+Requirements = Annotated[list[str], typer.Argument(metavar="REQUIREMENT…", help="Packages, like 'pandas>=2'.")]
+Python = Annotated[str | None, typer.Option("--python", "-p", metavar="VERSION", help="Such as 3.11.")]
+Index = Annotated[str | None, typer.Option("--index", metavar="NAME", help="One registry of the policy.")]
+
+
+@app.callback(invoke_without_command=True)
+def envs(context: typer.Context, json: options.Json = False) -> None:
+    """List the environments of the server, the last used first.
+
+    \b
+    carrel envs
+    carrel envs build pandas matplotlib --name data-analysis
+    """
+    if context.invoked_subcommand is None:
+        ls(json)
+
+
+@app.command("ls")
+def ls(json: options.Json = False) -> None:
+    """List the environments of the server, the last used first.
+
+    \b
+    carrel envs ls
+    """
+    from carrel.cli.shown import age, print_json, print_table, size
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.envs.list()
+    if json:
+        print_json([each.model_dump(mode="json") for each in found])
+        return
+    rows = [
+        [
+            " ".join(each.labels) or "-",
+            each.name,
+            each.python,
+            _packages(each),
+            size(each.size),
+            age(each.created_at),
+            age(each.last_used_at) + (" in use" if each.in_use else ""),
+        ]
+        for each in found
+    ]
+    if rows:
+        print_table(["LABEL", "NAME", "PYTHON", "PACKAGES", "SIZE", "CREATED", "USED"], rows)
+
+
+@app.command("build")
+def build(
+    requirements: Requirements,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="A label, like data-analysis.")] = None,
+    python: Python = None,
+    index: Index = None,
+    json: options.Json = False,
+) -> None:
+    """Build an environment; one that is there already is not built again.
+
+    \b
+    carrel envs build pandas 'numpy<2' --name data-analysis
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        info = client.envs.build(requirements, name=name, python=python, index=index, progress=None if json else _note)
+    _tell(info, json)
+
+
+@app.command("attach")
+def attach(
+    context: options.Context,
+    env: Annotated[list[str], typer.Argument(metavar="ENV|REQUIREMENT…", help="A name, a label, or packages.")],
+    requirements: Annotated[
+        bool, typer.Option("--packages", "-r", help="The words are packages, not the name of an environment.")
+    ] = False,
+    python: Python = None,
+    index: Index = None,
+    venv: Annotated[bool, typer.Option("--venv", help="Make /workspace/.venv on top of it.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Give the running sandbox of a context an environment.
+
+    \b
+    carrel envs attach conversation-42 data-analysis
+    carrel envs attach conversation-42 -r pandas matplotlib
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        box = client.attach(client.find(context))
+        wanted = env if requirements or len(env) > 1 else env[0]
+        info = box.envs.attach(wanted, python=python, index=index, venv=venv, progress=None if json else _note)
+    _tell(info, json)
+
+
+@app.command("rm")
+def rm(name: Annotated[str, typer.Argument(metavar="ENV", help="A name or a label.")]) -> None:
+    """Remove an environment that no session has.
+
+    \b
+    carrel envs rm data-analysis
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        client.envs.delete(name)
+
+
+def _tell(info: EnvironmentInfo, json: bool) -> None:
+    from carrel.cli.shown import print_json
+
+    if json:
+        print_json(info.model_dump(mode="json"))
+    else:
+        print(info.path)
+
+
+def _note(line: str) -> None:
+    from carrel.cli.failures import note
+    from carrel.cli.shown import plain
+
+    note(plain(line))
+
+
+def _packages(info: EnvironmentInfo) -> str:
+    asked = " ".join(info.requirements)
+    more = len(info.packages) - len(info.requirements)
+    return f"{asked} (+{more})" if more > 0 else asked

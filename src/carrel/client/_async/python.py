@@ -1,0 +1,119 @@
+"""`box.python`: code in fresh processes, and contexts that keep their variables. Knows only their routes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+
+from carrel.client._async.commands import AsyncCommand, AsyncOutputStream
+from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.files import AsyncFiles
+from carrel.client.output import checked
+from carrel.models import (
+    MAX_PYTHON_TIMEOUT_S,
+    CommandInfo,
+    EnvironmentInfo,
+    PythonResult,
+)
+
+INLINE = 256 * 1024
+"""Files that are larger together go to the workspace on their own, as they are."""
+
+
+class AsyncPython:
+    """`box.python`."""
+
+    def __init__(self, connection: AsyncConnection, sandbox_path: str):
+        self._connection = connection
+        self._base = sandbox_path
+        self._path = f"{sandbox_path}/python"
+
+    async def run(
+        self,
+        code: str,
+        *,
+        env: str | EnvironmentInfo | None = None,
+        requirements: Sequence[str] | None = None,
+        timeout: float | None = None,
+        files: Mapping[str, bytes] | None = None,
+        args: Sequence[str] | None = None,
+        variables: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: str | None = None,
+        output_limit: int | None = None,
+        check: bool = False,
+    ) -> PythonResult:
+        """Run a code in a fresh process and wait. What it raises is a result; with `check` it raises `CommandFailed`.
+
+        `env` names an environment, `requirements` make one; `files` are put into the workspace first.
+        """
+        inline = await self._put(files)
+        body = _body(
+            code, env, requirements, timeout=timeout, files=inline, args=args, variables=variables, cwd=cwd,
+            stdin=stdin, output_limit=output_limit,
+        )  # fmt: skip
+        patience = self._connection.patience(None)  # an interpreter or an environment may have to be made first
+        result = await self._connection.post(PythonResult, self._path, body, timeout=patience)
+        return checked(result) if check else result
+
+    def stream(
+        self,
+        code: str,
+        *,
+        env: str | EnvironmentInfo | None = None,
+        timeout: float | None = None,
+        args: Sequence[str] | None = None,
+        variables: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: str | None = None,
+    ) -> AsyncOutputStream:
+        """Run a code and iterate over its output while it is written."""
+        body = _body(code, env, None, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin)
+        deadline = timeout or MAX_PYTHON_TIMEOUT_S
+        return AsyncOutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=deadline)
+
+    async def start(
+        self,
+        code: str,
+        *,
+        env: str | EnvironmentInfo | None = None,
+        timeout: float | None = None,
+        args: Sequence[str] | None = None,
+        variables: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: str | None = None,
+        interactive: bool = False,
+    ) -> AsyncCommand:
+        """Start a code in the background: a command like any other."""
+        body = _body(
+            code, env, None, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin,
+            interactive=interactive or None,
+        )  # fmt: skip
+        patience = self._connection.patience(None)
+        info = await self._connection.post(CommandInfo, f"{self._path}/start", body, timeout=patience)
+        return AsyncCommand(self._connection, f"{self._base}/commands", info.id)
+
+    async def _put(self, files: Mapping[str, bytes] | None) -> dict[str, str] | None:
+        if not files:
+            return None
+        if sum(map(len, files.values())) <= INLINE:
+            return {path: base64.b64encode(data).decode() for path, data in files.items()}
+        place = AsyncFiles(self._connection, self._base)
+        for path, data in files.items():
+            await place.write(path, data)
+        return None
+
+
+def _body(code: str, env: str | EnvironmentInfo | None, requirements: Sequence[str] | None, **more: object) -> bytes:
+    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in more.items()}
+    variables = more.get("variables")
+    if isinstance(variables, Mapping):
+        shown["variables"] = {**variables}
+    return encoded(
+        {
+            "code": code,
+            "env": env.name if isinstance(env, EnvironmentInfo) else env,
+            "requirements": None if requirements is None else [*requirements],
+            **shown,
+        }
+    )

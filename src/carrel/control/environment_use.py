@@ -1,0 +1,73 @@
+"""Environments as operations: build and attach. Each passes the one door as the `pip install` it stands for."""
+
+from __future__ import annotations
+
+from carrel.control.door import SELF
+from carrel.control.environment_terms import Asker
+from carrel.control.environments import Environments, Say
+from carrel.control.operations import Operations
+from carrel.control.sessions import Sessions
+from carrel.errors import Conflict
+from carrel.isolation.launchers import PLACE, VENV
+from carrel.models import CommandRequest, EnvironmentAttach, EnvironmentBuild, EnvironmentInfo, EnvironmentRequest
+from carrel.providers.base import Capability
+from carrel.store.environments import EnvironmentRecord
+
+
+class EnvironmentUse:
+    """What callers do with environments."""
+
+    def __init__(self, environments: Environments, sessions: Sessions, operations: Operations):
+        self._environments = environments
+        self._sessions = sessions
+        self._operations = operations
+
+    async def build(self, request: EnvironmentBuild, actor: str = "", say: Say | None = None) -> EnvironmentInfo:
+        """Build an environment under the policy of the server, and call it by its label."""
+        arguments = {"command": ["pip", "install", *request.requirements], "name": request.name}
+        async with self._operations.session_door("build_env", arguments, actor, "", None, kind="shell"):
+            record = await self._environments.ensure(request, Asker(), say)
+            if request.name is not None:
+                record = await self._environments.label(record, request.name)
+            return self._environments.info(record)
+
+    async def attach(
+        self, name: str, request: EnvironmentAttach, actor: str = "", say: Say | None = None
+    ) -> EnvironmentInfo:
+        """An environment for a running sandbox, built when there is none yet. It is seen there at once; while the
+        session lasts, it stays.
+        """
+        box = await self._sessions.find(name)
+        box.provider.require(Capability.ENVIRONMENTS)
+        asker = Asker.of(box.record)
+        known = None if request.env is None else self._environments.find(request.env)
+        asked = request.requirements if known is None else known.requirements
+        arguments = {"command": ["pip", "install", *(asked or ())], "env": request.env}
+
+        async def find() -> EnvironmentRecord:
+            if request.env is not None:
+                return self._environments.find(request.env)
+            wanted = EnvironmentRequest(
+                requirements=request.requirements or [], python=request.python, index=request.index
+            )
+            return await self._environments.ensure(wanted, asker, say)
+
+        record, door = box.record, self._operations.session_door
+        async with door("attach_env", arguments, actor, record.id, record.context_id, kind="shell"):
+            box.in_flight += 1  # a sandbox that waits for its environment is not idle
+            try:
+                found = await self._environments.hold(find, record.context_id or record.id)
+                info = self._environments.info(found)
+                if request.venv:
+                    await self._base(record.id, info.path)
+                return info
+            finally:
+                box.in_flight -= 1
+                box.touch()
+
+    async def _base(self, name: str, path: str) -> None:
+        command = CommandRequest(command=[f"{PLACE}/carrel-venv", path], timeout=60)
+        result = await self._operations.run_command(name, command, SELF)
+        if result.exit_code != 0:
+            words = (result.stderr or result.stdout).strip()[:500]
+            raise Conflict(f"{VENV} could not be made: {words}", field="venv", hint="remove it, or do without")

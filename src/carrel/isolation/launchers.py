@@ -1,0 +1,93 @@
+"""Small programs that come before the host's own in every sandbox: `pip` and `uv` that install into the context's own
+virtual environment, and make it on first need.
+
+Texts only; whoever builds the root writes them. A policy that denies `pip` or `uv` masks these too.
+"""
+
+from __future__ import annotations
+
+PLACE = "/etc/carrel/bin"
+VENV = "/workspace/.venv"
+"""Where the virtual environment of a context lies. It is part of the workspace, and goes where that goes."""
+
+_MAKE = """\
+#!/bin/sh
+# Makes the virtual environment of this workspace, once. With a shared environment (/envs/NAME), on top of it.
+venv=/workspace/.venv
+base=${1-}
+if [ ! -x "$venv/bin/python" ]; then
+    python=/usr/bin/python3
+    if [ -n "$base" ]; then
+        python=$(readlink -f "$base/bin/python") || { echo "carrel-venv: there is no $base" >&2; exit 1; }
+    fi
+    draft=$venv.$$
+    if /etc/carrel/tools/uv venv -q --no-project --relocatable --no-python-downloads --python "$python" \\
+        --prompt workspace "$draft" 2>/dev/null; then
+        mv -T "$draft" "$venv" 2>/dev/null || rm -rf "$draft"
+    else
+        rm -rf "$draft"
+        "$python" -m venv --without-pip --prompt workspace "$venv" || exit 1
+    fi
+    [ -x "$venv/bin/python" ] || { echo "carrel-venv: $venv cannot be made" >&2; exit 1; }
+fi
+for packages in "$venv"/lib/python3*/site-packages; do
+    [ -e "$packages/_carrel_pip.pth" ] || echo /etc/carrel/python >"$packages/_carrel_pip.pth" || exit 1
+    if [ -n "$base" ]; then
+        shared=$base/lib/$(basename "$(dirname "$packages")")/site-packages
+        [ -d "$shared" ] || { echo "carrel-venv: $base is of another Python than $venv" >&2; exit 1; }
+        echo "import site; site.addsitedir('$shared')" >"$packages/_carrel_base.pth" || exit 1
+    fi
+done
+"""
+
+_PIP = """\
+#!/bin/sh
+# pip for the virtual environment of this workspace, which is made when something is first installed.
+venv=${VIRTUAL_ENV:-/workspace/.venv}
+installs= elsewhere=
+for word; do
+    case $word in
+        install|uninstall) installs=yes ;;
+        -t|-t?*|--target|--target=*|--prefix|--prefix=*|--root|--root=*|--python|--python=*) elsewhere=yes ;;
+    esac
+done
+if [ -n "$installs" ] && [ -z "$elsewhere" ] && [ "$venv" = /workspace/.venv ]; then
+    /etc/carrel/bin/carrel-venv || exit 1
+fi
+if [ -n "$elsewhere" ] || [ ! -x "$venv/bin/python" ]; then
+    [ -d /etc/carrel/python/pip/_internal ] && export PYTHONPATH="/etc/carrel/python${PYTHONPATH:+:$PYTHONPATH}"
+    exec /usr/bin/python3 -m pip "$@"
+fi
+for word; do
+    shift
+    case $word in
+        --user|--break-system-packages) ;;
+        *) set -- "$@" "$word" ;;
+    esac
+done
+if [ "$venv" != /workspace/.venv ]; then
+    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}/etc/carrel/python"
+fi
+exec "$venv/bin/python" -m pip "$@"
+"""
+
+_UV = """\
+#!/bin/sh
+# uv; `uv pip install` goes into the virtual environment of this workspace, which is made on first need.
+pip= installs= elsewhere=
+for word; do
+    case $word in
+        pip) pip=yes ;;
+        install|sync) installs=$pip ;;
+        -t|--target|--target=*|--prefix|--prefix=*|-p|--python|--python=*|--system) elsewhere=yes ;;
+    esac
+done
+if [ -n "$installs" ] && [ -z "$elsewhere" ] && [ "${VIRTUAL_ENV:-/workspace/.venv}" = /workspace/.venv ]; then
+    /etc/carrel/bin/carrel-venv || exit 1
+    export VIRTUAL_ENV=/workspace/.venv
+fi
+exec /etc/carrel/tools/uv "$@"
+"""
+
+TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "uv": _UV}
+"""The programs by name."""

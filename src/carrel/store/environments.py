@@ -1,0 +1,156 @@
+"""The queries on the environments of one server: what was built, its labels, and who has which. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from sqlalchemy import ColumnElement, and_, delete, insert, or_, select, update
+from sqlalchemy.engine import Connection
+
+from carrel.models import State
+from carrel.store.database import Database
+from carrel.store.tables import environment_labels, environment_uses, environments, sessions
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentRecord:
+    """One row: an environment that lies ready on this server."""
+
+    name: str
+    hash: str
+    python: str
+    interpreter: str
+    requirements: list[str]
+    packages: list[dict[str, str]]
+    imports: list[str]
+    size: int
+    created_at: float
+    last_used_at: float
+    built_by: str | None = None
+    labels: list[str] = field(default_factory=list)
+
+
+class EnvironmentStore:
+    """Reads and writes what is known of the environments of a server."""
+
+    def __init__(self, database: Database, node: str):
+        self._database = database
+        self._node = node
+
+    async def put(self, record: EnvironmentRecord) -> None:
+        """Write down an environment, in the place of one of the same name."""
+        values = {**asdict(record), "node": self._node}
+        del values["labels"]
+
+        def run(connection: Connection) -> None:
+            connection.execute(delete(environments).where(self._is(record.name)))
+            connection.execute(insert(environments).values(**values))
+
+        await self._database.write(run)
+
+    async def all(self) -> list[EnvironmentRecord]:
+        """Every environment, the last used first."""
+
+        def run(connection: Connection) -> list[EnvironmentRecord]:
+            labels: dict[str, list[str]] = {}
+            rows = connection.execute(select(environment_labels).where(environment_labels.c.node == self._node))
+            for row in rows.mappings():
+                labels.setdefault(row["name"], []).append(row["label"])
+            query = select(environments).where(environments.c.node == self._node)
+            query = query.order_by(environments.c.last_used_at.desc(), environments.c.name)
+            return [
+                EnvironmentRecord(
+                    **{key: value for key, value in row.items() if key != "node"},
+                    labels=sorted(labels.get(row["name"], [])),
+                )
+                for row in connection.execute(query).mappings()
+            ]
+
+        return await self._database.read(run)
+
+    async def used(self, name: str, at: float, holder: str | None = None) -> None:
+        """Note that an environment was used, and by whom it is held from now on."""
+
+        def run(connection: Connection) -> None:
+            connection.execute(update(environments).where(self._is(name)).values(last_used_at=at))
+            if holder is not None:
+                mine = self._held(holder, name)
+                if connection.execute(select(environment_uses.c.name).where(mine)).first() is None:
+                    connection.execute(insert(environment_uses).values(node=self._node, holder=holder, name=name))
+
+        await self._database.write(run)
+
+    async def copy_uses(self, origin: str, holder: str) -> None:
+        """Let a fork hold what its origin does."""
+
+        def run(connection: Connection) -> None:
+            here = environment_uses.c.node == self._node
+            wanted = select(environment_uses.c.name).where(here, environment_uses.c.holder == origin)
+            had = select(environment_uses.c.name).where(here, environment_uses.c.holder == holder)
+            known = set(connection.execute(had).scalars())
+            for name in set(connection.execute(wanted).scalars()) - known:
+                connection.execute(insert(environment_uses).values(node=self._node, holder=holder, name=name))
+
+        await self._database.write(run)
+
+    async def held(self) -> dict[str, set[str]]:
+        """Who has which environment: those sessions that have not been terminated. Forgets the others."""
+        holder = environment_uses.c.holder
+        there = select(sessions.c.id).where(
+            and_(
+                or_(sessions.c.context_id == holder, sessions.c.id == holder),
+                sessions.c.state != State.TERMINATED.value,
+            )
+        )
+        here = environment_uses.c.node == self._node
+
+        def run(connection: Connection) -> dict[str, set[str]]:
+            connection.execute(delete(environment_uses).where(here, ~there.exists()))
+            found: dict[str, set[str]] = {}
+            for row in connection.execute(select(environment_uses).where(here)).mappings():
+                found.setdefault(row["name"], set()).add(row["holder"])
+            return found
+
+        return await self._database.write(run)
+
+    async def holds(self, holder: str) -> list[str]:
+        """What one context, or one ephemeral session, holds."""
+        query = select(environment_uses.c.name).where(
+            environment_uses.c.node == self._node, environment_uses.c.holder == holder
+        )
+        return await self._database.read(lambda connection: sorted(connection.execute(query).scalars()))
+
+    async def label(self, label: str, name: str) -> None:
+        """Put a label on an environment, and off any other."""
+
+        def run(connection: Connection) -> None:
+            mine = and_(environment_labels.c.node == self._node, environment_labels.c.label == label)
+            connection.execute(delete(environment_labels).where(mine))
+            connection.execute(insert(environment_labels).values(node=self._node, label=label, name=name))
+
+        await self._database.write(run)
+
+    async def unlabel(self, label: str) -> bool:
+        """Take a label away; False when there is none."""
+        mine = and_(environment_labels.c.node == self._node, environment_labels.c.label == label)
+        statement = delete(environment_labels).where(mine)
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
+
+    async def forget(self, names: Iterable[str]) -> None:
+        """Forget environments, with their labels and uses."""
+        gone = list(names)
+
+        def run(connection: Connection) -> None:
+            for table in (environments, environment_labels, environment_uses):
+                for name in gone:
+                    connection.execute(delete(table).where(table.c.node == self._node, table.c.name == name))
+
+        await self._database.write(run)
+
+    def _is(self, name: str) -> ColumnElement[bool]:
+        return and_(environments.c.node == self._node, environments.c.name == name)
+
+    def _held(self, holder: str, name: str) -> ColumnElement[bool]:
+        uses = environment_uses.c
+        return and_(uses.node == self._node, uses.holder == holder, uses.name == name)

@@ -1,0 +1,152 @@
+"""Calls of Python: a code runs in a fresh process of a warm interpreter and is a command like any other.
+
+Knows where interpreters lie; which one is allowed was decided before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from carrel.errors import InvalidRequest, NotFound, Unsupported
+from carrel.supervisor import environment
+from carrel.supervisor.answers import result_of
+from carrel.supervisor.command import Command, Order
+from carrel.supervisor.commands import Commands
+from carrel.supervisor.files import Files, Stamp
+from carrel.supervisor.http import Json, Request, Response, Router, json_response
+from carrel.supervisor.python.hosts import Host, Interpreters
+from carrel.supervisor.reaper import Stdio, find_program
+
+SCRIPT = "/etc/carrel/warm.py"
+"""Where whoever builds the sandbox's root puts the program of a warm interpreter."""
+ENVIRONMENTS = "/envs"
+SYSTEM_PYTHON = "/usr/bin/python3"
+OUTPUT_LIMIT = 1024 * 1024
+TIMEOUT_S = 30.0
+MOST_CODE = 4 * 1024 * 1024
+MOST_SHOWN = 4096
+MOST_PRODUCED = 1000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+Orders = Callable[[Json], Order]
+
+
+class Python:
+    """`/python`: code in, output and files out."""
+
+    def __init__(self, commands: Commands, files: Files, order: Orders, release: Callable[[Order], None]):
+        self._commands = commands
+        self._files = files
+        self._order = order
+        self._release = release
+        self._isolated = True
+        self.interpreters = Interpreters(commands, SCRIPT)
+        self._env: dict[str, str] = {}
+
+    def settle(self, env: dict[str, str], *, isolated: bool) -> None:
+        """Take charge of a sandbox; `env` is what interpreters start with."""
+        self._env = env
+        self._isolated = isolated
+        if not isolated:
+            here = os.path.dirname(os.path.abspath(__file__))
+            self.interpreters = Interpreters(self._commands, os.path.join(here, "warm.py"))
+
+    def routes(self, router: Router) -> None:
+        """Add the route."""
+        router.add("POST", "/python", self._run)
+
+    async def _run(self, request: Request) -> Response:
+        body = await request.json()
+        given = put_files(self._files, body.get("files"))
+        since = self._files.mark()
+        command = await self.start(body, live=not request.flag("wait"))
+        if not request.flag("wait"):
+            return json_response(command.info(), 201)
+        await asyncio.shield(command.finished)
+        produced = self._files.produced_since(since, ".", MOST_PRODUCED, given)
+        return json_response({**result_of(command), "files_produced": produced})
+
+    async def start(self, body: Json, *, live: bool = False) -> Command:
+        """Start a call."""
+        code, args = body.get("code"), body.get("args") or []
+        if not isinstance(code, str) or len(code) > MOST_CODE:
+            raise InvalidRequest(f"'code' must be text of at most {MOST_CODE} characters", field="code")
+        if not isinstance(args, list) or not all(isinstance(each, str) for each in args):
+            raise InvalidRequest("'args' must be a list of texts", field="args")
+        host = await self.host(body.get("env"))
+        try:
+            order = self.order(body, code)
+        except BaseException:
+            host.interpreter.give_back(host)
+            raise
+        work = {"code": code, "args": args, "env": order.env, "live": live}
+
+        def hand_over(stdio: Stdio) -> None:
+            host.run(work, order.directory, stdio)
+
+        try:
+            command = self._commands.start_on(order, host, hand_over)
+        except BaseException:
+            host.interpreter.give_back(host)
+            raise
+        finally:
+            self._release(order)
+        command.pid = host.spare
+        command.begun.set()
+        return command
+
+    def order(self, body: Json, code: str) -> Order:
+        """What a code is asked for with, as an order; the caller releases it."""
+        shown = code if len(code) <= MOST_SHOWN else code[:MOST_SHOWN] + "…"
+        fields = {name: body[name] for name in ("cwd", "stdin", "interactive") if body.get(name) is not None}
+        fields["timeout"] = TIMEOUT_S if body.get("timeout") is None else body["timeout"]
+        fields["output_limit"] = OUTPUT_LIMIT if body.get("output_limit") is None else body["output_limit"]
+        order = self._order({"command": ["python3"], "env": body.get("variables"), **fields})
+        return replace(order, command=["python3", "-c", shown])
+
+    async def host(self, env: object) -> Host:
+        """A host of the Python of an environment, of the context's own, or of the system."""
+        return await self.interpreters.host(self._python(env), self._env)
+
+    def _python(self, env: object) -> str:
+        if env is not None:
+            name = env.removeprefix(f"{ENVIRONMENTS}/") if isinstance(env, str) else ""
+            if not _NAME.fullmatch(name):
+                raise InvalidRequest("'env' must be the name of an environment", field="env")
+            python = f"{ENVIRONMENTS}/{name}/bin/python"
+            if not os.access(python, os.X_OK):
+                raise NotFound(f"there is no environment '{name}' in this sandbox", field="env", hint="attach it first")
+            return python
+        own = f"{environment.VENV}/bin/python"
+        if self._isolated and os.access(own, os.X_OK):
+            return own
+        if os.access(SYSTEM_PYTHON, os.X_OK):
+            return SYSTEM_PYTHON
+        found = find_program("python3", self._env.get("PATH", ""), -1)
+        if found is None:
+            raise Unsupported("there is no Python in this sandbox", hint="use a template that has one")
+        return found
+
+
+def put_files(files: Files, given: object) -> list[Stamp]:
+    """Write files given as base64 to the workspace; their stamps are for `produced_since`."""
+    if given is not None and not isinstance(given, dict):
+        raise InvalidRequest("'files' must map paths to base64 text", field="files")
+    decoded = {path: _decode(path, text) for path, text in (given or {}).items()}
+    return [files.write_bytes(path, data, None) for path, data in decoded.items()]
+
+
+def _decode(path: str, text: object) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else b"" if text is None else _bad(path)
+    except ValueError:
+        return _bad(path)
+
+
+def _bad(path: str) -> bytes:
+    raise InvalidRequest(f"the content of {path[:200]!r} is not base64", field="files")

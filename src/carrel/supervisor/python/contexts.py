@@ -1,0 +1,476 @@
+"""Code contexts: named processes that keep their variables and run cells in the order they came.
+
+Each is a process of a warm interpreter with a host of its own. A cell writes an output like a command does; what it
+shows besides comes from `kernel`. Nothing that a context says is believed to be small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound
+from carrel.supervisor.command import signal_name
+from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
+from carrel.supervisor.output import STDERR, STDOUT, Output
+from carrel.supervisor.python.hosts import Host
+from carrel.supervisor.reaper import Reaper, kill_below
+
+MOST_QUEUED = 64
+REMEMBERED = 32
+RESULTS_LIMIT = 8 * 1024 * 1024
+RESULTS_KEPT = 32 * 1024 * 1024
+INLINE = 60_000
+MOST_BETWEEN = 64 * 1024
+STUBBORN_S = 3.0
+"""How long a cell that was interrupted at its deadline may go on before its whole context is ended."""
+_SLACK = 1024 * 1024
+
+
+@dataclass(eq=False)
+class Cell:
+    """One cell, from when it was asked for until it is forgotten."""
+
+    id: str
+    code: str
+    figures: list[str]
+    timeout: float | None
+    output: Output
+    finished: asyncio.Future[None]
+    number: int = 0
+    pid: int | None = None
+    fresh: bool = False
+    asked_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    began: float | None = None
+    ended: float | None = None
+    status: str = "ok"
+    error: dict[str, Any] | None = None
+    results: list[dict[str, Any]] = field(default_factory=list)
+    results_size: int = 0
+    results_dropped: int = 0
+    wait_status: int | None = None
+    timed_out: bool = False
+    refusal: CarrelError | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it waits or runs."""
+        return self.ended is None
+
+    def duration_ms(self) -> float:
+        """How long it has run."""
+        return 0.0 if self.began is None else round(((self.ended or time.monotonic()) - self.began) * 1000, 3)
+
+    def exit(self) -> tuple[int | None, str | None]:
+        """How its context ended with it."""
+        if self.wait_status is None:
+            return None, None
+        code = os.waitstatus_to_exitcode(self.wait_status)
+        return (code, None) if code >= 0 else (None, signal_name(-code))
+
+    def info(self) -> dict[str, Any]:
+        """The info object of a command, for whoever follows the output."""
+        code, name = self.exit()
+        if not self.running and self.wait_status is None:
+            code = 0 if self.status == "ok" else 1
+        return {
+            "id": self.id,
+            "command": ["python3", self.code[:4096]],
+            "running": self.running,
+            "pid": self.pid,
+            "terminal": False,
+            "started_at": self.asked_at.isoformat(),
+            "duration_ms": self.duration_ms(),
+            "exit_code": code,
+            "signal": name,
+            "timed_out": self.timed_out,
+            "output_bytes": len(self.output),
+            "dropped_bytes": self.output.dropped,
+        }
+
+    def result(self, context: str) -> dict[str, Any]:
+        """All of it."""
+        code, name = self.exit()
+        stdout, stderr = (data.decode(errors="replace") for data in self.output.whole())
+        dropped = self.output.dropped + self.results_dropped
+        return {
+            "id": self.id,
+            "context": context,
+            "number": self.number,
+            "status": self.status,
+            "stdout": stdout,
+            "stderr": stderr,
+            "results": self.results,
+            "error": self.error,
+            "exit_code": code,
+            "signal": name,
+            "timed_out": self.timed_out,
+            "fresh": self.fresh,
+            "duration_ms": self.duration_ms(),
+            "truncated": dropped > 0,
+            "dropped_bytes": dropped,
+        }
+
+
+class CodeContext:
+    """One context. `find_host` gives it a host of its Python whenever it has to start."""
+
+    def __init__(self, name: str, commands: Commands, launch: Launch):
+        self.name = name
+        self._commands = commands
+        self._launch = launch
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[Cell] = deque()
+        self._cells: dict[str, Cell] = {}
+        self._current: Cell | None = None
+        self._host: Host | None = None
+        self._control: socket.socket | None = None
+        self._pipes: dict[int, int] = {}
+        self._between: list[tuple[int, bytes]] = []
+        self._worker: asyncio.Task[None] | None = None
+        self._clean: asyncio.Event = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._count = 0
+        self._ran = 0
+        self._started_at: datetime | None = None
+        self._starting = False
+
+    # telling
+
+    def info(self) -> dict[str, Any]:
+        """The info object."""
+        state = "dead"
+        if self._host is not None:
+            state = "idle" if self._current is None else "busy"
+        elif self._starting or self._queue:
+            state = "starting"
+        return {
+            "name": self.name,
+            "state": state,
+            "env": self._launch.env,
+            "pid": None if self._host is None else self._host.spare,
+            "cells": self._ran,
+            "queued": len(self._queue),
+            "started_at": None if self._started_at is None else self._started_at.isoformat(),
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether a cell runs or waits."""
+        return self._current is not None or bool(self._queue)
+
+    @property
+    def env(self) -> str | None:
+        """The environment it was made with."""
+        return self._launch.env
+
+    def cell(self, name: str) -> Cell:
+        """A cell by id."""
+        try:
+            return self._cells[name]
+        except KeyError:
+            raise NotFound(
+                f"no cell {name[:40]!r} in code context '{self.name}'",
+                hint=f"the last {REMEMBERED} cells are remembered",
+            ) from None
+
+    # running
+
+    def ask(self, code: str, figures: list[str], timeout: float | None, output_limit: int) -> Cell:
+        """Put a cell into the queue."""
+        if len(self._queue) >= MOST_QUEUED:
+            raise LimitExceeded(
+                f"{MOST_QUEUED} cells wait in code context '{self.name}' already", hint="wait for some to end"
+            )
+        self._count += 1
+        cell = Cell(
+            f"{self._count}",
+            code,
+            figures,
+            timeout,
+            self._commands.new_output(output_limit),
+            self._loop.create_future(),
+        )
+        self._cells[cell.id] = cell
+        self._forget_old()
+        self._queue.append(cell)
+        if self._current is None and self._host is not None and len(self._queue) == 1 and self._worker is None:
+            self._next()
+        else:
+            self._work()
+        return cell
+
+    def _work(self) -> None:
+        if self._worker is None and self._current is None and self._queue:
+            self._worker = self._loop.create_task(self._run_queue())
+
+    async def _run_queue(self) -> None:
+        """Start the process if there is none, then run what waits."""
+        try:
+            if self._host is None:
+                await self._start()
+                self._queue[0].fresh = True
+        except CarrelError as error:
+            while self._queue:
+                self._refuse(self._queue.popleft(), error)
+            return
+        finally:
+            self._worker = None
+        self._next()
+
+    def _next(self) -> None:
+        """Give the process the next cell."""
+        if self._current is not None or not self._queue or self._control is None or self._host is None:
+            self._work()
+            return
+        cell = self._current = self._queue.popleft()
+        self._ran += 1
+        cell.number, cell.began, cell.pid = self._ran, time.monotonic(), self._host.spare
+        for stream, data in self._between:
+            cell.output.add(stream, data)
+        self._between.clear()
+        message = json.dumps({"code": cell.code, "number": cell.number, "figures": cell.figures}).encode()
+        try:
+            if len(message) <= INLINE:
+                self._control.send(message)
+            else:
+                memory = os.memfd_create("cell", os.MFD_CLOEXEC)
+                with open(memory, "wb") as file:
+                    file.write(message)
+                    file.flush()
+                    socket.send_fds(self._control, [b"@"], [memory])
+        except OSError:
+            return  # it has just died: that is on the way to be heard of
+        if cell.timeout is not None:
+            self._timer = self._loop.call_later(cell.timeout, self._expire, cell)
+
+    async def _start(self) -> None:
+        self._starting = True
+        try:
+            host = await self._launch.host()
+        finally:
+            self._starting = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        ends: list[int] = []
+        try:
+            for stream in (STDOUT, STDERR):
+                read_end, write_end = os.pipe2(os.O_CLOEXEC)
+                ends.append(write_end)
+                os.set_blocking(read_end, False)
+                self._pipes[read_end] = stream
+            host.watcher = self._on_host
+            self._launch.run(host, (ends[0], ends[1]), theirs.fileno())
+        except OSError as error:
+            ours.close()
+            for descriptor in self._pipes:
+                os.close(descriptor)
+            self._pipes.clear()
+            raise Conflict(f"the code context does not start: {error.strerror}", hint="try again") from None
+        finally:
+            theirs.close()
+            for descriptor in ends:
+                os.close(descriptor)
+        self._host, self._control = host, ours
+        self._clean.clear()
+        self._ran = 0
+        self._started_at = datetime.now(UTC)
+        self._loop.add_reader(ours, self._hear)
+        for descriptor in self._pipes:
+            self._loop.add_reader(descriptor, self._read, descriptor)
+
+    # hearing
+
+    def _hear(self) -> None:
+        assert self._control is not None
+        try:
+            message, fds, _flags, _address = socket.recv_fds(self._control, 1 << 17, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, fds = b"", []
+        cell, size = self._current, len(message)
+        try:
+            if fds:
+                size = os.fstat(fds[0]).st_size
+                message = os.pread(fds[0], size, 0) if size <= RESULTS_LIMIT * 2 + _SLACK else b""
+        finally:
+            for descriptor in fds:
+                os.close(descriptor)
+        if not message and not fds:
+            self._loop.remove_reader(self._control)  # its end comes from the host
+            self._kill_later()
+            return
+        if cell is not None:
+            self._take(cell, message, size)
+            self._finish(cell)
+
+    @staticmethod
+    def _take(cell: Cell, message: bytes, size: int) -> None:
+        """Believe what a context says of a cell, as far as it has the right form."""
+        try:
+            told = json.loads(message)
+            status, error, dropped = str(told["status"]), told["error"], int(told["dropped"])
+            results = [
+                {"kind": str(each["kind"]), "data": {str(key): str(text) for key, text in each["data"].items()}}
+                for each in told["results"]
+            ]
+            fault = None if error is None else {key: str(error[key]) for key in ("name", "value", "traceback")}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            cell.status, cell.results_dropped = "error", size
+            return
+        cell.status = status if status in {"ok", "error", "interrupted"} else "error"
+        cell.results, cell.error, cell.results_size, cell.results_dropped = results, fault, size, dropped
+
+    def _read(self, descriptor: int) -> int:
+        try:
+            data = os.read(descriptor, READ_SIZE)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+            del self._pipes[descriptor]
+        elif self._current is not None:
+            self._current.output.add(self._pipes[descriptor], data)
+        elif sum(len(each) for _, each in self._between) < MOST_BETWEEN:
+            self._between.append((self._pipes[descriptor], data[:MOST_BETWEEN]))
+        return len(data)
+
+    def _drain(self) -> None:
+        for descriptor in list(self._pipes):
+            left = LAST_DRAIN
+            while descriptor in self._pipes and left > 0 and (got := self._read(descriptor)) > 0:
+                left -= got
+
+    def _finish(self, cell: Cell) -> None:
+        self._drain()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._current is cell:
+            self._current = None
+        cell.ended = time.monotonic()
+        cell.output.end()
+        if not cell.finished.done():
+            cell.finished.set_result(None)
+        self._next()
+
+    def _refuse(self, cell: Cell, error: CarrelError) -> None:
+        cell.refusal, cell.status, cell.ended = error, "died", time.monotonic()
+        cell.output.end()
+        if not cell.finished.done():
+            cell.finished.set_result(None)
+
+    def _on_host(self, reaper: Reaper, event: str, value: int) -> None:
+        if event == "dead":
+            self._commands.on_reaper(reaper, event, value)
+            self._died(signal.SIGKILL)
+            self._clean.set()
+        elif event == "ended":
+            self._died(value)
+            if self._host is None:
+                self._kill_tree(reaper)
+        elif event == "clean":
+            self._clean.set()
+
+    def _died(self, status: int) -> None:
+        """The process is gone, and its variables with it; what waits has lost its ground."""
+        if self._host is None:
+            return
+        self._drain()
+        self._host = None
+        if self._control is not None:
+            self._loop.remove_reader(self._control)
+            self._control.close()
+            self._control = None
+        for descriptor in list(self._pipes):
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self._pipes.clear()
+        self._between.clear()
+        waiting, self._queue = list(self._queue), deque()
+        for cell in [*([self._current] if self._current is not None else []), *waiting]:
+            cell.status, cell.wait_status = "died", status
+            self._finish(cell)
+
+    # ending
+
+    def interrupt(self) -> bool:
+        """Interrupt the cell that runs; whether there was one."""
+        if self._current is None or self._host is None or not self._host.spare:
+            return False
+        try:
+            os.killpg(self._host.spare, signal.SIGINT)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _expire(self, cell: Cell) -> None:
+        if self._current is cell:
+            cell.timed_out = True
+            self.interrupt()
+            self._timer = self._loop.call_later(STUBBORN_S, self._kill_later)
+
+    def _kill_later(self) -> None:
+        if self._host is not None:
+            self._kill_tree(self._host)
+
+    def _kill_tree(self, reaper: Reaper, pause: float = 0.001) -> None:
+        """Kill until the host says that nothing is left."""
+        if not self._clean.is_set() and reaper.socket.fileno() >= 0:
+            kill_below(reaper.pid)
+            self._loop.call_later(pause, self._kill_tree, reaper, min(pause * 2, 0.05))
+
+    async def end(self) -> None:
+        """End the process and all it started."""
+        if self._host is not None:
+            self._kill_tree(self._host)
+            await self._clean.wait()
+
+    async def restart(self) -> None:
+        """A new process without the variables of the old one; what waits is not run."""
+        await self.end()
+        if self._host is None and self._worker is None:
+            await self._start()
+
+    async def close(self) -> None:
+        """End, and forget every cell."""
+        await self.end()
+        for cell in self._cells.values():
+            cell.output.release()
+        self._cells.clear()
+
+    def _forget_old(self) -> None:
+        ended = [cell for cell in self._cells.values() if not cell.running]
+        kept = sum(cell.results_size for cell in ended)
+        for cell in ended:
+            if len(self._cells) <= REMEMBERED and kept <= RESULTS_KEPT:
+                return
+            kept -= cell.results_size
+            cell.output.release()
+            del self._cells[cell.id]
+
+
+class Launch:
+    """How a context gets its process; made by whoever knows interpreters and orders."""
+
+    env: str | None = None
+
+    async def host(self) -> Host:
+        """A host whose spare waits for work."""
+        raise NotImplementedError
+
+    def run(self, host: Host, streams: tuple[int, int], control: int) -> None:
+        """Let the spare become a context."""
+        raise NotImplementedError

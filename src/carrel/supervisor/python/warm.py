@@ -1,0 +1,315 @@
+"""The program of a warm interpreter: imports once, forks hosts; a host forks the process of each call ahead of time.
+
+Runs inside the sandbox on whatever Python an environment has (3.9 or newer), with the standard library alone; nothing
+of carrel can be imported there. Three kinds of process:
+
+- the interpreter itself imports and forks hosts, and never runs code;
+- a host is the reaper of one call at a time: it has one spare process ready, waits for it and for all it left behind;
+- a spare waits for code, becomes `__main__`, and is never used again.
+
+The first two cannot be looked into by what they start. The supervisor's end is `hosts`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import gc
+import importlib
+import io
+import json
+import linecache
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+import types
+from importlib.machinery import BuiltinImporter
+from typing import Any
+
+NAME = "<code>"
+"""What tracebacks call the code of a call."""
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+_prctl = ctypes.PyDLL(None).prctl
+
+
+def main(script: str, options: dict[str, Any]) -> None:
+    """Import, tell the supervisor of it, and fork hosts until it goes away. Its socket is standard input."""
+    _prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    preload(script, options)
+    control = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    hello = {"version": sys.version.split()[0], "watch": site_folders()}
+    control.send(json.dumps(hello).encode())
+    while True:
+        word, fds, _flags, _address = socket.recv_fds(control, 64, 4)
+        if not word:
+            os._exit(0)
+        orders = socket.socket(fileno=fds[0])
+        try:
+            if os.fork() == 0:
+                control.close()
+                host(orders, script)
+        except OSError as error:
+            orders.send(struct.pack("=8sq", b"failed", error.errno or 0))
+        orders.close()
+
+
+def preload(script: str, options: dict[str, Any]) -> None:
+    """Import what the environment is for. A module that starts a thread is left to whoever needs it: threads do not
+    survive a fork, and what they held stays locked.
+    """
+    skipped = options.get("skip", [])
+    for name in options.get("imports", []):
+        if name in skipped:
+            continue
+        try:
+            importlib.import_module(name)
+        except BaseException:  # noqa: S112 - whoever imports it sees why
+            continue
+        if threading.active_count() > 1:
+            again = json.dumps({**options, "skip": [*skipped, name]})
+            os.execv(sys.executable, [sys.executable, "-c", RUN % (script, script), script, again])  # noqa: S606
+
+
+RUN = "exec(compile(open(%r, encoding='utf-8').read(), %r, 'exec'))"
+"""What `python -c` is given, so that the paths of modules are as they are for `-c`."""
+
+
+def site_folders() -> list[str]:
+    """Where packages are installed: when one of these changes, another interpreter has to start."""
+    site = sys.modules.get("site")
+    if site is None:
+        return []
+    found = list(site.getsitepackages())
+    if site.ENABLE_USER_SITE:
+        found.append(site.getusersitepackages())
+    return [folder for folder in found if len(folder) < 1000][:16]
+
+
+def host(orders: socket.socket, script: str) -> None:
+    """A host: one call after the other, each below this process; never returns."""
+    os.setsid()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def tell(kind: bytes, value: int) -> None:
+        orders.send(struct.pack("=8sq", kind, value))
+
+    try:
+        tell(b"hello", os.getpid())
+        while True:
+            word, fds, _flags, _address = socket.recv_fds(orders, 64, 8)
+            for descriptor in fds:  # work for a spare that was killed before it took it
+                os.close(descriptor)
+            if not word:
+                os._exit(0)
+            if word != b"prepare":
+                continue
+            pid = os.fork()
+            if pid == 0:
+                spare(orders, script)
+            tell(b"spare", pid)
+            while True:
+                try:
+                    ended, status = os.waitpid(-1, 0)
+                except ChildProcessError:
+                    break
+                if ended == pid:
+                    tell(b"ended", status)
+            tell(b"clean", 0)
+    finally:
+        os._exit(1)
+
+
+def spare(orders: socket.socket, script: str) -> None:
+    """A spare: waits for work, does it, ends; never returns."""
+    status = 1
+    try:
+        os.setsid()
+        word, fds, _flags, _address = socket.recv_fds(orders, 64, 8)
+        if word != b"run":
+            os._exit(0)
+        orders.close()
+        order = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
+        os.fchdir(fds[1])
+        for target in range(3):
+            os.dup2(fds[2 + target], target)
+        for descriptor in fds[:5]:
+            os.close(descriptor)
+        settle(order)
+        _prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        if len(fds) > 5:
+            status = serve_cells(script, fds[5], order)
+        else:
+            status = run(order["code"])
+    finally:
+        os._exit(status)
+
+
+def settle(order: dict[str, Any]) -> None:
+    """Make this process what a new interpreter would be: variables, arguments, random numbers."""
+    wanted = order["env"]
+    for name in [name for name in os.environ if name not in wanted]:
+        del os.environ[name]
+    changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    os.environ.update(changed)
+    if "TZ" in changed:
+        import time
+
+        time.tzset()
+    for folder in reversed(changed.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder:
+            sys.path.insert(1, folder)
+    sys.argv = ["-c", *order.get("args", [])]
+    if order.get("live") and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    importlib.invalidate_caches()
+    # The standard library's own generator renews itself after a fork.
+    for module, renew in (("numpy.random", "seed"), ("torch", "seed")):
+        if module in sys.modules:
+            getattr(sys.modules[module], renew)()
+    threading.excepthook = _thread_failed
+
+
+def new_main() -> types.ModuleType:
+    """A fresh `__main__`, like that of `python -c`."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __loader__=BuiltinImporter, __annotations__={})
+    sys.modules["__main__"] = module
+    return module
+
+
+def remember(name: str, text: str) -> None:
+    """Let tracebacks show the lines of a code."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
+def run(text: str) -> int:
+    """Run a code as `__main__`, to the end of its threads; the exit code."""
+    module = new_main()
+    remember(NAME, text)
+    status = execute(text, module.__dict__)
+    return finish(module, status)
+
+
+def execute(text: str, namespace: dict[str, Any]) -> int:
+    """The exit code of a code; what it raises is shown without a frame of this file."""
+    try:
+        exec(compile(text, NAME, "exec", dont_inherit=True), namespace)  # noqa: S102 - this is what it is for
+    except SystemExit as leaving:
+        return exit_code(leaving)
+    except BaseException as error:
+        show(error)
+        if isinstance(error, KeyboardInterrupt):
+            return -signal.SIGINT
+        return 1
+    return 0
+
+
+def exit_code(leaving: SystemExit) -> int:
+    """What `sys.exit` was given, as an exit code."""
+    code = leaving.code
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    try:
+        print(code, file=sys.stderr)  # noqa: T201 - as Python does
+    except BaseException:  # noqa: S110 - nowhere to say it
+        pass
+    return 1
+
+
+def trimmed(error: BaseException) -> types.TracebackType | None:
+    """The traceback of an error from the first frame on that is not of carrel."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__carrel__"):
+        trace = trace.tb_next
+    return trace
+
+
+def show(error: BaseException) -> None:
+    """Print an error as Python would, with the lines of the code."""
+    trace = trimmed(error)
+    try:
+        if sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()
+    except BaseException:  # noqa: S110 - told by the exit code
+        pass
+    try:
+        if sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, trace)
+        else:
+            traceback.print_exception(type(error), error, trace)
+            sys.stderr.flush()
+    except BaseException:  # noqa: S110 - nowhere to say it
+        pass
+
+
+def _thread_failed(args: Any) -> None:
+    if args.exc_type is SystemExit or sys.stderr is None:
+        return
+    name = args.thread.name if args.thread is not None else "?"
+    print(f"Exception in thread {name}:", file=sys.stderr)  # noqa: T201 - as Python does
+    traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def finish(module: types.ModuleType, status: int) -> int:
+    """What a new interpreter would do at its end, but for taking itself apart: threads, exit functions, files."""
+    # Files are flushed first: the collector may close what is below a buffer before the buffer.
+    leave = (threading._shutdown, atexit._run_exitfuncs)  # type: ignore[attr-defined]
+    for step in (*leave, flush_files, module.__dict__.clear, gc.collect, flush_files):
+        try:
+            step()
+        except SystemExit as leaving:
+            status = exit_code(leaving)
+        except BaseException as error:
+            show(error)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except BaseException:
+            status = status or 120
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def flush_files() -> None:
+    """Write what is still held back in files that nobody closed; what was there before the fork is not looked at."""
+    for each in gc.get_objects():
+        if isinstance(each, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)) and not each.closed:
+            try:
+                each.flush()
+            except (OSError, ValueError):
+                pass
+
+
+def serve_cells(script: str, descriptor: int, order: dict[str, Any]) -> int:
+    """Become a code context: the other program does that."""
+    path = os.path.join(os.path.dirname(script), "kernel.py")
+    kernel = types.ModuleType("carrel_kernel")
+    kernel.__dict__["__carrel__"] = True
+    with open(path, encoding="utf-8") as file:
+        source = file.read()
+    exec(compile(source, path, "exec"), kernel.__dict__)  # noqa: S102 - carrel's own file
+    module = new_main()
+    status = kernel.serve(socket.socket(fileno=descriptor), module.__dict__, order)
+    return finish(module, int(status))
+
+
+if __name__ == "__main__":
+    __carrel__ = True
+    main(sys.argv[1], json.loads(sys.argv[2]))

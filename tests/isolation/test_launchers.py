@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from carrel.isolation import launchers, rootfs
+from carrel.supervisor import environment
+
+
+@pytest.mark.parametrize("name", launchers.TEXTS)
+def test_a_shell_can_read_it(name: str) -> None:
+    done = subprocess.run(["sh", "-n"], input=launchers.TEXTS[name], text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_places_are_those_of_the_root() -> None:
+    assert environment.PATH.split(":")[:2] == [f"{launchers.VENV}/bin", launchers.PLACE]
+    assert environment.VENV == launchers.VENV
+    plan = rootfs.base_plan({})
+    made = {step.target: step for step in plan}
+    for name in launchers.TEXTS:
+        step = made[f"{launchers.PLACE}/{name}"]
+        assert isinstance(step, rootfs.Text) and step.mode == 0o755
+    for path in (rootfs.UV, rootfs.PIP, launchers.VENV, rootfs.ENVIRONMENTS):
+        assert path == launchers.VENV or path in made
+    for text in launchers.TEXTS.values():
+        assert rootfs.UV in text or launchers.PLACE in text
