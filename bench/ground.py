@@ -160,6 +160,7 @@ class Server:
 
     url: str
     token: str
+    data: Path
 
     @property
     def address(self) -> Address:
@@ -191,7 +192,7 @@ async def server() -> AsyncIterator[Server]:
                     raise BenchFailed("the server did not start:\n" + (place / "server.log").read_text()[-2000:])
                 await asyncio.sleep(0.02)
             url = str(json.loads((data / "server.json").read_text())["url"])
-            yield Server(url, (data / "token").read_text().strip())
+            yield Server(url, (data / "token").read_text().strip(), data)
         except CarrelError as error:
             raise BenchFailed(f"{error}\n{(place / 'server.log').read_text()[-1000:]}") from error
         finally:

@@ -76,6 +76,7 @@ SCOPES = (
             "list_approvals", "get_approval", "watch_approvals", "get_policy", "explain_policy", "search_audit",
             "export_audit", "get_audit_key", "get_host", "get_metrics", "healthz", "readyz", "list_templates",
             "list_envs", "get_env", "list_code_contexts", "get_code_context", "get_cell",
+            "get_cell_output",
         ),
         listed=(
             "list_sandboxes", "list_approvals", "watch_approvals", "get_audit_key", "get_host", "healthz", "readyz",

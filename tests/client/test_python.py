@@ -60,3 +60,27 @@ def test_other_doors(box: Sandbox) -> None:
     with pytest.raises(InvalidRequest) as refused:
         box.tool("python_exec", {"code": "print(2)", "wrong": 1})
     assert refused.value.field == "params.wrong"
+
+
+def test_contexts(box: Sandbox) -> None:
+    context = box.python.context("analysis", variables={"A": "b"})
+    assert context.run("import os; x = os.environ['A']").fresh
+    result = context.run("print('printed'); x * 2")
+    assert (result.stdout, result.text, result.ok, result.number) == ("printed\n", "'bb'", True, 2)
+    assert [(each.name, each.state) for each in box.python.contexts()] == [("analysis", "idle")]
+    failed = context.run("1 / 0")
+    assert failed.status == "error" and failed.error is not None and "<cell 3>" in failed.error.traceback
+    with context.stream("import time\nprint('one')\nprint('two')\nx") as stream:
+        assert "".join(chunk.text for chunk in stream) == "one\ntwo\n"
+        assert stream.result().text == "'b'"
+    with context.stream("print('up')\nimport time\ntime.sleep(60)") as stream:
+        assert next(iter(stream)).text == "up\n"
+        assert context.interrupt().name == "analysis"
+        assert stream.result().status == "interrupted"
+    assert context.run("x").text == "'b'"
+    assert context.restart().cells == 0
+    assert context.run("x").status == "error"
+    assert context.cell("1").number == 1
+    context.delete()
+    with pytest.raises(NotFound):
+        context.info()

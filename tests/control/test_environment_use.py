@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from carrel.audit import Filter, chain_of
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, Denied, Unsupported
@@ -19,12 +20,13 @@ from carrel.models import (
     Trust,
 )
 from environments_ground import attach, context, sources, stocked
+from sandboxes import until
 
 
 async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -> None:
     async with stocked() as index:
         name = await context(plane, index)
-        with pytest.raises(Denied, match=r"Blocked\.Thing is blocked"):
+        with pytest.raises(Denied, match="blocked-thing is blocked"):
             await attach(plane, name, "Blocked.Thing")
         ready = await attach(plane, name, "nail")
         strict = {"permissions": {"allow": ["shell(echo:*)"], "deny": ["shell(pip:*)"]}}
@@ -33,8 +35,14 @@ async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -
             with pytest.raises(Denied) as caught:
                 await plane.envs.attach(name, request)
             assert caught.value.rule == "shell(pip:*)"
-        records = await plane.audit.search(limit=20)
-        assert [each.name for each in records.items].count("attach_env") == 4
+
+        async def recorded() -> bool:
+            records = (await plane.audit.search(Filter(chain_of(name)), limit=50)).items
+            return sorted(each.name for each in records).count("attach_env") == 4 and any(
+                each.name == "package" for each in records
+            )
+
+        await until(recorded)
 
 
 async def test_a_provider_that_isolates_nothing_has_none(plane: ControlPlane) -> None:
@@ -95,6 +103,7 @@ async def test_installed_by_the_agent_and_kept(plane: ControlPlane) -> None:
         assert await run(plane, name, "test -e .venv || echo none; echo $VIRTUAL_ENV") == "none\n\n"
         assert "/etc/carrel/python/pip" in await run(plane, name, "pip --version")
         assert await run(plane, name, "test -e .venv || echo none") == "none\n", "looking needs none"
+        assert "system-wide" not in await run(plane, name, "python3 -m pip install -q plank && python3 -m pip --version")
         found = "/workspace/.venv/lib/python3.11/site-packages/shelf/__init__.py\n"
         code = "python3 -c 'import shelf; print(shelf.__file__)'"
         assert (await run(plane, name, f"pip install -q --user shelf && {code}")) == found

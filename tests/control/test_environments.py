@@ -169,8 +169,6 @@ async def test_a_full_disk_while_calls_run(plane: ControlPlane, settings: Settin
     """The janitor removes all it may, again and again, while sandboxes attach and use environments."""
     async with stocked() as index:
         environments = plane.environments
-        environments.grace_s = 0
-        environments._settings = settings.envs.model_copy(update={"keep_free_percent": 50.0, "ttl_days": 1e-9})
         contexts = [await context(plane, index, name) for name in ("one", "two")]
         over = False
 
@@ -186,13 +184,19 @@ async def test_a_full_disk_while_calls_run(plane: ControlPlane, settings: Settin
                 info = await attach(plane, name, package)
                 assert await said(plane, name, f"{info.path}/bin/python -c 'import {package}; print(1)'") == "1\n"
 
+        idle = await attach(plane, await context(plane, index, "idle"), "shelf")
+        await plane.operations.terminate("idle", TerminateRequest())
+        for name, package in ((contexts[0], "nail"), (contexts[1], "nail"), (contexts[1], "plank")):
+            await attach(plane, name, package)
+        environments.grace_s = 0
+        environments._settings = settings.envs.model_copy(update={"keep_free_percent": 50.0, "ttl_days": 1e-9})
         evicting = asyncio.get_running_loop().create_task(evict())
         try:
             await asyncio.gather(use(contexts[0], "nail"), use(contexts[1], "nail"), use(contexts[1], "plank"))
         finally:
             over = True
-            await evicting
-        assert len(on_shelf(plane)) == 2
+            removed = await evicting
+        assert removed == 1 and len(on_shelf(plane)) == 2 and idle.name not in on_shelf(plane)
 
 
 async def test_a_restart_knows_what_is_held(settings: Settings) -> None:

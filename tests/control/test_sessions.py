@@ -96,7 +96,7 @@ async def test_the_same_key_gives_the_same_sandbox(plane: ControlPlane) -> None:
             "provider",
         ),
         (SandboxRequest(provider="process", trust=Trust.HIGH, limits=Limits(cpus=1)), Unsupported, "provider"),
-        (SandboxRequest(network=Network.BRIDGE), Unsupported, "provider"),
+        (SandboxRequest(network=Network.HOST), InvalidRequest, "network"),
     ],
 )
 async def test_what_cannot_be_had_is_refused_and_leaves_nothing(

@@ -24,5 +24,7 @@ def test_places_are_those_of_the_root() -> None:
         assert isinstance(step, rootfs.Text) and step.mode == 0o755
     for path in (rootfs.UV, rootfs.PIP, launchers.VENV, rootfs.ENVIRONMENTS):
         assert path == launchers.VENV or path in made
+    assert isinstance(made[launchers.MAIN_PLACE], rootfs.Text)
+    compile(launchers.MAIN, launchers.MAIN_PLACE, "exec")
     for text in launchers.TEXTS.values():
         assert rootfs.UV in text or launchers.PLACE in text

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse
 from carrel.api import (
     approvals,
     audit,
+    code_contexts,
     commands,
     envs,
     files,
@@ -67,8 +68,8 @@ def create_app(
 
 
 _RESOURCES = (
-    approvals, audit, commands, envs, files, filespaces, host, metrics, policies, python, sandboxes, secrets, snapshots,
-    templates, terminals, tokens, tools,
+    approvals, audit, code_contexts, commands, envs, files, filespaces, host, metrics, policies, python, sandboxes,
+    secrets, snapshots, templates, terminals, tokens, tools,
 )  # fmt: skip
 
 

@@ -8,16 +8,17 @@ import difflib
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Annotated, cast
+from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
 from fastapi import Depends, Path, Query, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import HTTPConnection
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from carrel.api.problems import invalid
 from carrel.audit import Ending, Entry, server_chain
 from carrel.control.caller import caller
 from carrel.control.frames import Chunk, TextCutter
@@ -25,6 +26,8 @@ from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest
 from carrel.metrics import OK, outcome_of
 from carrel.models import ContextId
+
+M = TypeVar("M", bound=BaseModel)
 
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
@@ -115,6 +118,26 @@ async def recorded(plane: ControlPlane, name: str, arguments: Mapping[str, objec
 def as_json(value: BaseModel, status: int = 200) -> Response:
     """A model as an answer. File names may carry surrogate escapes, which only this encoder lets through."""
     return Response(json.dumps(value.model_dump(mode="json")), status, media_type="application/json")
+
+
+async def body_of(request: Request, model: type[M]) -> M:
+    """The body of a hot route, without the framework's own parsing."""
+    if request.scope["query_string"]:
+        known_query(request)
+    try:
+        return model.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+
+
+def described(model: type[BaseModel], *names: str) -> dict[str, Any]:
+    """What the OpenAPI document says of a route whose parameters and body the framework does not see."""
+    text = {"type": "string", "maxLength": 128}
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": text} for name in names],
+    }
 
 
 def wants_sse(request: Request) -> bool:

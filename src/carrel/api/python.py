@@ -9,11 +9,12 @@ from starlette.responses import Response
 
 from carrel.api.commands import EVENTS, ID_HEADER
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, SandboxId, as_json, event_stream, known_query
+from carrel.api.parts import Plane, SandboxId, as_json, body_of, described, event_stream, known_query, plane_of
 from carrel.api.problems import problems
 from carrel.models import CommandInfo, PythonRequest, PythonResult
 
-router = Router(prefix="/v1/sandboxes/{id}", tags=["python"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes/{id}", tags=["python"])
+strict = [Depends(known_query)]
 FAILS: dict[int | str, dict[str, Any]] = problems(404, 409, 413, 422, 429, 502)
 
 
@@ -23,10 +24,12 @@ FAILS: dict[int | str, dict[str, Any]] = problems(404, 409, 413, 422, 429, 502)
     summary="Run Python code to its end",
     response_model=None,
     responses={200: {"model": PythonResult}, **FAILS},
+    openapi_extra=described(PythonRequest, "id"),
 )
-async def run_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
+async def run_python(request: Request) -> Response:
     """In a fresh process of a warm interpreter. What the code raises is a result, not an error."""
-    return as_json(await plane.operations.python.run(id, body))
+    wanted = await body_of(request, PythonRequest)
+    return as_json(await plane_of(request).operations.python.run(request.path_params["id"], wanted))
 
 
 @router.post(
@@ -35,6 +38,7 @@ async def run_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Respon
     summary="Start Python code in the background",
     status_code=201,
     response_model=None,
+    dependencies=strict,
     responses={201: {"model": CommandInfo}, **FAILS},
 )
 async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
@@ -47,6 +51,7 @@ async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Resp
     operation_id="stream_python",
     summary="Start Python code and stream its output",
     response_model=None,
+    dependencies=strict,
     responses={200: {**EVENTS, "headers": ID_HEADER}, **FAILS},
 )
 async def stream_python(id: SandboxId, body: PythonRequest, plane: Plane, request: Request) -> Response:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from carrel.client._async.files import AsyncFiles
     from carrel.client._async.filespace import AsyncFilespace
     from carrel.client._async.policies import AsyncPolicy
-    from carrel.client._async.python import AsyncPython
+    from carrel.client._async.python import AsyncCellStream, AsyncCodeContext, AsyncPython
     from carrel.client._async.sandbox import AsyncSandbox
     from carrel.client._async.secrets import AsyncSecrets
     from carrel.client._async.terminal import AsyncTerminal
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from carrel.client._sync.files import Files
     from carrel.client._sync.filespace import Filespace
     from carrel.client._sync.policies import Policy
-    from carrel.client._sync.python import Python
+    from carrel.client._sync.python import CellStream, CodeContext, Python
     from carrel.client._sync.sandbox import Sandbox
     from carrel.client._sync.secrets import Secrets
     from carrel.client._sync.terminal import Terminal
@@ -45,7 +45,9 @@ __all__ = [
     "Approvals",
     "AsyncApprovals",
     "AsyncAudit",
+    "AsyncCellStream",
     "AsyncClient",
+    "AsyncCodeContext",
     "AsyncCommand",
     "AsyncCommands",
     "AsyncEnvironments",
@@ -60,8 +62,10 @@ __all__ = [
     "AsyncTerminal",
     "AsyncTokens",
     "Audit",
+    "CellStream",
     "Chunk",
     "Client",
+    "CodeContext",
     "Command",
     "Commands",
     "Environments",
@@ -94,6 +98,8 @@ _CLIENTS = {
     "Filespace": "filespace",
     "OutputStream": "commands",
     "Policy": "policies",
+    "CellStream": "python",
+    "CodeContext": "python",
     "Python": "python",
     "Secrets": "secrets",
     "Sandbox": "sandbox",

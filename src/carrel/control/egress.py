@@ -230,7 +230,7 @@ class Egress:
 
     def _know(self, box: LiveSandbox) -> None:
         """What a sandbox did may be told after it has ended."""
-        self._contexts[box.record.id] = box.record.context_id
+        self._contexts[box.record.id] = box.record.context_id or box.record.acts_for or None
         while len(self._contexts) > _MOST_KNOWN:
             self._contexts.popitem(last=False)
 

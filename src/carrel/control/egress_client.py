@@ -62,7 +62,8 @@ class EgressClient:
     ):
         self._path = os.path.join(run_dir, "egress.sock")
         self._log = os.path.join(run_dir, "egress.log")
-        self._arguments = ["--state", os.path.join(run_dir, "egress"), *arguments]
+        self._state = os.path.join(run_dir, "egress")
+        self._arguments = ["--state", self._state, *arguments]
         self._on_message = on_message
         self._on_down = on_down
         self._channel: Channel | None = None
@@ -136,6 +137,8 @@ class EgressClient:
             for path in (self._path, self._log):
                 with suppress(FileNotFoundError):
                     os.unlink(path)
+            with suppress(OSError):  # what could not be written down stays in it for the next
+                os.rmdir(self._state)
         if self._channel is not None:
             self._channel.close()
 
@@ -219,7 +222,8 @@ class EgressClient:
         """Wait for the end of the process; kill it when it takes too long."""
         try:
             process = os.pidfd_open(self._pid)
-        except OSError:
+        except OSError:  # it was quicker
+            self._reap()
             return
         try:
             if not select.select([process], [], [], _END_S)[0]:

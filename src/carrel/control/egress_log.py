@@ -178,11 +178,12 @@ def _ending(item: Item) -> Ending:
     assert isinstance(began, int | float)
     assert isinstance(ended, int | float)
     sent, received, result = item["sent"], item["received"], str(item["result"])
+    # Why something was allowed does not tell why it then failed.
+    telling = result != "ok" and (item["verdict"] != "allow" or bool(item.get("recovered")))
     return Ending(
         result,
         max(0.0, ended - began) * 1000,
         bytes_in=received if isinstance(received, int) else None,
         bytes_out=sent if isinstance(sent, int) else None,
-        # Why something is allowed does not tell why it then failed.
-        reason=None if result == "ok" or item["verdict"] == "allow" else _text(item.get("reason")),
+        reason=_text(item.get("reason")) if telling else None,
     )

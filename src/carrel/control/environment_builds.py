@@ -24,7 +24,7 @@ from carrel.control.door import SELF
 from carrel.control.environment_terms import INDEX_LABEL, Asker, Lock, Wanted, lock_of
 from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
-from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError
+from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
 from carrel.isolation.rootfs import ENVIRONMENTS, PIP, UV, WORKSPACE
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
 from carrel.workspaces.environments import MANIFEST, Draft, Shelf
@@ -167,6 +167,10 @@ class Builder:
         return built
 
     async def _start(self, wanted: Wanted, asker: Asker) -> SandboxInfo:
+        if await asyncio.to_thread(_uv) is None:
+            raise Unsupported(
+                "this server has no uv to build environments with", hint="let the operator install carrel[server]"
+            )
         labels = {"carrel": "environment", **({} if wanted.index is None else {INDEX_LABEL: wanted.index})}
         request = SandboxRequest(
             template=asker.template,

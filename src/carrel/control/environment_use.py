@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from carrel.control.door import SELF
-from carrel.control.environment_terms import Asker
+from carrel.control.environment_terms import Asker, requirements_of
 from carrel.control.environments import Environments, Say
 from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
@@ -24,7 +24,8 @@ class EnvironmentUse:
 
     async def build(self, request: EnvironmentBuild, actor: str = "", say: Say | None = None) -> EnvironmentInfo:
         """Build an environment under the policy of the server, and call it by its label."""
-        arguments = {"command": ["pip", "install", *request.requirements], "name": request.name}
+        asked = requirements_of(request.requirements)  # before it is decided: none of them is an option
+        arguments = {"command": ["pip", "install", *asked], "name": request.name}
         async with self._operations.session_door("build_env", arguments, actor, "", None, kind="shell"):
             record = await self._environments.ensure(request, Asker(), say)
             if request.name is not None:
@@ -41,8 +42,8 @@ class EnvironmentUse:
         box.provider.require(Capability.ENVIRONMENTS)
         asker = Asker.of(box.record)
         known = None if request.env is None else self._environments.find(request.env)
-        asked = request.requirements if known is None else known.requirements
-        arguments = {"command": ["pip", "install", *(asked or ())], "env": request.env}
+        asked = requirements_of((request.requirements or ()) if known is None else known.requirements)
+        arguments = {"command": ["pip", "install", *asked], "env": request.env}
 
         async def find() -> EnvironmentRecord:
             if request.env is not None:

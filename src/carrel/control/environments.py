@@ -37,6 +37,8 @@ GRACE_S = 60.0
 """For this long after its last use an environment that nobody holds is not removed: somebody may be about to."""
 USED_S = 60.0
 """How old the time of the last use may be."""
+LOOKED_S = 10.0
+"""How long an interpreter that the host has got or lost may stay unseen."""
 PARALLEL = 4
 MOST_SAID = 1000
 DAY_S = 86_400.0
@@ -100,6 +102,7 @@ class Environments:
         self._resolving: dict[str, Work[Lock]] = {}
         self._building: dict[str, Work[EnvironmentRecord]] = {}
         self._host: Sequence[Index] | None = None
+        self._interpreters: dict[str | None, tuple[tuple[str, str], float]] = {}
         self._gate = asyncio.Semaphore(PARALLEL)
         self._shelving = asyncio.Lock()
         self.grace_s = GRACE_S
@@ -161,7 +164,7 @@ class Environments:
         """The environment of a request: the one that lies ready, or one that is built now."""
         tell = say or _silently
         requirements = requirements_of(request.requirements)
-        python = await asyncio.to_thread(interpreter_of, request.python)
+        python = await self._interpreter(request.python)
         if self._host is None:
             self._host = await asyncio.to_thread(host_index)
         policy = await self._policy_of(asker.context_id, asker.template)
@@ -171,6 +174,13 @@ class Environments:
             return await self._ready(asked, lock, asker, tell)
         except TimeoutError:
             raise PlatformError("the environment could not be built in time", hint="ask again") from None
+
+    async def _interpreter(self, version: str | None) -> tuple[str, str]:
+        known = self._interpreters.get(version)
+        if known is None or time.monotonic() - known[1] > LOOKED_S:
+            known = await asyncio.to_thread(interpreter_of, version), time.monotonic()
+            self._interpreters[version] = known
+        return known[0]
 
     async def _lock(self, asked: Wanted, asker: Asker, say: Say) -> Lock:
         key = asked.key
@@ -197,7 +207,7 @@ class Environments:
         if work is None:
             async with self._shelving:
                 known = self._known.get(name)
-                if known is not None and await asyncio.to_thread(self._shelf.has, name):
+                if known is not None and self._shelf.has(name):  # one look: a thread would cost more
                     return known
             work = self._building.get(name)
         if work is None:

@@ -11,8 +11,8 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from functools import partial
 
+from carrel.control.code_contexts import CodeContextOperations
 from carrel.control.connection import Download, Json
 from carrel.control.door import SELF, Door, Kind, Operation, Traffic
 from carrel.control.exchange import (
@@ -22,7 +22,6 @@ from carrel.control.exchange import (
     R,
     asked,
     check,
-    checked_end,
     checked_path,
     checked_result,
     command_body,
@@ -35,8 +34,9 @@ from carrel.control.exchange import (
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
 from carrel.control.python import PythonOperations, Redactors
-from carrel.control.redacting import clean_error, clean_info, clean_output, clean_result
+from carrel.control.redacting import clean_error, clean_info, clean_result
 from carrel.control.sessions import Sessions
+from carrel.control.streaming import written
 from carrel.control.tools import TOOLS, create_file, python_exec
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, SandboxLost
 from carrel.metrics import OK, Metrics, outcome_of
@@ -75,7 +75,8 @@ class Operations:
         self._redactor = redactor
         self._outer = door
         self._metrics = metrics
-        self.python = PythonOperations(self._door, redactor, self._result, self._out_of_memory)
+        self.python = PythonOperations(self._door, redactor, self._result)
+        self.code_contexts = CodeContextOperations(self._door, redactor, self._out_of_memory, self.python.environment)
 
     @asynccontextmanager
     async def _door(
@@ -220,21 +221,10 @@ class Operations:
         arguments = {"id": command_id, "offset": offset}
         async with self._door(name, "shell", "command_output", arguments, actor) as (box, traffic):
             redactor = await self._redactor(box.record.context_id or box.record.id)
-            skip = min(offset, redactor.lookbehind)
-            path = f"/commands/{segment}/output{query_of(offset=offset - skip, follow=follow)}"
-            stream = await box.connection.download(path, idle=None if follow else SHORT)
-            try:
-                yield Chunk("open", b"")
-                async with aclosing(clean_output(aiter(stream), redactor, skip)) as chunks:
-                    async for chunk in chunks:
-                        box.last_activity = time.time()
-                        if chunk.stream == "end":
-                            yield checked_end(chunk, partial(clean_info, redactor))
-                        else:
-                            traffic.gave(len(chunk.data) if chunk.raw is None else chunk.raw)
-                            yield chunk
-            finally:
-                stream.close()
+            chunks = written(box, traffic, redactor, f"/commands/{segment}/output", offset, follow=follow)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
 
     async def send_input(
         self, name: str, command_id: str, data: bytes, *, close: bool = False, actor: str = ""

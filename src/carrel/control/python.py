@@ -75,13 +75,10 @@ async def _no_environments(_name: str, _request: EnvironmentAttach, _actor: str)
 class PythonOperations:
     """Calls of Python."""
 
-    def __init__(
-        self, door: Enter, redactor: Redactors, conclude: Conclude, oom: Callable[[LiveSandbox], Awaitable[bool]]
-    ):
+    def __init__(self, door: Enter, redactor: Redactors, conclude: Conclude):
         self._door = door
         self._redactor = redactor
         self._conclude = conclude
-        self._oom = oom
         self.attach: Attach = _no_environments
         """Gives a sandbox an environment."""
         self._attached: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
@@ -151,10 +148,10 @@ class PythonOperations:
             traffic.took(given + size_of(request.stdin))
         timeout = request.timeout or min(PYTHON_TIMEOUT_S, box.record.limits.timeout_s or PYTHON_TIMEOUT_S)
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
-        body |= {"timeout": timeout, "env": await self._environment(box, request, actor)}
+        body |= {"timeout": timeout, "env": await self.environment(box, request, actor)}
         return json.dumps(body, separators=(",", ":")).encode(), timeout
 
-    async def _environment(self, box: LiveSandbox, request: Wanting, actor: str) -> str | None:
+    async def environment(self, box: LiveSandbox, request: Wanting, actor: str) -> str | None:
         """The name that an environment has in the sandbox, which gets it if it has it not."""
         if request.env is None and request.requirements is None:
             return None

@@ -135,7 +135,7 @@ class Gateway:
         try:
             client.setblocking(False)
             await self._converse(client)
-        except (OSError, TimeoutError):
+        except (ConnectionError, TimeoutError):
             pass  # the client is gone, or says nothing
         except Exception:
             log.exception("sandbox %s: a connection failed", self._passage.plan.sandbox)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import marshal
 import os
 from collections.abc import Iterable
+from typing import Any
 
 Item = dict[str, object]
 
@@ -50,7 +51,7 @@ class Journal:
         if not self._open:
             os.unlink(self._path)
 
-    def _write(self, entry: object) -> None:
+    def _write(self, entry: Any) -> None:
         data = marshal.dumps(entry)
         self._size += os.write(self._file, len(data).to_bytes(_LENGTH, "little") + data)
 

@@ -43,6 +43,8 @@ log = logging.getLogger("carrel.egress")
 
 DRAIN_S = 30.0
 """How long running connections may go on when the process is told to end."""
+SETTLE_S = 3.0
+"""How long it waits at its end for the log to be written."""
 ALONE_S = 60.0
 """How long it waits for a first control plane."""
 
@@ -66,6 +68,7 @@ class Egress:
         self._questions: dict[int, asyncio.Future[Said]] = {}
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._acknowledged = asyncio.Event()
         self.ended = asyncio.Event()
 
     # the control plane
@@ -89,6 +92,7 @@ class Egress:
         if channel is not self._channel:
             return  # another has come already
         self._channel = None
+        self._acknowledged.set()
         self._ledger.tell = None
         for question in self._questions.values():
             if not question.done():
@@ -173,6 +177,7 @@ class Egress:
 
     def _ack(self, message: Message, _fds: list[int]) -> None:
         self._ledger.acknowledged(int(message["upto"]))
+        self._acknowledged.set()
 
     def _describe(self, _message: Message, _fds: list[int]) -> dict[str, object]:
         return {"version": VERSION, "pid": os.getpid(), "sandboxes": sorted(self._gateways)}
@@ -233,6 +238,7 @@ class Egress:
             loop.remove_reader(listener)
             await asyncio.gather(*(gateway.drain(0) for gateway, _ in self._gateways.values()))
             self._ledger.flush()
+            await self._settle()
         finally:
             if self._channel is not None:
                 self._channel.close()
@@ -240,6 +246,14 @@ class Egress:
             await self._front.aclose()
             await self._resolver.close()
             self._journal.close()
+
+    async def _settle(self) -> None:
+        """Wait until what was told is written down: else the next process would tell it again."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                while len(self._ledger) and self._channel is not None:
+                    self._acknowledged.clear()
+                    await self._acknowledged.wait()
 
     def _end_if_alone(self) -> None:
         if self._channel is None and not self._gateways:

@@ -55,6 +55,7 @@ if [ -n "$installs" ] && [ -z "$elsewhere" ] && [ "$venv" = /workspace/.venv ]; 
     /etc/carrel/bin/carrel-venv || exit 1
 fi
 if [ -n "$elsewhere" ] || [ ! -x "$venv/bin/python" ]; then
+    export CARREL_PIP=1
     [ -d /etc/carrel/python/pip/_internal ] && export PYTHONPATH="/etc/carrel/python${PYTHONPATH:+:$PYTHONPATH}"
     exec /usr/bin/python3 -m pip "$@"
 fi
@@ -88,6 +89,29 @@ if [ -n "$installs" ] && [ -z "$elsewhere" ] && [ "${VIRTUAL_ENV:-/workspace/.ve
 fi
 exec /etc/carrel/tools/uv "$@"
 """
+
+MAIN = """\
+# Seen in the place of the `__main__` of the host's pip: `python3 -m pip install` goes where `pip install` goes.
+import os
+import sys
+
+if sys.path and sys.path[0] in ("", os.getcwd()):
+    sys.path.pop(0)
+
+if __name__ == "__main__":
+    if sys.prefix == sys.base_prefix and "install" in sys.argv and "CARREL_PIP" not in os.environ:
+        os.execv("/etc/carrel/bin/pip", ["pip", *sys.argv[1:]])
+    from pip._internal.cli.main import main
+
+    sys.exit(main())
+"""
+MAIN_PLACE = "/etc/carrel/pip-main.py"
+MAINS = (
+    "/usr/lib/python3/dist-packages/pip/__main__.py",
+    "/usr/lib/python3.*/site-packages/pip/__main__.py",
+    "/usr/local/lib/python3.*/*-packages/pip/__main__.py",
+)
+"""Where the hosts' own pips are, as patterns."""
 
 TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "uv": _UV}
 """The programs by name."""

@@ -188,6 +188,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
         *(Text(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
         Directory(launchers.PLACE),
         *(Text(f"{launchers.PLACE}/{name}", text, 0o755) for name, text in launchers.TEXTS.items()),
+        Text(launchers.MAIN_PLACE, launchers.MAIN),
         Directory(os.path.dirname(UV)),
         Text(UV, ""),
         Directory(os.path.dirname(PIP)),

@@ -5,11 +5,12 @@ Each sandbox starts as a copy of it, so it is small for speed, and holds nothing
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from carrel.isolation import linux, rootfs
+from carrel.isolation import launchers, linux, rootfs
 from carrel.isolation.sandbox import BASE, COVERS
 
 WORKSPACES = "/workspaces"
@@ -43,12 +44,21 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
         linux.set_mount_attributes(view, linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV)
         linux.move_mount(view, base + target)
         os.close(view)
+    _cover_pips(base)
     rootfs.seal(base)
     # A whole view of /proc must stay in sight, or the kernel lets no sandbox mount one of its own.
     linux.mount("/proc", f"{_STAGE}/proc", None, linux.MS_BIND | linux.MS_REC)
     linux.move_mount(tree, _STAGE + WORKSPACES)
     os.close(tree)
     linux.pivot_into(_STAGE)
+
+
+def _cover_pips(base: str) -> None:
+    """Let `python3 -m pip` of the host's interpreters find the launcher, in every sandbox."""
+    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+    for target in (found for pattern in launchers.MAINS for found in glob.glob(base + pattern)):
+        linux.mount(base + launchers.MAIN_PLACE, target, None, linux.MS_BIND)
+        linux.mount("none", target, None, flags)
 
 
 def _write(path: str, text: str) -> None:

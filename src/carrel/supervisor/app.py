@@ -25,6 +25,7 @@ from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.python.calls import Python, put_files
+from carrel.supervisor.python.cells import CodeContexts
 from carrel.supervisor.reaper import kill_below
 from carrel.supervisor.secrets import Secrets
 
@@ -61,6 +62,7 @@ class Supervisor:
 
     files: Files
     python: Python
+    contexts: CodeContexts
 
     def __init__(self) -> None:
         self.commands = Commands()
@@ -93,6 +95,8 @@ class Supervisor:
         Secrets(born.secrets_fd).routes(self.router)
         self.python = Python(self.commands, self.files, self._order, self._release)
         self.python.routes(self.router)
+        self.contexts = CodeContexts(self.commands, self.python, self._release)
+        self.contexts.routes(self.router)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
         self._venv = born.isolated
@@ -213,7 +217,7 @@ class Supervisor:
     # the rest
 
     async def _health(self, _request: Request) -> Response:
-        running = self.commands.running
+        running = self.commands.running + self.contexts.busy
         return json_response(
             {
                 "status": "ok",

@@ -58,6 +58,12 @@ class Command:
         """Whether the command itself (not what it left behind) still runs."""
         return self.ended is None
 
+    def close_slave(self) -> None:
+        """Let go of the terminal's other side, once the program has it."""
+        if self.slave_fd >= 0:
+            os.close(self.slave_fd)
+            self.slave_fd = -1
+
     def exit(self) -> tuple[int | None, str | None]:
         """Exit code or the name of the signal; both None while running."""
         if self.status is None:

@@ -28,6 +28,8 @@ from carrel.supervisor.reaper import (
     children,
     find_program,
     kill_below,
+    memory_file,
+    processes,
     signal_below,
     spawn,
 )
@@ -120,10 +122,7 @@ class Commands:
         return self._begin(order, argv[0], launch)
 
     def start_on(self, order: Order, reaper: Reaper, hand_over: Callable[[Stdio], None]) -> Command:
-        """Start a command in a process that waits for it below an adopted reaper; `hand_over` gives it the work.
-
-        The owner of the reaper calls `ended` and `released`.
-        """
+        """Start a command in a process that waits for work below an adopted reaper; `hand_over` gives it that."""
 
         def launch(command: Command, stdio: Stdio | None) -> None:
             assert stdio is not None
@@ -140,9 +139,8 @@ class Commands:
 
     def _begin(self, order: Order, name: str, launch: Callable[[Command, Stdio | None], None]) -> Command:
         if self.running >= CAPACITY:
-            raise LimitExceeded(
-                f"{CAPACITY} commands run in this sandbox already", hint="wait for one to end, or end one"
-            )
+            why = f"{CAPACITY} commands run in this sandbox already"
+            raise LimitExceeded(why, hint="wait for one to end, or end one")
         self._count += 1
         command = Command(
             id=f"c{self._count}",
@@ -179,11 +177,8 @@ class Commands:
             self._read_from(command, command.terminal_fd, STDOUT)
             return None
         if order.stdin is not None:
-            given = os.memfd_create("stdin", os.MFD_CLOEXEC)
+            given = memory_file(order.stdin)
             theirs.append(given)
-            with open(given, "wb", closefd=False) as file:
-                file.write(order.stdin)
-            os.lseek(given, 0, os.SEEK_SET)
         elif order.interactive:
             given, command.stdin_fd = os.pipe2(os.O_CLOEXEC)
             theirs.append(given)
@@ -205,7 +200,7 @@ class Commands:
             self._by_pid[command.pid] = command
             command.begun.set()
             self._direct = self._last_direct = command
-            self._close_slave(command)
+            command.close_slave()
             return
         runner = self._idle.pop() if self._idle else self._new_runner()
         assert isinstance(runner, Runner)
@@ -246,7 +241,7 @@ class Commands:
     def _never_started(self, command: Command, code: int, name: str) -> None:
         words = f"carrel: {name}: {'command not found' if code == errno.ENOENT else os.strerror(code)}\n"
         command.output.add(STDERR, words.encode(errors="surrogateescape"))
-        self._close_slave(command)
+        command.close_slave()
         self._finish(command, (127 if code == errno.ENOENT else 126) << 8)
 
     # output
@@ -411,11 +406,6 @@ class Commands:
             raise NotRunning(f"terminal {command.id} has ended")
         fcntl.ioctl(command.terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
 
-    def _close_slave(self, command: Command) -> None:
-        if command.slave_fd >= 0:
-            os.close(command.slave_fd)
-            command.slave_fd = -1
-
     # forgetting
 
     def forget(self, command: Command) -> None:
@@ -452,7 +442,7 @@ class Commands:
             if event == "started":
                 command.pid = value
                 command.begun.set()
-                self._close_slave(command)
+                command.close_slave()
             elif event == "ended":
                 self._finish(command, value)
             elif event == "failed":
@@ -494,11 +484,15 @@ class Commands:
             if command.running:
                 self._finish(command, signal.SIGKILL)
             # Its processes are now below the supervisor and cannot be told from others there: end them all.
-            self._sweeps += 1
-            self._in_background(self._sweep())
+            self.sweep(runner)
         runner.gone()
 
-    async def _sweep(self) -> None:
-        while kill_below(self._pid, tuple(self._runners)):  # noqa: ASYNC110 - nothing tells of new processes
+    def sweep(self, lost: Reaper) -> None:
+        """End what is below the supervisor and has no reaper of its own, once it has all that a lost one had."""
+        self._sweeps += 1
+        self._in_background(self._sweep(lost.pid))
+
+    async def _sweep(self, lost: int) -> None:
+        while kill_below(self._pid, tuple(self._runners)) or lost in processes():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.001)
         self._sweeps -= 1

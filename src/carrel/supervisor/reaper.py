@@ -133,6 +133,15 @@ def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
     return len(targets)
 
 
+def memory_file(data: bytes) -> int:
+    """A descriptor of an anonymous file with these bytes, at its beginning."""
+    memory = os.memfd_create("carrel", os.MFD_CLOEXEC)
+    with open(memory, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(memory, 0, os.SEEK_SET)
+    return memory
+
+
 class Reaper:
     """The supervisor's end of a process that has those of one command below it, and tells how it went.
 
@@ -202,9 +211,8 @@ class Runner(Reaper):
         fields += [f"{key}={value}" for key, value in program.env.items()]
         payload = b"\0".join(field.encode(errors="surrogateescape") for field in fields)
         # Larger than a packet may be: goes through an anonymous file instead.
-        memory = os.memfd_create("program", os.MFD_CLOEXEC)
+        memory = memory_file(payload)
         try:
-            os.write(memory, payload)
             socket.send_fds(self.socket, [b"start"], [memory, *fds])
         finally:
             os.close(memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 from carrel.client._async.commands import AsyncCommand, AsyncOutputStream
 from carrel.client._async.connection import AsyncConnection, encoded
@@ -11,6 +12,9 @@ from carrel.client._async.files import AsyncFiles
 from carrel.client.output import checked
 from carrel.models import (
     MAX_PYTHON_TIMEOUT_S,
+    CellResult,
+    CodeContextInfo,
+    CodeContextList,
     CommandInfo,
     EnvironmentInfo,
     PythonResult,
@@ -93,6 +97,21 @@ class AsyncPython:
         info = await self._connection.post(CommandInfo, f"{self._path}/start", body, timeout=patience)
         return AsyncCommand(self._connection, f"{self._base}/commands", info.id)
 
+    def context(
+        self,
+        name: str,
+        *,
+        env: str | EnvironmentInfo | None = None,
+        requirements: Sequence[str] | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> AsyncCodeContext:
+        """A context that keeps its variables. Asks nothing of the server: it starts with its first cell."""
+        return AsyncCodeContext(self._connection, self._base, name, env, requirements, variables)
+
+    async def contexts(self) -> list[CodeContextInfo]:
+        """The code contexts of the sandbox."""
+        return (await self._connection.get(CodeContextList, f"{self._base}/code-contexts")).items
+
     async def _put(self, files: Mapping[str, bytes] | None) -> dict[str, str] | None:
         if not files:
             return None
@@ -102,6 +121,84 @@ class AsyncPython:
         for path, data in files.items():
             await place.write(path, data)
         return None
+
+
+class AsyncCodeContext:
+    """A Python that keeps its variables from cell to cell. The handle holds its name and how it is to start."""
+
+    def __init__(
+        self,
+        connection: AsyncConnection,
+        sandbox_path: str,
+        name: str,
+        env: str | EnvironmentInfo | None = None,
+        requirements: Sequence[str] | None = None,
+        variables: Mapping[str, str] | None = None,
+    ):
+        self.name = name
+        self._connection = connection
+        self._path = f"{sandbox_path}/code-contexts/{quote(name, safe='')}"
+        self._env = env
+        self._requirements = requirements
+        self._variables = variables
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+    async def run(self, code: str, *, timeout: float | None = None, figures: Sequence[str] | None = None) -> CellResult:
+        """Run a cell and wait. What it raises is a result.
+
+        `figures` says how figures of matplotlib are drawn: `png`, `svg`, or both.
+        """
+        body, patience = self._cell(code, timeout, figures), self._connection.patience(None)
+        return await self._connection.post(CellResult, f"{self._path}/cells", body, timeout=patience)
+
+    def stream(
+        self, code: str, *, timeout: float | None = None, figures: Sequence[str] | None = None
+    ) -> AsyncCellStream:
+        """Run a cell and iterate over what it prints; `result()` afterwards has all of it."""
+        return AsyncCellStream(self._connection, self._path, self._cell(code, timeout, figures))
+
+    async def cell(self, id: str) -> CellResult:
+        """The result of a cell by its id, once there is one."""
+        return await self._connection.wait(CellResult, f"{self._path}/cells/{quote(id, safe='')}")
+
+    async def info(self) -> CodeContextInfo:
+        """The context as it is now."""
+        return await self._connection.get(CodeContextInfo, self._path)
+
+    async def interrupt(self) -> CodeContextInfo:
+        """Interrupt the cell that runs; the variables stay."""
+        return await self._connection.post(CodeContextInfo, f"{self._path}/interrupt", b"")
+
+    async def restart(self) -> CodeContextInfo:
+        """Begin anew without the variables; what runs is ended."""
+        patience = self._connection.patience(None)
+        return await self._connection.post(CodeContextInfo, f"{self._path}/restart", b"", timeout=patience)
+
+    async def delete(self) -> None:
+        """End it, with all it started."""
+        await self._connection.call("DELETE", self._path)
+
+    def _cell(self, code: str, timeout: float | None, figures: Sequence[str] | None) -> bytes:
+        chosen = None if figures is None else [*figures]
+        return _body(code, self._env, self._requirements, timeout=timeout, figures=chosen, variables=self._variables)
+
+
+class AsyncCellStream(AsyncOutputStream):
+    """What a cell prints, while it does."""
+
+    def __init__(self, connection: AsyncConnection, path: str, body: bytes):
+        super().__init__(connection, "POST", f"{path}/cells/stream", body=body)
+        self._cells = f"{path}/cells"
+
+    async def result(self) -> CellResult:
+        """All of the cell, once it has ended."""
+        async for _ in self:
+            pass
+        assert self._response is not None
+        id = self._response.headers["carrel-cell-id"]
+        return await self._connection.wait(CellResult, f"{self._cells}/{quote(id, safe='')}")
 
 
 def _body(code: str, env: str | EnvironmentInfo | None, requirements: Sequence[str] | None, **more: object) -> bytes:

@@ -22,7 +22,7 @@ from carrel.supervisor.command import signal_name
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
 from carrel.supervisor.output import STDERR, STDOUT, Output
 from carrel.supervisor.python.hosts import Host
-from carrel.supervisor.reaper import Reaper, kill_below
+from carrel.supervisor.reaper import Reaper, kill_below, memory_file
 
 MOST_QUEUED = 64
 REMEMBERED = 32
@@ -120,8 +120,12 @@ class Cell:
         }
 
 
+def _text(value: object) -> str:
+    return str(value).encode(errors="replace").decode()
+
+
 class CodeContext:
-    """One context. `find_host` gives it a host of its Python whenever it has to start."""
+    """One context. It starts when the first cell comes, and again when one comes after its end."""
 
     def __init__(self, name: str, commands: Commands, launch: Launch):
         self.name = name
@@ -136,7 +140,8 @@ class CodeContext:
         self._pipes: dict[int, int] = {}
         self._between: list[tuple[int, bytes]] = []
         self._worker: asyncio.Task[None] | None = None
-        self._clean: asyncio.Event = asyncio.Event()
+        self._ending: dict[Reaper, asyncio.Future[None]] = {}
+        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._count = 0
         self._ran = 0
@@ -217,7 +222,10 @@ class CodeContext:
         try:
             if self._host is None:
                 await self._start()
-                self._queue[0].fresh = True
+                if self._closed:
+                    await self.end()
+                if self._queue:
+                    self._queue[0].fresh = True
         except CarrelError as error:
             while self._queue:
                 self._refuse(self._queue.popleft(), error)
@@ -242,11 +250,11 @@ class CodeContext:
             if len(message) <= INLINE:
                 self._control.send(message)
             else:
-                memory = os.memfd_create("cell", os.MFD_CLOEXEC)
-                with open(memory, "wb") as file:
-                    file.write(message)
-                    file.flush()
+                memory = memory_file(message)
+                try:
                     socket.send_fds(self._control, [b"@"], [memory])
+                finally:
+                    os.close(memory)
         except OSError:
             return  # it has just died: that is on the way to be heard of
         if cell.timeout is not None:
@@ -280,7 +288,6 @@ class CodeContext:
             for descriptor in ends:
                 os.close(descriptor)
         self._host, self._control = host, ours
-        self._clean.clear()
         self._ran = 0
         self._started_at = datetime.now(UTC)
         self._loop.add_reader(ours, self._hear)
@@ -320,10 +327,10 @@ class CodeContext:
             told = json.loads(message)
             status, error, dropped = str(told["status"]), told["error"], int(told["dropped"])
             results = [
-                {"kind": str(each["kind"]), "data": {str(key): str(text) for key, text in each["data"].items()}}
+                {"kind": _text(each["kind"]), "data": {_text(key): _text(form) for key, form in each["data"].items()}}
                 for each in told["results"]
             ]
-            fault = None if error is None else {key: str(error[key]) for key in ("name", "value", "traceback")}
+            fault = None if error is None else {key: _text(error[key]) for key in ("name", "value", "traceback")}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             cell.status, cell.results_dropped = "error", size
             return
@@ -375,14 +382,13 @@ class CodeContext:
     def _on_host(self, reaper: Reaper, event: str, value: int) -> None:
         if event == "dead":
             self._commands.on_reaper(reaper, event, value)
+            self._commands.sweep(reaper)
             self._died(signal.SIGKILL)
-            self._clean.set()
         elif event == "ended":
             self._died(value)
-            if self._host is None:
-                self._kill_tree(reaper)
-        elif event == "clean":
-            self._clean.set()
+            self._kill_tree(reaper)
+        if event in {"dead", "clean"} and (ended := self._ending.pop(reaper, None)) is not None:
+            ended.set_result(None)
 
     def _died(self, status: int) -> None:
         """The process is gone, and its variables with it; what waits has lost its ground."""
@@ -426,17 +432,24 @@ class CodeContext:
         if self._host is not None:
             self._kill_tree(self._host)
 
-    def _kill_tree(self, reaper: Reaper, pause: float = 0.001) -> None:
-        """Kill until the host says that nothing is left."""
-        if not self._clean.is_set() and reaper.socket.fileno() >= 0:
+    def _kill_tree(self, reaper: Reaper) -> asyncio.Future[None]:
+        """Kill until the host says that nothing is left; it has other work right after."""
+        if reaper not in self._ending:
+            self._ending[reaper] = self._loop.create_future()
+            self._kill_more(reaper, 0.001)
+        return self._ending[reaper]
+
+    def _kill_more(self, reaper: Reaper, pause: float) -> None:
+        if reaper in self._ending:
             kill_below(reaper.pid)
-            self._loop.call_later(pause, self._kill_tree, reaper, min(pause * 2, 0.05))
+            self._loop.call_later(pause, self._kill_more, reaper, min(pause * 2, 0.05))
 
     async def end(self) -> None:
         """End the process and all it started."""
         if self._host is not None:
             self._kill_tree(self._host)
-            await self._clean.wait()
+        for ended in list(self._ending.values()):
+            await asyncio.shield(ended)
 
     async def restart(self) -> None:
         """A new process without the variables of the old one; what waits is not run."""
@@ -446,6 +459,10 @@ class CodeContext:
 
     async def close(self) -> None:
         """End, and forget every cell."""
+        self._closed = True
+        gone = NotFound(f"code context '{self.name}' was deleted")
+        while self._queue:
+            self._refuse(self._queue.popleft(), gone)
         await self.end()
         for cell in self._cells.values():
             cell.output.release()

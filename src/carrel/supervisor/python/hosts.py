@@ -17,7 +17,7 @@ from typing import Any
 from carrel.errors import CarrelError, Conflict, LimitExceeded
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.python import warm
-from carrel.supervisor.reaper import Program, Reaper, Stdio
+from carrel.supervisor.reaper import Program, Reaper, Stdio, memory_file
 
 READY = 2
 """How many hosts are kept ready: while one ends a call and prepares the next, another has its turn."""
@@ -41,10 +41,8 @@ class Host(Reaper):
 
     def run(self, order: dict[str, Any], directory: int, stdio: Stdio, *more: int) -> None:
         """Give the spare its work; `OSError` when it is gone."""
-        memory = os.memfd_create("order", os.MFD_CLOEXEC)
+        memory = memory_file(json.dumps(order).encode())
         try:
-            with open(memory, "wb", closefd=False) as file:
-                file.write(json.dumps(order).encode())
             socket.send_fds(self.socket, [b"run"], [memory, directory, *stdio, *more])
         finally:
             os.close(memory)

@@ -57,7 +57,7 @@ class Kernel:
         self.dropped = 0
         self.loop: Any = None
         builtins.display = self.display  # type: ignore[attr-defined]
-        sys.meta_path.insert(0, Finder(self))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, Finder(self))
         choose_backend()
 
     def serve(self, control: socket.socket) -> int:
@@ -70,7 +70,12 @@ class Kernel:
             if fds:
                 message = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
                 os.close(fds[0])
-            told = self.run(json.loads(message))
+            self.running = True
+            try:
+                told = self.run(json.loads(message))
+            except KeyboardInterrupt as raised:  # in the moment the cell ended
+                self.running = False
+                told = {"status": "interrupted", "error": self.told(raised), "results": [], "dropped": 0}
             if os.getpid() != self.pid:  # a cell has forked, and this is the child
                 return 0
             answer = json.dumps(told).encode()
@@ -91,12 +96,9 @@ class Kernel:
     def run(self, cell: dict[str, Any]) -> dict[str, Any]:
         """Run one cell; what it showed, and how it ended."""
         self.figures, self.results, self.room, self.dropped = cell["figures"], [], self.limit, 0
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            stream = getattr(sys, name)
-            if stream is None or getattr(stream, "closed", False):
-                setattr(sys, name, open(number, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1))
         status, error = "ok", None
         try:
+            reopen()
             self.execute(cell["code"], f"<cell {cell['number']}>")
             self.running = False
             self.show_figures()
@@ -120,7 +122,6 @@ class Kernel:
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr) and not text.rstrip().endswith(";"):
             last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
-        self.running = True
         if tree.body:
             self.evaluate(compile(tree, name, "exec", _ALLOW_AWAIT, dont_inherit=True))
         if last is not None:
@@ -170,8 +171,8 @@ class Kernel:
         """Keep what there is room for."""
         kept = {}
         for name, text in forms.items():
-            if name == "text/plain" and len(text) > min(MOST_TEXT, self.room):
-                most = min(MOST_TEXT, self.room)
+            most = max(0, min(MOST_TEXT, self.room))
+            if name == "text/plain" and most and len(text) > most:
                 self.dropped += len(text) - most
                 kept[name] = text[:most] + "…"
             elif len(text) <= self.room:
@@ -204,6 +205,15 @@ class Kernel:
         pyplot = sys.modules.get("matplotlib.pyplot")
         if pyplot is not None:
             pyplot.close(figure)
+
+
+def reopen() -> None:
+    """Let cells print again when an earlier one has closed the streams."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):
+            raw = io.FileIO(number, "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "replace", line_buffering=True))
 
 
 def forms_of(value: Any) -> dict[str, str]:
@@ -260,7 +270,7 @@ def table_of(value: Any) -> Any:
         if isinstance(value, (pandas.DataFrame, pandas.Series)):
             return value.iloc[:MOST_ROWS].to_json(orient="split", date_format="iso")
     except Exception:
-        pass
+        return None
     return None
 
 

@@ -1,0 +1,98 @@
+"""A Python environment that lies ready, attached to a sandbox that runs: through the SDK, to the answer.
+
+Each turn has a new sandbox, so that nothing of the attachment is known yet; and once more in the same one. The packages
+come from the index that this host installs from; the second sandbox must add neither disk space nor a download.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from pathlib import Path
+
+from bench import ground
+from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, rounds
+from carrel.client import Client, Sandbox
+from carrel.models import EnvironmentInfo
+
+ROUNDS = 60
+PACKAGES = ["pandas"]
+
+
+async def run(progress: Progress) -> Report:
+    """Measure."""
+    async with ground.server() as server:
+        with Client(server.url, server.token, timeout=600) as client, client.sandbox("bench-first") as first:
+            began = time.perf_counter()
+            info = await asyncio.to_thread(first.envs.attach, PACKAGES)
+            built = time.perf_counter() - began
+            added, downloaded = _second(client, info, server.data)
+            contenders: dict[str, Contender] = {"first time": _new(client), "again": _again(first)}
+            samples = await rounds(contenders, ROUNDS, warm_up=2, progress=progress)
+    table = Table(
+        f"{' '.join(PACKAGES)}, ready, attached through the SDK, {ROUNDS} rounds", ("", "median ms", "p99 ms")
+    )
+    for name, taken in samples.items():
+        table.add(name, median(taken) * 1e3, percentile(taken, 99) * 1e3)
+    return Report(
+        {
+            "env_attach_ms": median(samples["first time"]) * 1e3,
+            "env_attach_p99_ms": percentile(samples["first time"], 99) * 1e3,
+            "env_attach_again_ms": median(samples["again"]) * 1e3,
+            "env_build_s": built,
+            "env_size_mb": info.size / 1e6,
+            "env_second_sandbox_mb": added / 1e6,
+            "env_second_sandbox_downloaded_mb": downloaded / 1e6,
+        },
+        [table],
+    )
+
+
+def _second(client: Client, info: EnvironmentInfo, data: Path) -> tuple[int, int]:
+    """What a second sandbox with the same packages adds: to the disk, and to what was downloaded."""
+    with client.sandbox() as box:
+        box.commands.run("true")
+        before, packages = _size(data), _size(data / "cache")
+        path = box.envs.attach(PACKAGES).path
+        if path != info.path:
+            raise BenchFailed("the second sandbox has another environment")
+        done = box.commands.run([f"{path}/bin/python", "-c", "import pandas"], timeout=120)
+        if done.exit_code != 0:
+            raise BenchFailed(f"pandas cannot be imported: {done.stderr[-500:]}")
+        return _size(data) - before, _size(data / "cache") - packages
+
+
+def _size(top: Path) -> int:
+    total = 0
+    for each in top.rglob("*"):
+        try:
+            total += each.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue  # a file of the server that came and went
+    return total
+
+
+def _new(client: Client) -> Contender:
+    count = itertools.count(1)
+
+    async def turn() -> float:
+        box = client.sandbox(f"bench-{next(count)}")
+        try:
+            began = time.perf_counter()
+            box.envs.attach(PACKAGES)
+            return time.perf_counter() - began
+        finally:
+            box.terminate(delete_files=True)
+
+    return turn
+
+
+def _again(box: Sandbox) -> Contender:
+    async def turn() -> float:
+        await asyncio.sleep(0)  # lets an interrupt in
+        began = time.perf_counter()
+        box.envs.attach(PACKAGES)
+        return time.perf_counter() - began
+
+    return turn

@@ -1,0 +1,155 @@
+"""Code contexts: a Python that keeps its variables from cell to cell."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+from starlette.responses import Response
+
+from carrel.api.commands import EVENTS
+from carrel.api.guard import Router
+from carrel.api.parts import Plane, SandboxId, as_json, body_of, described, event_stream, known_query, plane_of
+from carrel.api.problems import problems
+from carrel.api.python import FAILS
+from carrel.models import CellRequest, CellResult, CodeContextInfo, CodeContextList, CodeContextName
+
+router = Router(prefix="/v1/sandboxes/{id}/code-contexts", tags=["python"])
+strict = [Depends(known_query)]
+Name = Annotated[CodeContextName, Path(alias="name", description="name of a code context")]
+CellId = Annotated[str, Path(alias="cell", max_length=128, description="id of a cell")]
+_ID_HEADER = {"Carrel-Cell-Id": {"description": "id of the cell", "schema": {"type": "string"}}}
+_TOLD = problems(404, 409, 422, 429, 502)
+
+
+@router.get(
+    "",
+    operation_id="list_code_contexts",
+    summary="The code contexts of a sandbox",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CodeContextList}, **problems(404, 409, 502)},
+)
+async def list_code_contexts(id: SandboxId, plane: Plane) -> Response:
+    """Oldest first."""
+    return as_json(await plane.operations.code_contexts.list(id))
+
+
+@router.get(
+    "/{name}",
+    operation_id="get_code_context",
+    summary="One code context",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CodeContextInfo}, **problems(404, 409, 502)},
+)
+async def get_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
+    """Idle, busy, or dead until the next cell starts it anew."""
+    return as_json(await plane.operations.code_contexts.get(id, name))
+
+
+@router.delete(
+    "/{name}",
+    operation_id="delete_code_context",
+    summary="End a code context",
+    status_code=204,
+    response_model=None,
+    dependencies=strict,
+    responses=problems(404, 409, 502),
+)
+async def delete_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
+    """With all it started; its cells are forgotten."""
+    await plane.operations.code_contexts.delete(id, name)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/{name}/interrupt",
+    operation_id="interrupt_code_context",
+    summary="Interrupt the cell that runs",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CodeContextInfo}, **_TOLD},
+)
+async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
+    """As Ctrl-C would; the variables stay. Nothing happens when none runs."""
+    return as_json(await plane.operations.code_contexts.interrupt(id, name))
+
+
+@router.post(
+    "/{name}/restart",
+    operation_id="restart_code_context",
+    summary="Begin a code context anew",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CodeContextInfo}, **_TOLD},
+)
+async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
+    """What runs is ended, what waits is not run, the variables are gone."""
+    return as_json(await plane.operations.code_contexts.restart(id, name))
+
+
+@router.post(
+    "/{name}/cells",
+    operation_id="run_cell",
+    summary="Run a cell to its end",
+    response_model=None,
+    responses={200: {"model": CellResult}, **FAILS},
+    openapi_extra=described(CellRequest, "id", "name"),
+)
+async def run_cell(request: Request) -> Response:
+    """After the cells that came before it. The code context is made when there is none of this name."""
+    wanted, names = await body_of(request, CellRequest), request.path_params
+    return as_json(await plane_of(request).operations.code_contexts.run_cell(names["id"], names["name"], wanted))
+
+
+@router.post(
+    "/{name}/cells/stream",
+    operation_id="stream_cell",
+    summary="Run a cell and stream what it prints",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {**EVENTS, "headers": _ID_HEADER}, **FAILS},
+)
+async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane, request: Request) -> Response:
+    """What it shows besides is in its result: get the cell by the id in the header."""
+    contexts = plane.operations.code_contexts
+    info = await contexts.start_cell(id, name, body)
+    chunks = contexts.cell_output(id, name, info.id)
+    return await event_stream(request, chunks, headers={"carrel-cell-id": info.id})
+
+
+@router.get(
+    "/{name}/cells/{cell}",
+    operation_id="get_cell",
+    summary="Wait for the result of a cell",
+    response_model=None,
+    dependencies=strict,
+    responses={200: {"model": CellResult}, **problems(404, 409, 422, 429, 502)},
+)
+async def get_cell(id: SandboxId, name: Name, cell: CellId, plane: Plane) -> Response:
+    """The result, once there is one."""
+    return as_json(await plane.operations.code_contexts.get_cell(id, name, cell))
+
+
+@router.get(
+    "/{name}/cells/{cell}/output",
+    operation_id="get_cell_output",
+    summary="What a cell printed, from an offset on",
+    response_model=None,
+    dependencies=strict,
+    responses={200: EVENTS, **problems(404, 409, 502)},
+)
+async def get_cell_output(
+    id: SandboxId,
+    name: Name,
+    cell: CellId,
+    plane: Plane,
+    request: Request,
+    *,
+    offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
+    follow: bool = True,
+) -> Response:
+    """With `follow` until the cell ends, else what there is."""
+    chunks = plane.operations.code_contexts.cell_output(id, name, cell, offset=offset, follow=follow)
+    return await event_stream(request, chunks, offset=offset)

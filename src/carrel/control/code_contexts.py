@@ -1,0 +1,189 @@
+"""Code contexts as operations: cells, interrupt, restart, list, delete. A cell passes the one door as the `python3 -c`
+it stands for.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+
+from carrel.control.connection import Json
+from carrel.control.exchange import GRACE, LIST, SMALL, check, json_object, segment_of, size_of
+from carrel.control.frames import Chunk
+from carrel.control.live import LiveSandbox
+from carrel.control.python import START_S, Enter, Redactors, Wanting
+from carrel.control.redacting import clean_info
+from carrel.control.streaming import written
+from carrel.errors import InvalidRequest
+from carrel.events.redact import Redactor
+from carrel.models import (
+    CellError,
+    CellRequest,
+    CellResult,
+    CodeContextInfo,
+    CodeContextList,
+    CommandInfo,
+    RichResult,
+)
+
+SHORT = 30.0
+LONGEST_S = 86_400.0
+MOST_RESULT = 64 * 1024 * 1024
+_BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
+
+FindEnvironment = Callable[[LiveSandbox, Wanting, str], Awaitable[str | None]]
+
+
+class CodeContextOperations:
+    """Everything about code contexts."""
+
+    def __init__(
+        self,
+        door: Enter,
+        redactor: Redactors,
+        out_of_memory: Callable[[LiveSandbox], Awaitable[bool]],
+        environment: FindEnvironment,
+    ):
+        self._door = door
+        self._redactor = redactor
+        self._out_of_memory = out_of_memory
+        self._environment = environment
+
+    async def run_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CellResult:
+        """Run a cell to its end, after those that came before it."""
+        _checked(context)
+        async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, traffic):
+            body = await self._body(box, request, actor)
+            # It may wait for all the cells before it: only the sandbox knows for how long.
+            answer = await box.connection.request(
+                "POST", f"/contexts/{context}/cells?wait=1", body, deadline=LONGEST_S, max_bytes=MOST_RESULT
+            )
+            return await self._shown(box, answer, traffic.gave)
+
+    async def start_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CommandInfo:
+        """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
+        async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, _):
+            body = await self._body(box, request, actor)
+            path = f"/contexts/{context}/cells"
+            answer = await box.connection.request("POST", path, body, deadline=SHORT + START_S, max_bytes=SMALL)
+            redactor = await self._redactor(box.record.context_id or box.record.id)
+            return clean_info(redactor, check(CommandInfo, json_object(answer)))
+
+    async def cell_output(
+        self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
+    ) -> AsyncIterator[Chunk]:
+        """What a cell prints, from `offset` on."""
+        path = f"/contexts/{context}/cells/{segment_of(cell_id)}/output"
+        arguments = {"code_context": context, "cell": cell_id, "offset": offset}
+        async with self._door(name, "shell", "cell_output", arguments, actor) as (box, traffic):
+            redactor = await self._redactor(box.record.context_id or box.record.id)
+            chunks = written(box, traffic, redactor, path, offset, follow=follow)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+
+    async def get_cell(self, name: str, context: str, cell_id: str, actor: str = "") -> CellResult:
+        """The result of a cell, once there is one."""
+        path = f"/contexts/{context}/cells/{segment_of(cell_id)}"
+        arguments = {"code_context": context, "cell": cell_id}
+        async with self._door(name, "shell", "get_cell", arguments, actor) as (box, traffic):
+            answer = await box.connection.request("GET", path, deadline=LONGEST_S, max_bytes=MOST_RESULT)
+            return await self._shown(box, answer, traffic.gave)
+
+    async def list(self, name: str, actor: str = "") -> CodeContextList:
+        """The code contexts of a sandbox."""
+        async with self._door(name, "shell", "list_code_contexts", {}, actor) as (box, _):
+            answer = await box.connection.request_json("GET", "/contexts", deadline=SHORT, max_bytes=LIST)
+            return check(CodeContextList, answer)
+
+    async def get(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+        """One code context."""
+        return await self._told(name, "get_code_context", "GET", context, "", actor)
+
+    async def interrupt(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+        """Interrupt the cell that runs; the variables stay."""
+        return await self._told(name, "interrupt_code_context", "POST", context, "/interrupt", actor)
+
+    async def restart(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+        """Begin anew without the variables."""
+        return await self._told(name, "restart_code_context", "POST", context, "/restart", actor)
+
+    async def delete(self, name: str, context: str, actor: str = "") -> None:
+        """End a code context and forget its cells."""
+        arguments = {"code_context": context}
+        async with self._door(name, "shell", "delete_code_context", arguments, actor) as (box, _):
+            await box.connection.request("DELETE", f"/contexts/{context}", deadline=SHORT, max_bytes=SMALL)
+
+    # inner
+
+    async def _told(
+        self, name: str, operation: str, method: str, context: str, action: str, actor: str
+    ) -> CodeContextInfo:
+        async with self._door(name, "shell", operation, {"code_context": context}, actor) as (box, _):
+            path = f"/contexts/{context}{action}"
+            answer = await box.connection.request_json(method, path, deadline=GRACE + START_S, max_bytes=SMALL)
+            return check(CodeContextInfo, answer)
+
+    async def _body(self, box: LiveSandbox, request: CellRequest, actor: str) -> bytes:
+        body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
+        body["timeout"] = request.timeout or box.record.limits.timeout_s
+        body["env"] = await self._environment(box, request, actor)
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    async def _shown(self, box: LiveSandbox, answer: bytes, gave: Callable[[int], None]) -> CellResult:
+        result = check(CellResult, json_object(answer))
+        gave(size_of(result.stdout) + size_of(result.stderr))
+        result.oom_killed = False
+        if result.status == "died" and result.signal == "SIGKILL" and not result.timed_out:
+            result.oom_killed = await self._out_of_memory(box)
+        return clean_cell(await self._redactor(box.record.context_id or box.record.id), result)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _checked(context: str) -> None:
+    if not _NAME.fullmatch(context):
+        raise InvalidRequest(
+            "the name of a code context has letters, digits, '.', '_' and '-'", field="name", hint="64 at most"
+        )
+
+
+def _asked(context: str, request: CellRequest) -> dict[str, object]:
+    """Everything of a cell that decides what it does."""
+    arguments: dict[str, object] = {"command": ["python3", "-c", request.code], "code_context": context}
+    arguments |= request.model_dump(include={"timeout", "requirements"}, exclude_defaults=True)
+    if request.variables:
+        arguments["env"] = dict(request.variables)
+    if request.env is not None:
+        arguments["environment"] = request.env
+    return arguments
+
+
+def clean_cell(redactor: Redactor, result: CellResult) -> CellResult:
+    """A cell as it may be shown."""
+    fault = result.error
+    changes: dict[str, object] = {
+        "stdout": redactor.text(result.stdout),
+        "stderr": redactor.text(result.stderr),
+        "results": [_clean(redactor, each) for each in result.results],
+        "error": None if fault is None else CellError.model_validate(redactor.value(fault.model_dump())),
+    }
+    return result.model_copy(update=changes)
+
+
+def _clean(redactor: Redactor, shown: RichResult) -> RichResult:
+    data: dict[str, str] = {}
+    for form, text in shown.data.items():
+        if form in _BINARY:
+            try:
+                data[form] = base64.b64encode(redactor.data(base64.b64decode(text, validate=True))).decode()
+            except (binascii.Error, ValueError):
+                continue  # no image
+        else:
+            data[form] = redactor.text(text)
+    return RichResult(kind=shown.kind, data=data)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from carrel.config import Settings
+from environments_ground import sources, stocked
+from governed import Known
+from indexes import IndexServer
+from refusals import refused
+
+
+@pytest.fixture
+async def index() -> AsyncIterator[IndexServer]:
+    async with stocked() as index:
+        yield index
+
+
+@pytest.fixture
+async def settings(settings: Settings, index: IndexServer) -> Settings:
+    """The server's own policy installs from the index."""
+    file = Path(settings.data_dir, "sources.json")
+    file.write_text(json.dumps(sources(index)))
+    return settings.model_copy(update={"policy": settings.policy.model_copy(update={"sources_file": str(file)})})
+
+
+async def test_built_listed_attached_removed(http: httpx.AsyncClient, known: Known) -> None:
+    answer = await http.post("/v1/envs", json={"requirements": ["shelf"], "name": "tools"})
+    assert answer.status_code == 200, answer.text
+    built = answer.json()
+    assert built["labels"] == ["tools"] and built["path"] == f"/envs/{built['name']}" and not built["in_use"]
+    assert [each["name"] for each in built["packages"]] == ["plank", "shelf"]
+    assert (await http.get("/v1/envs/tools")).json()["name"] == built["name"]
+    assert (await http.post("/v1/sandboxes", json={"context_id": "team:a"})).status_code == 201
+    attached = await http.post("/v1/sandboxes/team:a/envs", json={"env": "tools"})
+    assert attached.status_code == 200 and attached.json()["in_use"]
+    refused(await http.delete("/v1/envs/tools"), 409, "env", "conflict")
+    own = await http.post("/v1/sandboxes/team:a/envs", json={"requirements": ["nail"]})
+    assert own.status_code == 200, own.text
+
+    agent = await known("coder", "agent", "operate", contexts=["team:a"])
+    other = await known("other", "agent", "operate", contexts=["team:b"])
+    seen = {each["name"] for each in (await agent.get("/v1/envs")).json()["items"]}
+    assert seen == {built["name"], own.json()["name"]}
+    assert {each["name"] for each in (await other.get("/v1/envs")).json()["items"]} == {built["name"]}
+    assert (await other.get(f"/v1/envs/{own.json()['name']}")).status_code == 200, "who knows the name has it"
+    for client in (agent, other):
+        refused(await client.post("/v1/envs", json={"requirements": ["nail"], "name": "tools"}), 403, None)
+        refused(await client.delete("/v1/envs/tools"), 403, None)
+    refused(await other.post("/v1/sandboxes/team:a/envs", json={"env": "tools"}), 403, None)
+    assert (await agent.post("/v1/sandboxes/team:a/envs", json={"requirements": ["nail"]})).status_code == 200
+
+    assert (await http.post("/v1/sandboxes/team:a/terminate", json={})).is_success
+    assert (await http.delete("/v1/envs/tools")).status_code == 204
+    refused(await http.get("/v1/envs/tools"), 404, "env", "not_found")
+
+
+async def test_followed(http: httpx.AsyncClient) -> None:
+    async def follow(body: dict[str, object]) -> list[dict[str, object]]:
+        answer = await http.post("/v1/envs?follow=true", json=body)
+        assert answer.headers["content-type"].startswith("application/x-ndjson")
+        return [json.loads(line) for line in answer.text.splitlines()]
+
+    *progress, last = await follow({"requirements": ["nail"]})
+    assert {"progress": "+ nail==1.0"} in progress and "environment" in last
+    *_, last = await follow({"requirements": ["nonesuch"]})
+    problem = last["problem"]
+    assert isinstance(problem, dict) and problem["code"] == "invalid_request" and "nonesuch" in problem["detail"]
+
+
+async def test_what_is_no_request(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/v1/sandboxes", json={"context_id": "c"})).status_code == 201
+    for body, field in (
+        ({}, "body"),
+        ({"requirements": []}, "requirements"),
+        ({"env": "x", "requirements": ["y"]}, "body"),
+        ({"env": "x", "python": "3.11"}, "body"),
+        ({"requirements": ["x\n--index-url http://evil.test"]}, "requirements.0"),
+        ({"requirements": ["-r /etc/passwd"]}, "requirements"),
+        ({"requirements": ["nail"], "python": "3.99"}, "python"),
+        ({"requirements": ["nail"], "index": "absent"}, "index"),
+        ({"requirements": ["nail @ file:///etc/passwd"]}, "requirements"),
+        ({"env": "../../etc"}, "env"),
+    ):
+        refused(await http.post("/v1/sandboxes/c/envs", json=body), 400, field)
+    refused(await http.post("/v1/sandboxes/c/envs", json={"env": "absent"}), 404, "env")
+    refused(await http.post("/v1/sandboxes/absent/envs", json={"env": "absent"}), 404, "id")
