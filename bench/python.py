@@ -1,5 +1,5 @@
-"""Python in a running sandbox through the SDK: a call beside bare starts of the interpreter, a cell beside ipykernel, and
-pandas warm beside cold.
+"""Python in a running sandbox through the SDK: a call beside bare starts of the interpreter, a cell beside ipykernel,
+and pandas warm beside cold.
 
 ipykernel and pandas come from a virtual environment that is made for the run with `uv`, or from the one that
 `CARREL_BENCH_VENV` names. Without either (no network), what needs them is not measured.

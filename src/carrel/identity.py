@@ -75,7 +75,7 @@ SCOPES = (
             "read_filespace", "list_snapshots", "download_snapshot", "diff_snapshots", "stream_events",
             "list_approvals", "get_approval", "watch_approvals", "get_policy", "explain_policy", "search_audit",
             "export_audit", "get_audit_key", "get_host", "get_metrics", "healthz", "readyz", "list_templates",
-            "list_envs", "get_env", "list_code_contexts", "get_code_context", "get_cell",
+            "list_envs", "get_env", "list_sandbox_envs", "list_code_contexts", "get_code_context", "get_cell",
             "get_cell_output",
         ),
         listed=(
@@ -92,6 +92,7 @@ SCOPES = (
             "mcp_request", "write_file", "edit_file", "move_file", "make_directory", "delete_file", "sync_filespace",
             "write_filespace", "delete_filespace", "forget_filespace",
             "take_snapshot", "delete_snapshot", "restore", "fork", "build_env", "delete_env", "attach_env",
+            "detach_env",
             "run_python", "start_python", "stream_python", "run_cell", "stream_cell", "interrupt_code_context",
             "restart_code_context", "delete_code_context",
         ),

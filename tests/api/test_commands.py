@@ -119,7 +119,7 @@ BAD: list[tuple[str, str, Sent, int, str]] = [
     ("POST", "/commands/c1/stdin", {"params": {"close": "perhaps"}}, 400, "close"),
     ("POST", "/execute", {"json": {"code": ""}}, 400, "code"),
     ("POST", "/execute", {"json": {"code": "1", "language": "cobol"}}, 400, "language"),
-    ("POST", "/execute", {"json": {"code": "1", "language": "python"}}, 422, "language"),
+    ("POST", "/execute", {"json": {"code": "1", "language": "python", "timeout": 121}}, 400, "timeout"),
 ]
 
 

@@ -31,6 +31,12 @@ async def test_attached_by_requirements_and_by_name(async_client: AsyncClient, c
             assert (await async_client.envs.get(info.name)).in_use
             with pytest.raises(Conflict):
                 await async_client.envs.delete(info.name)
+            assert [each.name for each in await box.envs.list()] == [info.name]
+            await box.envs.detach(info)
+            assert await box.envs.list() == []
+            with pytest.raises(NotFound):
+                await box.envs.detach(info)
+            assert not (await async_client.envs.get(info.name)).in_use
             same = await asyncio.to_thread(client.envs.list)
             assert info.name in [each.name for each in same]
             assert info.name in [each.name for each in await async_client.envs.list()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
-from carrel.errors import InvalidRequest, NotFound, NotRunning, Unsupported
+from carrel.errors import InvalidRequest, NotFound, NotRunning
 from carrel.models import State
 
 
@@ -58,8 +58,6 @@ def test_execute_and_tool(box: Sandbox) -> None:
     assert (result.output.strip(), result.files_produced) == ("4", ["output/o"])
     box.tool("create_file", {"path": "made.txt", "content": "by a tool"})
     assert box.files.read_text("made.txt") == "by a tool"
-    with pytest.raises(Unsupported):
-        box.execute("1", language="python")
     with pytest.raises(InvalidRequest) as caught:
         box.tool("fly")
     assert caught.value.field == "tool_name"

@@ -103,7 +103,9 @@ async def test_installed_by_the_agent_and_kept(plane: ControlPlane) -> None:
         assert await run(plane, name, "test -e .venv || echo none; echo $VIRTUAL_ENV") == "none\n\n"
         assert "/etc/carrel/python/pip" in await run(plane, name, "pip --version")
         assert await run(plane, name, "test -e .venv || echo none") == "none\n", "looking needs none"
-        assert "system-wide" not in await run(plane, name, "python3 -m pip install -q plank && python3 -m pip --version")
+        assert "system-wide" not in await run(
+            plane, name, "python3 -m pip install -q plank && python3 -m pip --version"
+        )
         found = "/workspace/.venv/lib/python3.11/site-packages/shelf/__init__.py\n"
         code = "python3 -c 'import shelf; print(shelf.__file__)'"
         assert (await run(plane, name, f"pip install -q --user shelf && {code}")) == found

@@ -23,7 +23,7 @@ from carrel.control.exchange import (
 )
 from carrel.control.frames import Chunk
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
-from carrel.models import CommandInfo, CommandRequest, FileInfo
+from carrel.models import CommandInfo, CommandRequest, CommandResult, FileInfo
 
 RESULT = {"id": "c", "stdout": "", "stderr": "", "exit_code": 0, "duration_ms": 1.0}
 
@@ -76,11 +76,11 @@ def test_nonsense_is_not_believed() -> None:
     with pytest.raises(SandboxLost):
         checked_end(Chunk("end", b"{}"), lambda info: info)
     with pytest.raises(SandboxLost):
-        checked_result(b"[]")
+        checked_result(b"[]", CommandResult)
 
 
 def test_only_the_control_plane_knows_of_memory() -> None:
-    assert checked_result(json.dumps({**RESULT, "oom_killed": True}).encode()).oom_killed is False
+    assert checked_result(json.dumps({**RESULT, "oom_killed": True}).encode(), CommandResult).oom_killed is False
 
 
 def test_an_end_is_given_as_it_was_checked() -> None:

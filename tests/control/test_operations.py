@@ -8,7 +8,7 @@ import pytest
 
 from carrel.control.frames import Chunk
 from carrel.control.plane import ControlPlane
-from carrel.errors import InvalidPath, InvalidRequest, NotFound, SandboxLost, Unsupported
+from carrel.errors import InvalidPath, InvalidRequest, NotFound, SandboxLost
 from carrel.models import CommandRequest, EditRequest, ExecuteRequest, SandboxRequest, SignalRequest, ToolRequest
 
 
@@ -88,8 +88,8 @@ async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:
     assert made.result["size"] == 2
     ran = await do.execute(box, ExecuteRequest(code="cat in > output/out; echo ok", files={"in": encoded}))
     assert ran.output == "ok\n" and "output/out" in ran.files_produced
-    with pytest.raises(Unsupported):
-        await do.execute(box, ExecuteRequest(code="1", language="python"))
+    with pytest.raises(InvalidRequest):
+        await do.execute(box, ExecuteRequest(code="1", env_name="of-python"))
     for name, params, field in (
         ("fly", {}, "tool_name"),
         ("create_file", {}, "params.path"),

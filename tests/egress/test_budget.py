@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.budget import CONNECTIONS, PER_MINUTE, Budget, Meter
+from carrel.egress.budget import CONNECTIONS, PER_MINUTE, REFUSALS, Budget, Meter
 from carrel.egress.rules import Limits
 from carrel.egress.terms import Access, Refused, Target
 
@@ -18,7 +18,7 @@ class Clock:
 
 def test_defaults_hold_where_nobody_says_anything() -> None:
     budget = Budget(Limits())
-    assert (budget.connections, budget.per_minute) == (CONNECTIONS, PER_MINUTE) == (256, 3000)
+    assert (budget.connections, budget.per_minute) == (CONNECTIONS, PER_MINUTE) == (256, 6000)
 
 
 @given(st.integers(1, 5), st.integers(1, 10), st.lists(st.sampled_from(["enter", "leave", "wait"]), max_size=60))
@@ -72,3 +72,22 @@ def test_one_connection_may_have_a_limit_of_its_own() -> None:
     meter.received(5)
     with pytest.raises(Refused, match=r"git\.test:443"):
         meter.received(1)
+
+
+def test_refusals_beyond_many_are_counted_and_not_written_one_by_one() -> None:
+    now = 0.0
+    budget = Budget(Limits(), clock=lambda: now)
+    assert [budget.write_refusal() for _ in range(REFUSALS)] == [0] * REFUSALS
+    assert [budget.write_refusal() for _ in range(5)] == [None] * 5
+    now = 61.0
+    assert budget.write_refusal() == 5
+    assert budget.write_refusal() == 0
+
+
+def test_requests_over_open_connections_count_too() -> None:
+    budget = Budget(Limits(per_minute=3), clock=lambda: 0.0)
+    budget.enter()
+    budget.count()
+    budget.count()
+    with pytest.raises(Refused, match="within a minute"):
+        budget.count()

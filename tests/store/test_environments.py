@@ -60,6 +60,7 @@ async def test_held_until_the_session_is_terminated(database: Database) -> None:
     await sessions.insert(replace(SESSION, id="sbx-2", context_id="fork"))
     await sessions.update("sbx-1", state=State.STOPPED)
     assert await store.held() == {"n1": {"c", "fork"}}
+    assert await store.release("fork", "n1") and not await store.release("fork", "n1")
     await sessions.update("sbx-1", state=State.TERMINATED)
     await sessions.update("sbx-2", state=State.TERMINATED)
     assert await store.held() == {}

@@ -61,7 +61,7 @@ async def test_execute_has_a_deadline(supervisor: Supervisor) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "field"),
     [
-        ({"code": "true", "language": "python"}, 422, "language"),
+        ({"code": "true", "language": "ruby"}, 422, "language"),
         ({"code": "true", "files": []}, 400, "files"),
         ({"code": "true", "files": ["a"]}, 400, "files"),
         ({"code": "true", "files": {"a": "not base64!"}}, 400, "files"),

@@ -100,7 +100,8 @@ async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Respo
 async def run_cell(request: Request) -> Response:
     """After the cells that came before it. The code context is made when there is none of this name."""
     wanted, names = await body_of(request, CellRequest), request.path_params
-    return as_json(await plane_of(request).operations.code_contexts.run_cell(names["id"], names["name"], wanted))
+    result = await plane_of(request).operations.code_contexts.run_cell(names["id"], names["name"], wanted)
+    return Response(result.model_dump_json(), media_type="application/json")
 
 
 @router.post(

@@ -105,6 +105,32 @@ async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follo
     return await _answered(lambda say: plane.envs.attach(id, body, say=say), follow=follow)
 
 
+@router.get(
+    "/v1/sandboxes/{id}/envs",
+    operation_id="list_sandbox_envs",
+    summary="The environments a sandbox has",
+    response_model=None,
+    responses={200: {"model": EnvironmentList}, **problems(404, 409)},
+)
+async def list_sandbox_envs(id: SandboxId, plane: Plane) -> Response:
+    """By name."""
+    return as_json(await plane.envs.list(id))
+
+
+@router.delete(
+    "/v1/sandboxes/{id}/envs/{env}",
+    operation_id="detach_env",
+    summary="Let go of an environment",
+    status_code=204,
+    response_model=None,
+    responses=problems(404, 409),
+)
+async def detach_env(id: SandboxId, env: Name, plane: Plane) -> Response:
+    """It may then be removed when no other session has it."""
+    await plane.envs.detach(id, env)
+    return Response(status_code=204)
+
+
 def _visible(info: EnvironmentInfo) -> bool:
     identity = who()
     return (

@@ -16,6 +16,7 @@ from carrel.cli import (
     filespace,
     host,
     policy,
+    python,
     sandboxes,
     secrets,
     server,
@@ -50,6 +51,7 @@ app.command("doctor", rich_help_panel="Server")(host.doctor)
 app.command("version", rich_help_panel="Server")(host.version)
 app.command("run", rich_help_panel="Commands", context_settings=_PROGRAM)(commands.run)
 app.command("exec", rich_help_panel="Commands", context_settings=_PROGRAM)(commands.execute)
+app.command("python", rich_help_panel="Commands")(python.python)
 app.command("sh", rich_help_panel="Commands")(terminals.sh)
 app.command("logs", rich_help_panel="Commands")(commands.logs)
 app.command("ls", rich_help_panel="Files")(files.ls)

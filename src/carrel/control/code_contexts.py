@@ -11,6 +11,8 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
+from pydantic import ValidationError
+
 from carrel.control.connection import Json
 from carrel.control.exchange import GRACE, LIST, SMALL, check, json_object, segment_of, size_of
 from carrel.control.frames import Chunk
@@ -18,7 +20,7 @@ from carrel.control.live import LiveSandbox
 from carrel.control.python import START_S, Enter, Redactors, Wanting
 from carrel.control.redacting import clean_info
 from carrel.control.streaming import written
-from carrel.errors import InvalidRequest
+from carrel.errors import InvalidRequest, SandboxLost
 from carrel.events.redact import Redactor
 from carrel.models import (
     CellError,
@@ -135,7 +137,10 @@ class CodeContextOperations:
         return json.dumps(body, separators=(",", ":")).encode()
 
     async def _shown(self, box: LiveSandbox, answer: bytes, gave: Callable[[int], None]) -> CellResult:
-        result = check(CellResult, json_object(answer))
+        try:
+            result = CellResult.model_validate_json(answer)
+        except ValidationError:
+            raise SandboxLost("the sandbox's answer is not a CellResult") from None
         gave(size_of(result.stdout) + size_of(result.stderr))
         result.oom_killed = False
         if result.status == "died" and result.signal == "SIGKILL" and not result.timed_out:

@@ -1,4 +1,6 @@
-"""Environments as operations: build and attach. Each passes the one door as the `pip install` it stands for."""
+"""Environments as operations: build, attach, detach. Each passes the one door, the first two as the `pip install` that
+they stand for.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,17 @@ from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
 from carrel.errors import Conflict
 from carrel.isolation.launchers import PLACE, VENV
-from carrel.models import CommandRequest, EnvironmentAttach, EnvironmentBuild, EnvironmentInfo, EnvironmentRequest
+from carrel.models import (
+    CommandRequest,
+    EnvironmentAttach,
+    EnvironmentBuild,
+    EnvironmentInfo,
+    EnvironmentList,
+    EnvironmentRequest,
+    State,
+)
 from carrel.providers.base import Capability
+from carrel.store import SessionRecord
 from carrel.store.environments import EnvironmentRecord
 
 
@@ -65,6 +76,25 @@ class EnvironmentUse:
             finally:
                 box.in_flight -= 1
                 box.touch()
+
+    async def list(self, name: str) -> EnvironmentList:
+        """The environments that a session has."""
+        record = await self._kept(name)
+        return await self._environments.of(record.context_id or record.id)
+
+    async def detach(self, name: str, env: str, actor: str = "") -> None:
+        """Let go of an environment, so that it may be removed when nobody else has it."""
+        record = await self._kept(name)
+        door = self._operations.session_door("detach_env", {"env": env}, actor, record.id, record.context_id)
+        async with door:
+            await self._environments.release(env, record.context_id or record.id)
+
+    async def _kept(self, name: str) -> SessionRecord:
+        """A session that has not been terminated."""
+        record = await self._sessions.record(name)
+        if record.state is State.TERMINATED:
+            await self._sessions.find(name)  # says so
+        return record
 
     async def _base(self, name: str, path: str) -> None:
         command = CommandRequest(command=[f"{PLACE}/carrel-venv", path], timeout=60)

@@ -295,6 +295,18 @@ class Environments:
                 return record
         raise PlatformError("the environment is removed as often as it is built", hint="the disk may be full")
 
+    async def of(self, holder: str) -> EnvironmentList:
+        """What a context, or an ephemeral session, holds."""
+        names = await self._store.holds(holder)
+        return EnvironmentList(items=[self.info(self._known[name]) for name in names if name in self._known])
+
+    async def release(self, name: str, holder: str) -> None:
+        """Let go of an environment; it can still be used there while it lasts."""
+        record = self.find(name)
+        if not await self._store.release(holder, record.name):
+            raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
+        self._holders.get(record.name, set()).discard(holder)
+
     async def forked(self, origin: str, context_id: str) -> None:
         """A fork holds what its origin does: its own virtual environment may sit on top of it."""
         await self._store.copy_uses(origin, context_id)

@@ -13,8 +13,12 @@ from carrel.egress.rules import Limits
 from carrel.egress.terms import Access, Refused
 
 CONNECTIONS = 256
-PER_MINUTE = 3000
+PER_MINUTE = 6000
 """What holds where no policy says anything."""
+REFUSALS = 600
+"""How many refusals within a minute are written down one by one: who is refused can try again at once, and the log
+would be as long as a sandbox likes.
+"""
 
 _MINUTE_S = 60.0
 
@@ -26,6 +30,8 @@ class Budget:
         self._limits = limits
         self._clock = clock
         self._recent: deque[float] = deque()
+        self._refusals: deque[float] = deque()
+        self._unwritten = 0
         self.open = 0
         """Connections that are open now."""
         self.sent = 0
@@ -38,7 +44,7 @@ class Budget:
 
     @property
     def per_minute(self) -> int:
-        """The most new connections within any minute."""
+        """The most new connections, and requests over those that are open, within any minute."""
         return PER_MINUTE if self._limits.per_minute is None else self._limits.per_minute
 
     def change(self, limits: Limits) -> None:
@@ -53,18 +59,32 @@ class Budget:
                 hint="close some, then try again",
                 retry=True,
             )
+        self.count()
+        self.open += 1
+
+    def count(self) -> None:
+        """One more connection or request. Raises `Refused` when that is one too many."""
         self._check_bytes()
         now = self._clock()
-        while self._recent and self._recent[0] <= now - _MINUTE_S:
-            self._recent.popleft()
+        _forget(self._recent, now)
         if len(self._recent) >= self.per_minute:
             raise _exceeded(
-                f"{self.per_minute} connections were made within a minute, and more are not allowed",
-                hint="wait a moment, then try again; keep connections open for several requests",
+                f"{self.per_minute} connections and requests were made within a minute, and more are not allowed",
+                hint="wait a moment, then try again",
                 retry=True,
             )
         self._recent.append(now)
-        self.open += 1
+
+    def write_refusal(self) -> int | None:
+        """Whether one more refusal is to be written down: how many before it were not, or None."""
+        now = self._clock()
+        _forget(self._refusals, now)
+        if len(self._refusals) >= REFUSALS:
+            self._unwritten += 1
+            return None
+        self._refusals.append(now)
+        unwritten, self._unwritten = self._unwritten, 0
+        return unwritten
 
     def leave(self) -> None:
         """A connection that entered has ended."""
@@ -105,6 +125,11 @@ class Meter:
         self._budget.take(0, size)
         if self._most is not None and self._access.received > self._most:
             raise _exceeded(f"one connection to {self._access.target} may bring {_megabytes(self._most)}")
+
+
+def _forget(moments: deque[float], now: float) -> None:
+    while moments and moments[0] <= now - _MINUTE_S:
+        moments.popleft()
 
 
 def _exceeded(reason: str, *, hint: str | None = None, retry: bool = False) -> Refused:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Protocol
 
@@ -109,6 +109,7 @@ class Passage:
         """
         access.target, access.address, access.upstream = target, before.address, before.upstream
         try:
+            self.budget.count()
             await self._consent(access, target, self._said(target))
             if before.address is not None:
                 said = self._said(target, ip_address(before.address))
@@ -121,6 +122,11 @@ class Passage:
 
     def begin(self, access: Access) -> None:
         """Report an access that somebody else allowed, and that needs no connection of its own. Raises `Refused`."""
+        try:
+            self.budget.count()
+        except Refused as refusal:
+            self.refuse(access, refusal)
+            raise
         self._begin(access, entered=False)
 
     def refuse(self, access: Access, error: BaseException) -> None:
@@ -129,6 +135,12 @@ class Passage:
         if isinstance(error, Refused) and not (access.said.verdict == "deny" and access.said.reason):
             access.said = _denied(error)
         access.ended = time.time()
+        unwritten = self.budget.write_refusal()
+        if unwritten is None:
+            return
+        if unwritten:
+            more = f"{access.said.reason} (and {unwritten} more refusals before it)"
+            access.said = replace(access.said, reason=more)
         with suppress(Refused):  # what cannot be written down is refused, as this is
             self.report.opened(access)
             self.report.closed(access)

@@ -53,14 +53,16 @@ class Zygote:
         self._connections: set[socket.socket] = set()
         self._stopping = False
         self._next_look = 0.0
+        self._shared: list[str] = []
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
         """Make ready for the first fork. See `stage.enter`."""
         self._nest.prepare(workspaces, shared)
+        self._shared = sorted(shared)
 
     def describe(self) -> dict[str, Any]:
         """What this zygote can do."""
-        return {"pid": os.getpid(), "sandboxes": len(self._named), **self._nest.describe()}
+        return {"pid": os.getpid(), "sandboxes": len(self._named), "shared": self._shared, **self._nest.describe()}
 
     # the loop
 

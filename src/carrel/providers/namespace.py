@@ -64,7 +64,8 @@ class NamespaceProvider(ZygoteProvider):
         }
         if "cpu" in self._host.controllers:
             promised.add(Capability.LIMIT_CPUS)
-        if self._shares_environments:
+        told = self._zygote.description  # a zygote may be older than this server, and share nothing
+        if self._shares_environments and (not told or ENVIRONMENTS in told.get("shared", ())):
             promised.add(Capability.ENVIRONMENTS)
         if self._host.bridges:
             promised.add(Capability.NETWORK_BRIDGE)

@@ -121,6 +121,11 @@ class EnvironmentStore:
         )
         return await self._database.read(lambda connection: sorted(connection.execute(query).scalars()))
 
+    async def release(self, holder: str, name: str) -> bool:
+        """Let go of an environment; False when it was not held."""
+        statement = delete(environment_uses).where(self._held(holder, name))
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
+
     async def label(self, label: str, name: str) -> None:
         """Put a label on an environment, and off any other."""
 

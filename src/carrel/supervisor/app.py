@@ -24,6 +24,7 @@ from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
 from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
 from carrel.supervisor.loop import InheritedLoop
+from carrel.supervisor.produced import Produced
 from carrel.supervisor.python.calls import Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
 from carrel.supervisor.reaper import kill_below
@@ -61,6 +62,7 @@ class Supervisor:
     """Routes to commands and files of one sandbox. Made before the sandbox is known; `settle` gives it one."""
 
     files: Files
+    produced: Produced
     python: Python
     contexts: CodeContexts
 
@@ -93,7 +95,8 @@ class Supervisor:
         self.files = Files(born.workspace)
         self.files.routes(self.router)
         Secrets(born.secrets_fd).routes(self.router)
-        self.python = Python(self.commands, self.files, self._order, self._release)
+        self.produced = Produced(self.files)
+        self.python = Python(self.commands, self.files, self.produced, self._order, self._release)
         self.python.routes(self.router)
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self.contexts.routes(self.router)
@@ -236,15 +239,15 @@ class Supervisor:
                 f"no {str(language)[:40]!r} is executed here", field="language", hint="use python or shell"
             )
         given = put_files(self.files, body.get("files"))
-        since = self.files.mark()
-        if language == "python":
-            wanted = {"code": body.get("code"), "env": body.get("env_name"), "variables": body.get("env")}
-            command = await self.python.start({**wanted, "timeout": body.get("timeout")})
-        else:
-            command = self._begin({"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")})
-        await asyncio.shield(command.finished)
+        async with self.produced.looking(given) as look:
+            if language == "python":
+                wanted = {"code": body.get("code"), "env": body.get("env_name"), "variables": body.get("env")}
+                command = await self.python.start({**wanted, "timeout": body.get("timeout")})
+            else:
+                wanted = {"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")}
+                command = self._begin(wanted)
+            await asyncio.shield(command.finished)
         result = result_of(command)
-        produced = self.files.produced_since(since, ".", 1000, given)
         return json_response(
             {
                 "output": result["stdout"],
@@ -254,7 +257,7 @@ class Supervisor:
                 "timed_out": result["timed_out"],
                 "truncated": result["truncated"],
                 "execution_time_ms": result["duration_ms"],
-                "files_produced": produced,
+                "files_produced": look.found,
             }
         )
 
@@ -363,6 +366,7 @@ def warm() -> None:
             supervisor.settle(loop, born)
             loop.run_until_complete(_converse(supervisor, _REHEARSAL))
             supervisor.commands.close()
+            supervisor.produced.close()
             supervisor.files.close()
         finally:
             loop.close()

@@ -122,12 +122,12 @@ class Files:
     """The workspace beneath `root`, and its routes."""
 
     def __init__(self, root: str):
-        self._root = Root(root)
+        self.root = Root(root)
         self._editing = asyncio.Lock()
 
     def close(self) -> None:
         """Close the root."""
-        self._root.close()
+        self.root.close()
 
     def routes(self, router: Router) -> None:
         """Add the routes under `/files`."""
@@ -144,13 +144,13 @@ class Files:
 
     def open_directory(self, path: str, field: str = "path") -> int:
         """A descriptor of the directory at `path`, for `fchdir`; the caller closes it."""
-        return self._root.open(self._root.relative(path, field), os.O_PATH | os.O_DIRECTORY, field)
+        return self.root.open(self.root.relative(path, field), os.O_PATH | os.O_DIRECTORY, field)
 
     def write_bytes(self, path: str, data: bytes, mode: int | None = None, field: str = "path") -> Stamp:
         """Write a small file atomically, with the directories above it; its stamp is for `produced_since`."""
         relative = self._file_path(path, field)
         with (
-            self._root.target(relative, field, parents=True) as place,
+            self.root.target(relative, field, parents=True) as place,
             self._draft(place, mode, exclusive=False) as draft,
         ):
             draft.write(data)
@@ -159,7 +159,7 @@ class Files:
     def mark(self) -> int:
         """Now, as the workspace's file system stamps files; no other clock agrees with its coarse ticks."""
         try:
-            handle = os.open(b".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=self._root.fd)
+            handle = os.open(b".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=self.root.fd)
         except OSError:  # a file system without nameless files, or a full one: rather name a file too many
             return time.time_ns() - _TICK_NS
         try:
@@ -175,8 +175,8 @@ class Files:
         The scan is bounded. The change time counts too, as unpacking an archive sets old modification times.
         Files written just before the mark may carry its time: those `given` are left out unless they changed.
         """
-        relative = self._root.relative(directory, "directory")
-        handle = self._root.open(relative, os.O_RDONLY | os.O_DIRECTORY, "directory")
+        relative = self.root.relative(directory, "directory")
+        handle = self.root.open(relative, os.O_RDONLY | os.O_DIRECTORY, "directory")
         found: list[str] = []
         steps = Walk(handle, relative, recursive=True, limit=SCAN_LIMIT).steps()
         with refusing(relative, "directory"), closing(steps):
@@ -196,7 +196,7 @@ class Files:
         _known(request, {"path", "offset", "length"})
         relative = self._path(request)
         offset = request.number("offset", 0)
-        handle = self._root.open(relative, os.O_RDONLY | _SAFE)
+        handle = self.root.open(relative, os.O_RDONLY | _SAFE)
         content: _Content | None = None
         try:
             status = os.fstat(handle)
@@ -218,7 +218,7 @@ class Files:
         relative = self._file_path(request.query.get("path", ""))
         mode = _mode(request.query.get("mode"))
         exclusive = request.flag("exclusive")
-        find = self._root.place if exclusive else self._root.target
+        find = self.root.place if exclusive else self.root.target
         with (
             find(relative, parents=request.flag("parents")) as place,
             self._draft(place, mode, exclusive=exclusive) as draft,
@@ -234,11 +234,11 @@ class Files:
 
     async def _list(self, request: Request) -> Response:
         _known(request, {"path", "recursive", "limit"})
-        relative = self._root.relative(request.query.get("path", "."))
+        relative = self.root.relative(request.query.get("path", "."))
         limit = request.number("limit", 1000)
         if not 1 <= limit <= LIST_LIMIT:
             raise InvalidRequest(f"'limit' must be between 1 and {LIST_LIMIT}, not {limit}", field="limit")
-        handle = self._root.open(relative, os.O_RDONLY | os.O_DIRECTORY)
+        handle = self.root.open(relative, os.O_RDONLY | os.O_DIRECTORY)
         walk = Walk(handle, relative, recursive=request.flag("recursive"), limit=limit)
         items: list[Json] = []
         steps = walk.steps()
@@ -259,7 +259,7 @@ class Files:
         relative = self._file_path(body["path"])
         # One edit at a time, so that two edits of the same file both take effect.
         async with self._editing:
-            with self._root.target(relative) as place:
+            with self.root.target(relative) as place:
                 before, content = await _load(place)
                 replaced = _occurrences(content, old, replace_all=body.get("replace_all", False))
                 size = len(content) + replaced * (len(new) - len(old))
@@ -277,11 +277,11 @@ class Files:
 
     async def _move(self, request: Request) -> Response:
         body = await _body(request, texts={"source", "destination"}, flags={"overwrite"})
-        source = self._root.relative(body["source"], "source")
-        destination = self._root.relative(body["destination"], "destination")
+        source = self.root.relative(body["source"], "source")
+        destination = self.root.relative(body["destination"], "destination")
         with (
-            self._root.place(source, "source") as old,
-            self._root.place(destination, "destination") as new,
+            self.root.place(source, "source") as old,
+            self.root.place(destination, "destination") as new,
         ):
             try:
                 if body.get("overwrite", False):
@@ -295,8 +295,8 @@ class Files:
 
     async def _mkdir(self, request: Request) -> Response:
         body = await _body(request, texts={"path"}, flags=set())
-        relative = self._root.relative(body["path"])
-        handle = self._root.make_directory(relative)
+        relative = self.root.relative(body["path"])
+        handle = self.root.make_directory(relative)
         try:
             return json_response(describe(Entry(relative, os.fstat(handle), None)))
         finally:
@@ -305,7 +305,7 @@ class Files:
     async def _delete(self, request: Request) -> Response:
         _known(request, {"path", "recursive"})
         relative = self._path(request)
-        with self._root.place(relative) as place, refusing(relative):
+        with self.root.place(relative) as place, refusing(relative):
             status = os.stat(place.name, dir_fd=place.directory, follow_symlinks=False)
             if not stat.S_ISDIR(status.st_mode):
                 os.unlink(place.name, dir_fd=place.directory)
@@ -327,15 +327,15 @@ class Files:
     # parts
 
     def _path(self, request: Request) -> bytes:
-        return self._root.relative(request.query.get("path", ""))
+        return self.root.relative(request.query.get("path", ""))
 
     def _file_path(self, path: str, field: str = "path") -> bytes:
         if path.endswith("/"):
             raise InvalidPath(f"{path[:200]!r} names a directory, not a file", field=field)
-        return self._root.relative(path, field)
+        return self.root.relative(path, field)
 
     def _info(self, relative: bytes) -> Json:
-        handle = self._root.open(relative, os.O_PATH | os.O_NOFOLLOW)
+        handle = self.root.open(relative, os.O_PATH | os.O_NOFOLLOW)
         try:
             with refusing(relative):
                 status = os.fstat(handle)

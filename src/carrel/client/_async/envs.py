@@ -73,6 +73,15 @@ class AsyncSandboxEnvironments:
         body = {"env": named, "requirements": requirements, "python": python, "index": index, "venv": venv}
         return await made(self._connection, self._path, body, progress)
 
+    async def list(self) -> list[EnvironmentInfo]:
+        """The environments this sandbox has."""
+        return (await self._connection.get(EnvironmentList, self._path)).items
+
+    async def detach(self, env: str | EnvironmentInfo) -> None:
+        """Let go of an environment, so that it may be removed when nobody else has it."""
+        name = env.name if isinstance(env, EnvironmentInfo) else env
+        await self._connection.call("DELETE", f"{self._path}/{quote(name, safe='')}")
+
 
 async def made(
     connection: AsyncConnection, path: str, body: Mapping[str, object], progress: Say | None

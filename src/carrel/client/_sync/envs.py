@@ -74,6 +74,15 @@ class SandboxEnvironments:
         body = {"env": named, "requirements": requirements, "python": python, "index": index, "venv": venv}
         return made(self._connection, self._path, body, progress)
 
+    def list(self) -> list[EnvironmentInfo]:
+        """The environments this sandbox has."""
+        return (self._connection.get(EnvironmentList, self._path)).items
+
+    def detach(self, env: str | EnvironmentInfo) -> None:
+        """Let go of an environment, so that it may be removed when nobody else has it."""
+        name = env.name if isinstance(env, EnvironmentInfo) else env
+        self._connection.call("DELETE", f"{self._path}/{quote(name, safe='')}")
+
 
 def made(connection: Connection, path: str, body: Mapping[str, object], progress: Say | None) -> EnvironmentInfo:
     """The environment that a request gives, once it is built."""

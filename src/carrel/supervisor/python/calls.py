@@ -19,6 +19,7 @@ from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.files import Files, Stamp
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
+from carrel.supervisor.produced import Produced
 from carrel.supervisor.python.hosts import Host, Interpreters
 from carrel.supervisor.reaper import Stdio, find_program
 
@@ -30,7 +31,6 @@ OUTPUT_LIMIT = 1024 * 1024
 TIMEOUT_S = 30.0
 MOST_CODE = 4 * 1024 * 1024
 MOST_SHOWN = 4096
-MOST_PRODUCED = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 Orders = Callable[[Json], Order]
@@ -39,9 +39,12 @@ Orders = Callable[[Json], Order]
 class Python:
     """`/python`: code in, output and files out."""
 
-    def __init__(self, commands: Commands, files: Files, order: Orders, release: Callable[[Order], None]):
+    def __init__(
+        self, commands: Commands, files: Files, produced: Produced, order: Orders, release: Callable[[Order], None]
+    ):
         self._commands = commands
         self._files = files
+        self._produced = produced
         self._order = order
         self._release = release
         self._isolated = True
@@ -63,13 +66,12 @@ class Python:
     async def _run(self, request: Request) -> Response:
         body = await request.json()
         given = put_files(self._files, body.get("files"))
-        since = self._files.mark()
-        command = await self.start(body, live=not request.flag("wait"))
         if not request.flag("wait"):
-            return json_response(command.info(), 201)
-        await asyncio.shield(command.finished)
-        produced = self._files.produced_since(since, ".", MOST_PRODUCED, given)
-        return json_response({**result_of(command), "files_produced": produced})
+            return json_response((await self.start(body, live=True)).info(), 201)
+        async with self._produced.looking(given) as look:
+            command = await self.start(body)
+            await asyncio.shield(command.finished)
+        return json_response({**result_of(command), "files_produced": look.found})
 
     async def start(self, body: Json, *, live: bool = False) -> Command:
         """Start a call."""
@@ -134,7 +136,7 @@ class Python:
 
 
 def put_files(files: Files, given: object) -> list[Stamp]:
-    """Write files given as base64 to the workspace; their stamps are for `produced_since`."""
+    """Write files given as base64 to the workspace; their stamps are for `Produced.looking`."""
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("'files' must map paths to base64 text", field="files")
     decoded = {path: _decode(path, text) for path, text in (given or {}).items()}

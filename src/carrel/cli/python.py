@@ -1,0 +1,98 @@
+"""`python`: code in a context's sandbox, in a fresh process or in a code context that keeps its variables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from carrel.client import Sandbox
+
+
+def python(
+    context: options.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A local file with the code; '-' or none reads it from stdin."),
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]…", help="For `sys.argv`.")] = None,
+    code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code itself.")] = None,
+    cell: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run it as a cell of this code context: variables stay.")
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option("--environment", metavar="NAME", help="An environment that `carrel envs` lists.")
+    ] = None,
+    timeout: options.Timeout = None,
+    env: options.Env = None,
+) -> None:
+    """Run Python in a context's sandbox, which is made or resumed when needed and stays.
+
+    \b
+    carrel python conversation-42 -c 'print(6 * 7)'
+    carrel python conversation-42 report.py -- 2026 --all
+    carrel python conversation-42 --cell analysis -c 'x = 41'
+    carrel python conversation-42 --cell analysis -c 'x + 1'
+    """
+    from carrel.cli.reach import wanted
+    from carrel.client import Client
+
+    if code is not None and file is not None:
+        args, file = [str(file), *(args or [])], None
+    text = code if code is not None else _read(file)
+    variables = options.environment(env)
+    with Client() as client:
+        box = wanted(client, context)
+        if cell is not None:
+            raise typer.Exit(_cell(box, cell, text, environment, variables, timeout))
+        raise typer.Exit(_call(box, text, args or [], environment, variables, timeout))
+
+
+def _read(file: Path | None) -> str:
+    try:
+        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error.strerror}", field="file") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("the code is not UTF-8", field="file") from None
+    if not text:
+        raise InvalidRequest("there is no code", field="code", hint="give -c CODE, a file, or code on standard input")
+    return text
+
+
+def _call(
+    box: Sandbox, text: str, args: list[str], env: str | None, variables: dict[str, str], timeout: float | None
+) -> int:
+    from carrel.cli.streams import exit_code, write_out
+    from carrel.errors import SandboxLost
+
+    stream = box.python.stream(text, args=args, env=env, variables=variables, timeout=timeout)
+    for chunk in stream:
+        write_out(chunk.stream, chunk.data)
+    if stream.info is None:
+        raise SandboxLost("the server did not say how the code ended")
+    return exit_code(stream.info)
+
+
+def _cell(box: Sandbox, name: str, text: str, env: str | None, variables: dict[str, str], timeout: float | None) -> int:
+    from carrel.cli.failures import note
+    from carrel.cli.streams import write_out
+
+    stream = box.python.context(name, env=env, variables=variables).stream(text, timeout=timeout)
+    for chunk in stream:
+        write_out(chunk.stream, chunk.data)
+    result = stream.result()
+    for shown in result.results:
+        if shown.text is not None:
+            write_out("stdout", shown.text.encode(errors="replace") + b"\n")
+    if result.error is not None:
+        write_out("stderr", result.error.traceback.encode(errors="replace"))
+    if result.status == "died":
+        note(f"carrel: code context '{name}' ended with this cell; its variables are gone")
+    return 0 if result.ok else 1

@@ -1,0 +1,216 @@
+"""Which files of the workspace changed between two moments, without looking at the others.
+
+The kernel tells (inotify), directory by directory, from the first time on that somebody asks. Where it cannot (too many
+directories, no watch left, more events than it keeps) the workspace is scanned, within bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+import stat
+import struct
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from carrel.supervisor.files import Files, Stamp
+from carrel.supervisor.kernel import open_beneath
+from carrel.supervisor.paths import text
+
+MOST_WATCHED = 8192
+MOST_PRODUCED = 1000
+_BREATH = 64
+_READ = 64 * 1024
+_HEAD = struct.Struct("iIII")
+_MODIFY, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE = 0x02, 0x08, 0x40, 0x80, 0x100
+_OVERFLOW, _IGNORED, _ISDIR = 0x4000, 0x8000, 0x40000000
+_ONLYDIR = 0x01000000
+_MASK = _MODIFY | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _ONLYDIR
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When somebody began to look: by the clock of the file system, and by the count of what the watch has seen."""
+
+    time_ns: int
+    count: int | None
+
+
+class Look:
+    """What was found, once the block has ended."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+
+class Produced:
+    """The changes of one workspace."""
+
+    def __init__(self, files: Files):
+        self._files = files
+        self._root = files.root
+        self._inotify = -1
+        self._paths: dict[int, bytes] = {}
+        self._watches: dict[bytes, int] = {}
+        self._changed: dict[bytes, int] = {}
+        self._count = 0
+        self._looking = 0
+        self._usable = True
+        self._busy = asyncio.Lock()
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._inotify >= 0:
+            os.close(self._inotify)
+            self._inotify = -1
+        self._paths.clear()
+        self._watches.clear()
+
+    @asynccontextmanager
+    async def looking(self, given: Collection[Stamp] = ()) -> AsyncIterator[Look]:
+        """Look for the regular files that change while the block lasts; those `given` are left out unless they changed
+        after they were written.
+        """
+        look, moment = Look(), await self._begin()
+        try:
+            yield look
+        finally:
+            look.found = await self._end(moment, given)
+
+    async def _begin(self) -> Moment:
+        async with self._busy:
+            if self._usable and self._inotify < 0:
+                await self._watch_all()
+            elif self._usable:
+                self._hear()
+            if self._looking == 0:
+                self._changed.clear()
+            self._looking += 1
+            return Moment(self._files.mark(), self._count if self._inotify >= 0 else None)
+
+    async def _end(self, moment: Moment, given: Collection[Stamp]) -> list[str]:
+        async with self._busy:
+            self._looking -= 1
+            if moment.count is None or self._inotify < 0 or not self._hear():
+                return self._files.produced_since(moment.time_ns, ".", MOST_PRODUCED, given)
+            seen = sorted(path for path, count in self._changed.items() if count > moment.count)
+            found: list[str] = []
+            for path in seen:
+                if len(found) < MOST_PRODUCED and self._produced(path, moment.time_ns, given):
+                    found.append(text(path))
+            return found
+
+    def _produced(self, path: bytes, since: int, given: Collection[Stamp]) -> bool:
+        try:
+            handle = open_beneath(self._root.fd, path, os.O_PATH | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            status = os.fstat(handle)
+        finally:
+            os.close(handle)
+        latest = max(status.st_mtime_ns, status.st_ctime_ns)
+        stamp = (status.st_ino, status.st_ctime_ns)
+        return stat.S_ISREG(status.st_mode) and latest >= since and stamp not in given
+
+    # watching
+
+    async def _watch_all(self) -> None:
+        self._inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        if self._inotify < 0:
+            self._usable = ctypes.get_errno() in {errno.EMFILE, errno.ENFILE}
+            return
+        for number, path in enumerate(self._watch(b".", new=False)):
+            if path is None:
+                self.close()
+                self._usable = False
+                return
+            if number % _BREATH == _BREATH - 1:
+                await asyncio.sleep(0)
+
+    def _watch(self, top: bytes, *, new: bool) -> Iterator[bytes | None]:
+        """Watch a directory and those below; each as it is watched, None when no more can be. What is in a `new` one
+        counts as changed.
+        """
+        pending = [top]
+        while pending:
+            path = pending.pop()
+            try:
+                handle = open_beneath(self._root.fd, path, _DIRECTORY)
+            except OSError:
+                continue  # gone, or not to be read
+            try:
+                watch = int(_libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{handle}".encode(), _MASK))
+                if watch < 0 or len(self._paths) >= MOST_WATCHED:
+                    yield None
+                    return
+                self._paths[watch] = path
+                self._watches[path] = watch
+                with os.scandir(handle) as entries:
+                    for entry in entries:
+                        below = _join(path, os.fsencode(entry.name))
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(below)
+                        elif new:
+                            self._note(below)
+            except OSError:
+                continue
+            finally:
+                os.close(handle)
+            yield path
+
+    def _note(self, path: bytes) -> None:
+        self._count += 1
+        self._changed[path] = self._count
+
+    def _hear(self) -> bool:
+        """Take in what the kernel tells; False when it lost something, and then all is watched anew next time."""
+        while True:
+            try:
+                data = os.read(self._inotify, _READ)
+            except BlockingIOError:
+                return True
+            at = 0
+            while at < len(data):
+                watch, mask, _cookie, size = _HEAD.unpack_from(data, at)
+                name = data[at + _HEAD.size : at + _HEAD.size + size].rstrip(b"\0")
+                at += _HEAD.size + size
+                if mask & _OVERFLOW or not self._event(watch, mask, name):
+                    self.close()
+                    return False
+
+    def _event(self, watch: int, mask: int, name: bytes) -> bool:
+        folder = self._paths.get(watch)
+        if folder is None:
+            return True
+        if mask & _IGNORED:
+            del self._paths[watch]
+            if self._watches.get(folder) == watch:
+                del self._watches[folder]
+            return True
+        path = _join(folder, name)
+        if not mask & _ISDIR:
+            if not mask & _MOVED_FROM:
+                self._note(path)
+        elif mask & _MOVED_FROM:
+            self._forget(path)
+        elif mask & (_CREATE | _MOVED_TO):
+            return None not in list(self._watch(path, new=True))
+        return True
+
+    def _forget(self, top: bytes) -> None:
+        """A directory was moved away: what is below it has other names now."""
+        for path in [path for path in self._watches if path == top or path.startswith(top + b"/")]:
+            watch = self._watches.pop(path)
+            self._paths.pop(watch, None)
+            _libc.inotify_rm_watch(self._inotify, watch)
+
+
+def _join(folder: bytes, name: bytes) -> bytes:
+    return name if folder == b"." else folder + b"/" + name

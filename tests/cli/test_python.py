@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import subprocess
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+def test_code_from_everywhere(carrel: Carrel, tmp_path: Path) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    file = tmp_path / "code.py"
+    file.write_text("import sys\nprint(sys.argv[1:])\nsys.exit(3)\n")
+    done = carrel("python", name, str(file), "--", "a", "--b")
+    assert (done.stdout, done.returncode) == (b"['a', '--b']\n", 3)
+    assert carrel("python", name, stdin=b"print(5)").stdout == b"5\n"
+    failed = carrel("python", name, "-c", "1 / 0")
+    assert failed.returncode == 1 and b'File "<code>", line 1' in failed.stderr
+    assert carrel("python", "--timeout", "0.2", "-c", "import time; time.sleep(9)", name).returncode == 124
+    assert carrel("python", name, str(tmp_path / "none")).returncode != 0
+    assert carrel("python", "--cell", "x", "-c", "v = 41", name).returncode == 0
+    shown = carrel("python", "--cell", "x", "-c", "print('p'); v + 1", name)
+    assert (shown.stdout, shown.returncode) == (b"p\n42\n", 0)
+    assert b"NameError" in carrel("python", "--cell", "y", "-c", "v", name).stderr
+    assert b"its variables are gone" in carrel("python", "--cell", "x", "-c", "import os; os._exit(1)", name).stderr
+    carrel("rm", "--yes", name)
