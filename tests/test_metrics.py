@@ -43,6 +43,8 @@ def use_all(metrics: Metrics) -> None:
     metrics.restored(1.5)
     metrics.archived("ok", 2.0, 1000)
     metrics.synced(SyncDirection.PUSH, "ok", 0.1)
+    metrics.routed("ok")
+    metrics.router(2, 3, 1)
     metrics.sandboxes({State.RUNNING: 3, State.TERMINATED: 9})
     metrics.workspace("conversation-42", 4096, 1_700_000_000.5)
     metrics.volume(5_000_000, 9_000_000)

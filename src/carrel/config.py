@@ -155,6 +155,16 @@ class EnvironmentSettings(_Group):
     )
 
 
+class RouterSettings(_Group):
+    """Sandboxes for calls of Python that have no context."""
+
+    max_sandboxes: int = Field(default=16, ge=1, le=10_000, description="sandboxes for calls without a context")
+    spares: int = Field(default=1, ge=0, le=100, description="sandboxes kept ready per template that is in use")
+    idle_s: float = Field(default=300.0, gt=0, le=86_400, description="seconds until one that nobody uses is ended")
+    queue: int = Field(default=64, ge=0, le=10_000, description="calls that may wait at once for a sandbox")
+    wait_s: float = Field(default=10.0, gt=0, le=600, description="seconds a call waits for a sandbox at most")
+
+
 class Settings(_Group):
     """The settings of a server."""
 
@@ -223,6 +233,7 @@ class Settings(_Group):
     envs: EnvironmentSettings = Field(
         default_factory=EnvironmentSettings, description="Python environments that sandboxes share"
     )
+    router: RouterSettings = Field(default_factory=RouterSettings, description="calls of Python without a context")
 
     @field_validator("data_dir")
     @classmethod

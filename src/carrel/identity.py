@@ -92,7 +92,7 @@ SCOPES = (
             "mcp_request", "write_file", "edit_file", "move_file", "make_directory", "delete_file", "sync_filespace",
             "write_filespace", "delete_filespace", "forget_filespace",
             "take_snapshot", "delete_snapshot", "restore", "fork", "build_env", "delete_env", "attach_env",
-            "detach_env",
+            "detach_env", "execute_stateless",
             "run_python", "start_python", "stream_python", "run_cell", "stream_cell", "interrupt_code_context",
             "restart_code_context", "delete_code_context",
         ),

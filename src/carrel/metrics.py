@@ -122,6 +122,13 @@ VOLUME_USED = Declaration("carrel_volume_used_bytes", "gauge", "Used bytes of th
 VOLUME_CAPACITY = Declaration(
     "carrel_volume_capacity_bytes", "gauge", "Size of the volume that holds the workspaces, in bytes."
 )
+ROUTER_CALLS = Declaration(
+    "carrel_router_calls_total", "counter", "Calls of Python without a context.", {"outcome": _OUTCOME}
+)
+ROUTER_WAITING = Declaration("carrel_router_waiting", "gauge", "Calls without a context that wait for a sandbox.")
+ROUTER_SANDBOXES = Declaration(
+    "carrel_router_sandboxes", "gauge", "Sandboxes for calls without a context.", {"state": "`busy` or `idle`"}
+)
 DECLARATIONS = (
     OPERATION,
     EGRESS,
@@ -137,6 +144,9 @@ DECLARATIONS = (
     ARCHIVE,
     ARCHIVE_BYTES,
     SYNC,
+    ROUTER_CALLS,
+    ROUTER_WAITING,
+    ROUTER_SANDBOXES,
 )
 
 
@@ -228,6 +238,10 @@ class Metrics:
         self._registry.register(self._workspaces)
         self._volume_used = self._gauge(VOLUME_USED)
         self._volume_capacity = self._gauge(VOLUME_CAPACITY)
+        routed = Counter(ROUTER_CALLS.name, ROUTER_CALLS.text, list(ROUTER_CALLS.labels), registry=self._registry)
+        self._routed = _Series(routed)
+        self._router_waiting = self._gauge(ROUTER_WAITING)
+        self._router_sandboxes = _Series(self._gauge(ROUTER_SANDBOXES))
         ProcessCollector(namespace="carrel", registry=self._registry)
         self.sandboxes({})
 
@@ -267,6 +281,16 @@ class Metrics:
         """How many sessions there are in each state now; a state that is not named has none."""
         for state in _COUNTED:
             self._states[state.value,].set(counts.get(state, 0))
+
+    def routed(self, outcome: str) -> None:
+        """A call without a context ended, or was refused."""
+        self._routed[_known(outcome),].inc()
+
+    def router(self, waiting: int, busy: int, idle: int) -> None:
+        """How many calls without a context wait, and what their sandboxes do now."""
+        self._router_waiting.set(waiting)
+        self._router_sandboxes["busy",].set(busy)
+        self._router_sandboxes["idle",].set(idle)
 
     def workspace(self, context_id: str, size: int, last_accessed: float) -> None:
         """What a workspace holds, and when it was last used (seconds since 1970)."""

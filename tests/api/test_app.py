@@ -21,6 +21,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "move_file": {"source": "x", "destination": "y"},
     "make_directory": {"path": "x"},
     "restore": {"snapshot_id": "snap-x"},
+    "execute_stateless": {"code": "1"},
+    "run_python": {"code": "1"},
+    "start_python": {"code": "1"},
+    "stream_python": {"code": "1"},
+    "run_cell": {"code": "1"},
+    "stream_cell": {"code": "1"},
     "build_env": {"requirements": ["nail"]},
     "attach_env": {"requirements": ["nail"]},
     "fork": {"context_id": "forked"},
@@ -36,7 +42,7 @@ OPEN = {"healthz", "readyz"}
 def request(method: str, path: str, operation: dict[str, Any], box: str = "absent") -> dict[str, Any]:
     """The arguments of a good request for an operation."""
     sent: dict[str, Any] = {"method": method, "url": path.replace("{id}", box).replace("{cid}", "c1")}
-    for name in ("snapshot_id", "approval_id", "token_id", "context_id", "template", "env"):
+    for name in ("snapshot_id", "approval_id", "token_id", "context_id", "template", "env", "name", "cell"):
         sent["url"] = sent["url"].replace(f"{{{name}}}", "none-x")
     if operation["operationId"] in BODIES:
         sent["json"] = BODIES[operation["operationId"]]

@@ -32,6 +32,7 @@ def test_the_commands_are_these() -> None:
         "logs",
         "ls",
         "ps",
+        "python",
         "restore",
         "resume",
         "rm",

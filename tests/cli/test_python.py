@@ -25,3 +25,12 @@ def test_code_from_everywhere(carrel: Carrel, tmp_path: Path) -> None:
     assert b"NameError" in carrel("python", "--cell", "y", "-c", "v", name).stderr
     assert b"its variables are gone" in carrel("python", "--cell", "x", "-c", "import os; os._exit(1)", name).stderr
     carrel("rm", "--yes", name)
+
+
+def test_without_a_context(carrel: Carrel) -> None:
+    done = carrel("python", "-c", "import sys; print(6 * 7); sys.exit(3)")
+    assert (done.stdout, done.returncode) == (b"42\n", 3)
+    assert b"ZeroDivisionError" in carrel("python", "-c", "1 / 0").stderr
+    assert carrel("python", "--timeout", "0.2", "-c", "while True: pass").returncode == 124
+    assert b"name a context" in carrel("python").stderr
+    assert b"need a context" in carrel("python", "--cell", "x", "-c", "1").stderr

@@ -36,6 +36,7 @@ def test_modules_of_a_package() -> None:
 
 def test_what_a_draft_says_of_itself(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "; rm -rf-1.dist-info").mkdir(parents=True)
     for name, record in (("six-1.17.dist-info", "six.py,,\n"), ("Numpy-2.dist-info", "numpy/__init__.py,,\n")):
         (packages / name).mkdir(parents=True)
         (packages / name / "RECORD").write_text(record)

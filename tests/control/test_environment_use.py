@@ -29,6 +29,11 @@ async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -
         with pytest.raises(Denied, match="blocked-thing is blocked"):
             await attach(plane, name, "Blocked.Thing")
         ready = await attach(plane, name, "nail")
+        shelf = await attach(plane, name, "shelf")
+        other = await context(plane, index, "other")
+        await plane.policies.put(other, PolicyDocuments(sources=sources(index, blocked_packages=["plank"])), "tests")
+        with pytest.raises(Denied, match="plank is blocked"):
+            await plane.envs.attach(other, EnvironmentAttach(env=shelf.name))
         strict = {"permissions": {"allow": ["shell(echo:*)"], "deny": ["shell(pip:*)"]}}
         await plane.policies.put(name, PolicyDocuments(settings=strict, sources=sources(index)), "tests")
         for request in (EnvironmentAttach(requirements=["nail"]), EnvironmentAttach(env=ready.name)):
@@ -38,7 +43,7 @@ async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -
 
         async def recorded() -> bool:
             records = (await plane.audit.search(Filter(chain_of(name)), limit=50)).items
-            return sorted(each.name for each in records).count("attach_env") == 4 and any(
+            return sorted(each.name for each in records).count("attach_env") == 5 and any(
                 each.name == "package" for each in records
             )
 
@@ -110,9 +115,12 @@ async def test_installed_by_the_agent_and_kept(plane: ControlPlane) -> None:
         code = "python3 -c 'import shelf; print(shelf.__file__)'"
         assert (await run(plane, name, f"pip install -q --user shelf && {code}")) == found
         assert await run(plane, name, "cd data && uv pip install -q nail && python3 -c 'import nail'") == ""
-        assert await run(plane, name, "echo $VIRTUAL_ENV; command -v python3") == (
-            "/workspace/.venv\n/workspace/.venv/bin/python3\n"
+        where = (
+            "echo $VIRTUAL_ENV; python3 -c 'import sys; print(sys.prefix)'; python -c 'import sys; print(sys.prefix)'"
         )
+        assert await run(plane, name, where) == "/workspace/.venv\n" * 3
+        planted = "printf '#!/bin/sh\\necho evil' > .venv/bin/id; chmod +x .venv/bin/id; cp .venv/bin/id .venv/bin/own"
+        assert await run(plane, name, f"{planted}; id -u; own") == "1000\nevil\n", "no name of the host's is taken"
         listed = await run(plane, name, ". .venv/bin/activate && python3 -m pip list")
         assert "shelf" in listed and "nail" in listed
         refused = await run(plane, name, "pip3 uninstall -q -y nail; python3 -c 'import nail'", ok=False)

@@ -7,7 +7,7 @@ import pytest
 
 from carrel.control.keeping import KEPT, context_of, volume_of
 from carrel.control.plane import ControlPlane
-from carrel.errors import Conflict, PlatformError
+from carrel.errors import Conflict, NotFound, PlatformError
 from carrel.models import SandboxRequest, State
 from carrel.store.snapshots import SnapshotStatus, SnapshotStore
 
@@ -90,3 +90,31 @@ async def test_a_fork_does_not_send_its_origins_content_again(plane: ControlPlan
     await plane.janitor.catch_up()
     after = sum(path.stat().st_size for path in archive.rglob("*") if path.is_file())
     assert after - before < 100_000
+
+
+async def test_a_snapshot_in_use_is_deleted_when_its_last_user_has_left(plane: ControlPlane) -> None:
+    await plane.sessions.deploy_or_resume(REQUEST)
+    await plane.operations.write_file("a:b", "file", b"x" * 3_000_000)
+    taken = await plane.snapshots.take("a:b")
+    first, second = [await plane.snapshots.export("a:b", taken.id) for _ in range(2)]
+    await plane.snapshots.delete("a:b", taken.id)
+    assert [info.error for info in (await plane.snapshots.page("a:b")).items] == ["it is being deleted"]
+    with pytest.raises((Conflict, NotFound)):
+        await plane.snapshots.export("a:b", taken.id)
+    assert len(b"".join([piece async for piece in first])) > 3_000_000
+    assert taken.id in plane.driver.snapshots()
+    await second.aclose()  # type: ignore[attr-defined]
+    assert taken.id not in plane.driver.snapshots()
+    assert (await plane.snapshots.page("a:b")).items == []
+
+
+async def test_an_old_automatic_snapshot_can_be_restored_though_the_stop_takes_another(plane: ControlPlane) -> None:
+    await plane.sessions.deploy_or_resume(REQUEST)
+    record = await plane.sessions.record("a:b")
+    ids = []
+    for number in range(KEPT):
+        await plane.operations.write_file("a:b", "file", str(number).encode())
+        ids.append((await plane.workspaces.keeping.take(record, "checkpoint")).id)
+        await plane.workspaces.keeping.settle(await plane.snapshots._ready(ids[-1], "a:b"))
+    await plane.snapshots.restore("a:b", ids[0])
+    assert [piece async for piece in plane.operations.read_file("a:b", "file")] == [1, b"0"]

@@ -15,7 +15,8 @@ def test_a_shell_can_read_it(name: str) -> None:
 
 
 def test_places_are_those_of_the_root() -> None:
-    assert environment.PATH.split(":")[:2] == [f"{launchers.VENV}/bin", launchers.PLACE]
+    path = environment.PATH.split(":")
+    assert (path[0], path[-1]) == (launchers.PLACE, f"{launchers.VENV}/bin")
     assert environment.VENV == launchers.VENV
     plan = rootfs.base_plan({})
     made = {step.target: step for step in plan}
@@ -27,4 +28,4 @@ def test_places_are_those_of_the_root() -> None:
     assert isinstance(made[launchers.MAIN_PLACE], rootfs.Text)
     compile(launchers.MAIN, launchers.MAIN_PLACE, "exec")
     for text in launchers.TEXTS.values():
-        assert rootfs.UV in text or launchers.PLACE in text
+        assert rootfs.UV in text or launchers.PLACE in text or launchers.VENV in text

@@ -221,10 +221,13 @@ def test_leave_a_program_for_the_next(attacker):
 def test_path_has_no_workspace(attacker):
     """Have a plain command name run a file of the workspace."""
     path = attacker.box.commands.run("echo $PATH").stdout.strip().split(":")
+    assert path.pop() == "/workspace/.venv/bin", "what the agent installs comes after every program of the host"
     assert all(folder.startswith("/") and not folder.startswith(("/workspace", "/tmp", "/home")) for folder in path)
     for name in ("ls", "id", "sh"):
         attacker.box.files.write(name, "#!/bin/sh\necho evil\n", mode=0o755)
+        attacker.box.files.write(f".venv/bin/{name}", "#!/bin/sh\necho evil\n", mode=0o755)
     assert attacker.box.commands.run(["id", "-u"]).stdout.strip().isdigit()
+    assert attacker.box.commands.run("id -u").stdout.strip().isdigit()
 
 
 def test_modified_root(attacker):

@@ -11,6 +11,7 @@ from carrel.providers.base import Capability, Handle, Provider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, parameters, run, run_check, workspaces_in
+from carrel.workspaces.environments import Shelf
 
 PROVIDERS: dict[str, type[NamespaceProvider] | type[ProcessProvider]] = {
     "namespace": NamespaceProvider,
@@ -25,10 +26,19 @@ def directories(tmp_path):
     return str(tmp_path / "run"), str(tmp_path / "ws")
 
 
+@pytest.fixture
+def shelf(tmp_path):
+    shelf = Shelf(str(tmp_path / "envs"))
+    shelf.prepare()
+    yield shelf
+    shelf.close()
+
+
 @pytest.fixture(params=PROVIDERS)
-async def harness(request, directories):
+async def harness(request, directories, shelf):
     run_dir, workspaces = directories
-    harness = Harness(lambda: PROVIDERS[request.param](run_dir, workspaces), workspaces_in(workspaces))
+    shared = {"/envs": shelf.path}
+    harness = Harness(lambda: PROVIDERS[request.param](run_dir, workspaces, shared), workspaces_in(workspaces))
     if (missing := harness.provider.missing()) is not None:
         pytest.skip(missing)
     yield harness
@@ -47,6 +57,7 @@ def test_known_gaps_of_each_provider(directories):
         for name, kind in PROVIDERS.items()
     }
     assert not set(gaps["namespace"]) - {
+        Capability.ENVIRONMENTS,  # where the server shares none
         Capability.LIMIT_CPUS,
         Capability.NETWORK_ALLOWLIST,
         Capability.NETWORK_BRIDGE,

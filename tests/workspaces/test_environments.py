@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,8 @@ def test_as_an_ordinary_user_its_owner_sweeps_it(tmp_path: Path) -> None:
         assert shelf.sweep(["one"]) == ["one"]
         with pytest.raises(PermissionError):
             os.listdir(shelf.path)
+        shelf.close()
+        shutil.rmtree(shelf.directory)
 
     as_user(work)
 

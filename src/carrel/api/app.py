@@ -26,6 +26,7 @@ from carrel.api import (
     sandboxes,
     secrets,
     snapshots,
+    stateless,
     templates,
     terminals,
     tokens,
@@ -69,7 +70,7 @@ def create_app(
 
 _RESOURCES = (
     approvals, audit, code_contexts, commands, envs, files, filespaces, host, metrics, policies, python, sandboxes,
-    secrets, snapshots, templates, terminals, tokens, tools,
+    secrets, snapshots, stateless, templates, terminals, tokens, tools,
 )  # fmt: skip
 
 

@@ -12,11 +12,18 @@ from carrel.cli import options
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from carrel.client import Sandbox
+    from carrel.client import Client, Sandbox
 
 
 def python(
-    context: options.Context,
+    context: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONTEXT]",
+            help="A context id, or a sandbox id; with -c it may be left out: then nothing is kept.",
+            autocompletion=options.contexts,
+        ),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Argument(metavar="[FILE]", help="A local file with the code; '-' or none reads it from stdin."),
@@ -35,6 +42,7 @@ def python(
     """Run Python in a context's sandbox, which is made or resumed when needed and stays.
 
     \b
+    carrel python -c 'print(6 * 7)'
     carrel python conversation-42 -c 'print(6 * 7)'
     carrel python conversation-42 report.py -- 2026 --all
     carrel python conversation-42 --cell analysis -c 'x = 41'
@@ -43,11 +51,17 @@ def python(
     from carrel.cli.reach import wanted
     from carrel.client import Client
 
+    if context is None and code is None:
+        raise InvalidRequest("name a context, or give the code with -c", field="context")
     if code is not None and file is not None:
         args, file = [str(file), *(args or [])], None
     text = code if code is not None else _read(file)
     variables = options.environment(env)
     with Client() as client:
+        if context is None:
+            if cell is not None or variables:
+                raise InvalidRequest("code contexts and variables need a context", field="context", hint="name one")
+            raise typer.Exit(_stateless(client, text, environment, timeout))
         box = wanted(client, context)
         if cell is not None:
             raise typer.Exit(_cell(box, cell, text, environment, variables, timeout))
@@ -64,6 +78,18 @@ def _read(file: Path | None) -> str:
     if not text:
         raise InvalidRequest("there is no code", field="code", hint="give -c CODE, a file, or code on standard input")
     return text
+
+
+def _stateless(client: Client, text: str, env: str | None, timeout: float | None) -> int:
+    from carrel.cli.failures import TIMED_OUT
+    from carrel.cli.streams import signal_number, write_out
+
+    done = client.python.run(text, env=env, timeout=timeout)
+    write_out("stdout", done.output.encode(errors="replace"))
+    write_out("stderr", done.stderr.encode(errors="replace"))
+    if done.timed_out:
+        return TIMED_OUT
+    return 128 + signal_number(done.signal) if done.exit_code is None else done.exit_code
 
 
 def _call(

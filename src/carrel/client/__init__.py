@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from carrel.client._async.python import AsyncCellStream, AsyncCodeContext, AsyncPython
     from carrel.client._async.sandbox import AsyncSandbox
     from carrel.client._async.secrets import AsyncSecrets
+    from carrel.client._async.stateless import AsyncStatelessPython
     from carrel.client._async.terminal import AsyncTerminal
     from carrel.client._async.tokens import AsyncTokens
     from carrel.client._sync.approvals import Approvals
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from carrel.client._sync.python import CellStream, CodeContext, Python
     from carrel.client._sync.sandbox import Sandbox
     from carrel.client._sync.secrets import Secrets
+    from carrel.client._sync.stateless import StatelessPython
     from carrel.client._sync.terminal import Terminal
     from carrel.client._sync.tokens import Tokens
     from carrel.client.listing import Listing
@@ -59,6 +61,7 @@ __all__ = [
     "AsyncSandbox",
     "AsyncSandboxEnvironments",
     "AsyncSecrets",
+    "AsyncStatelessPython",
     "AsyncTerminal",
     "AsyncTokens",
     "Audit",
@@ -79,6 +82,7 @@ __all__ = [
     "Sandbox",
     "SandboxEnvironments",
     "Secrets",
+    "StatelessPython",
     "Terminal",
     "Tokens",
     "data_dir",
@@ -102,6 +106,7 @@ _CLIENTS = {
     "CodeContext": "python",
     "Python": "python",
     "Secrets": "secrets",
+    "StatelessPython": "stateless",
     "Sandbox": "sandbox",
     "SandboxEnvironments": "envs",
     "Terminal": "terminal",

@@ -39,6 +39,7 @@ MOST_RECORD = 8 * 1024 * 1024
 MOST_IMPORTS = 32
 _MOST_LINE = 500
 _PLACE = "env"
+_PROJECT = re.compile(r"[a-z0-9]([a-z0-9-]{0,126}[a-z0-9])?")
 _MODULE = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _VERSION = re.compile(r"^version_info\s*=\s*(3(?:\.\d{1,4}){1,2})", re.MULTILINE)
 _SUFFIX = re.compile(r"\.(py|cpython-[\w-]+\.so|abi3\.so|so)$")
@@ -258,6 +259,8 @@ def described(draft: Draft, wanted: Wanted) -> Built:
             continue
         name, _, release = entry.removesuffix(".dist-info").partition("-")
         project = canonicalize_name(name)
+        if not _PROJECT.fullmatch(project):
+            continue
         found[project] = release[:64]
         if project in asked:
             imports.update(dict.fromkeys(modules(_read(os.path.join(packages, entry, "RECORD"), MOST_RECORD), project)))

@@ -53,7 +53,9 @@ class EnvironmentUse:
         box.provider.require(Capability.ENVIRONMENTS)
         asker = Asker.of(box.record)
         known = None if request.env is None else self._environments.find(request.env)
-        asked = requirements_of((request.requirements or ()) if known is None else known.requirements)
+        # One that is named may have been built under another policy: all that it holds is decided.
+        named = request.requirements or () if known is None else [each["name"] for each in known.packages]
+        asked = requirements_of(named)
         arguments = {"command": ["pip", "install", *asked], "env": request.env}
 
         async def find() -> EnvironmentRecord:

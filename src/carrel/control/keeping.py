@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -64,6 +65,8 @@ class Keeping:
         self._store = store
         self._archive = archive
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._users: Counter[str] = Counter()
+        self._awaited: dict[str, SnapshotRecord] = {}
         self._bases = os.path.join(layout.cache, "bases")
         self._origins = os.path.join(layout.cache, "origins")
         self.driver = driver
@@ -92,6 +95,23 @@ class Keeping:
             lock = self._locks[context] = asyncio.Lock()
         async with lock:
             yield
+
+    @asynccontextmanager
+    async def using(self, *snapshot_ids: str) -> AsyncIterator[None]:
+        """The files of these snapshots stay meanwhile. Look only now whether they are ready: what is dropped then is
+        deleted when the last user has left.
+        """
+        self._users.update(snapshot_ids)
+        try:
+            yield
+        finally:
+            self._users.subtract(snapshot_ids)
+            for name in snapshot_ids:
+                if self._users[name] <= 0:
+                    del self._users[name]
+                    awaited = self._awaited.pop(name, None)
+                    if awaited is not None:
+                        await asyncio.shield(self._delete_later(awaited))
 
     async def take(self, record: SessionRecord, reason: str) -> SnapshotRecord:
         """Take a snapshot on this server; a sandbox may go on writing meanwhile."""
@@ -197,7 +217,7 @@ class Keeping:
         ready = await self._store.all_ready(context)
         automatic = [snapshot for snapshot in ready if snapshot.reason in AUTOMATIC]
         safe = next((snapshot.id for snapshot in ready if snapshot.archived), None)
-        doomed = [snapshot for snapshot in automatic[KEPT:] if snapshot.id != safe]
+        doomed = [snapshot for snapshot in automatic[KEPT:] if snapshot.id != safe and not self._users[snapshot.id]]
         for snapshot in doomed:
             try:
                 await self.drop(snapshot)
@@ -206,9 +226,21 @@ class Keeping:
         return bool(doomed)
 
     async def drop(self, snapshot: SnapshotRecord) -> None:
-        """Delete a snapshot for good, here and in the archive."""
-        volume = encode(snapshot.context_id, ephemeral=False)
+        """Delete a snapshot for good, here and in the archive. One that is in use is gone for everybody else."""
         await self._store.doom(snapshot.context_id, snapshot.id)  # what is ready is whole, at every moment
+        if self._users[snapshot.id]:
+            self._awaited[snapshot.id] = snapshot
+        else:
+            await self._delete(snapshot)
+
+    async def _delete_later(self, snapshot: SnapshotRecord) -> None:
+        try:
+            await self._delete(snapshot)
+        except CarrelError as error:  # it is tried again when the next one is taken
+            log.warning("snapshot %s could not be deleted yet: %s", snapshot.id, error)
+
+    async def _delete(self, snapshot: SnapshotRecord) -> None:
+        volume = encode(snapshot.context_id, ephemeral=False)
         if snapshot.archived:
             await asyncio.to_thread(self._archive.delete, volume, snapshot.id)
         await asyncio.to_thread(self.driver.delete_snapshot, snapshot.id)

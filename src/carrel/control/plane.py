@@ -29,6 +29,7 @@ from carrel.control.operations import Operations
 from carrel.control.ownership import Ownership
 from carrel.control.policies import Policies
 from carrel.control.recovery import Recovered, recover
+from carrel.control.router import Router
 from carrel.control.secrets import Secrets
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
@@ -156,12 +157,12 @@ class ControlPlane:
             redact=self.secrets.clean,
             ask_wait_s=settings.egress.ask_wait_s,
         )
-        live.on_end = self.egress.detach
+        live.on_end = self._ending
         self.policies.on_changed = self._policy_changed
         self.secrets.on_changed = self.egress.refresh
         self.snapshots = Snapshots(self.sessions, self.operations, snapshots, self.workspaces)
         self.snapshots.on_fork = self._forking
-        envs = settings.envs
+        envs, self._shelf = settings.envs, shelf
         self.environments = Environments(
             envs,
             EnvironmentStore(database, self.node),
@@ -179,6 +180,7 @@ class ControlPlane:
         )
         self.envs = EnvironmentUse(self.environments, self.sessions, self.operations)
         self.operations.python.attach = self.envs.attach
+        self.router = Router(settings.router, self.sessions, self.operations, self.metrics)
         self.filespaces = Filespaces(
             self.sessions,
             self.operations,
@@ -258,6 +260,7 @@ class ControlPlane:
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
             await plane.environments.open()
+            await plane.router.open()
             warm = settings.sandbox.network is Network.ALLOWLIST or opens_hosts(await plane.policies.of(None))
             await plane.egress.open(plane.sessions.live(), warm=warm)
         except BaseException:
@@ -305,6 +308,10 @@ class ControlPlane:
         if box.record.acts_for is None:  # what carrel builds is no agent of the context, and has nothing of it
             await self.secrets.give(box)
         await self.egress.attach(box)
+
+    def _ending(self, box: LiveSandbox) -> None:
+        self.egress.detach(box)
+        self.router.ended(box)
 
     async def _policy_changed(self, context_id: str) -> None:
         """What follows a policy at once: the way out, and which secrets only the proxy has."""
@@ -362,6 +369,7 @@ class ControlPlane:
         if self._webhook is not None:
             await self._webhook.close()
         try:
+            await self.router.close()
             await self.environments.close()
             await self.janitor.flush()
             await self.sessions.shutdown()
@@ -376,6 +384,7 @@ class ControlPlane:
                     await provider.close()
                 except Exception:
                     log.exception("provider %s could not be closed", provider.name)
+            self._shelf.close()
             try:
                 await asyncio.to_thread(self.driver.close)
             except CarrelError:

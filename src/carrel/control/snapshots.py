@@ -59,9 +59,10 @@ class Snapshots:
         """Give the workspace the snapshot's files. A running sandbox is stopped for it and started again."""
         record, context = await self._durable(name)
         async with self._operations.session_door("restore", {"snapshot_id": snapshot_id}, actor, record.id, context):
-            snapshot = await self._ready(snapshot_id, context)
-            async with self._sessions.stopped(record) as (held, ran):
-                await self._workspaces.restore(held, snapshot)
+            async with self._workspaces.keeping.using(snapshot_id):  # the stop takes one more, and older ones go
+                snapshot = await self._ready(snapshot_id, context)
+                async with self._sessions.stopped(record) as (held, ran):
+                    await self._workspaces.restore(held, snapshot)
             if ran:
                 return (await self._sessions.deploy_or_resume(SandboxRequest(context_id=context)))[0]
             return await self._sessions.get(record.id)
@@ -73,12 +74,12 @@ class Snapshots:
         async with self._operations.session_door("fork", arguments, actor, record.id, context):
             if snapshot_id is None:
                 self._sessions.require_here(record)
-                snapshot = await self._take(record, "fork")
-            else:
+                snapshot_id = (await self._take(record, "fork")).id
+            async with self._workspaces.keeping.using(snapshot_id):
                 snapshot = await self._ready(snapshot_id, context)
-            await self._sessions.require_unused(context_id)
-            await self.on_fork(context, context_id)
-            await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
+                await self._sessions.require_unused(context_id)
+                await self.on_fork(context, context_id)
+                await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
             request = SandboxRequest(
                 context_id=context_id, provider=record.provider, trust=record.trust, network=record.network,
                 limits=record.limits, env=dict(record.env), labels=dict(record.labels), filespace=record.filespace,
@@ -94,8 +95,9 @@ class Snapshots:
         """What leads from one snapshot to the other."""
         record, context = await self._durable(name)
         async with self._operations.session_door("diff", {"before": before, "after": after}, actor, record.id, context):
-            first, second = await self._ready(before, context), await self._ready(after, context)
-            changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
+            async with self._workspaces.keeping.using(before, after):
+                first, second = await self._ready(before, context), await self._ready(after, context)
+                changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
             items = [
                 FileChange.model_validate(
                     {"path": change.path.decode(errors="surrogateescape"), "kind": change.kind.value}
@@ -116,7 +118,8 @@ class Snapshots:
     ) -> AsyncIterator[bytes]:
         """First nothing, once the first piece is there."""
         arguments = {"snapshot_id": snapshot_id}
-        async with self._operations.session_door("export", arguments, actor, record.id, context) as traffic:
+        door = self._operations.session_door("export", arguments, actor, record.id, context)
+        async with door as traffic, self._workspaces.keeping.using(snapshot_id):
             snapshot = await self._ready(snapshot_id, context)
             chunks = self._workspaces.stored.tar(snapshot)
             try:

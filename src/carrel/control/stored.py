@@ -71,6 +71,7 @@ class StoredSnapshots:
                 yield from walking.tar(root)
         else:
             yield from self._driver.export_tar(snapshot.id)
+            self._driver.facts(snapshot.id)  # one that was deleted meanwhile may have been read in part
 
     def _has(self, snapshot: SnapshotRecord) -> bool:
         return snapshot.archived or snapshot.id in self._driver.snapshots()

@@ -1,5 +1,5 @@
 """Small programs that come before the host's own in every sandbox: `pip` and `uv` that install into the context's own
-virtual environment, and make it on first need.
+virtual environment and make it on first need, and `python3` that runs in it.
 
 Texts only; whoever builds the root writes them. A policy that denies `pip` or `uv` masks these too.
 """
@@ -72,6 +72,13 @@ fi
 exec "$venv/bin/python" -m pip "$@"
 """
 
+_PYTHON = """\
+#!/bin/sh
+# The Python of the virtual environment of this workspace, once there is one.
+[ -x /workspace/.venv/bin/python ] && exec /workspace/.venv/bin/python "$@"
+exec /usr/bin/python3 "$@"
+"""
+
 _UV = """\
 #!/bin/sh
 # uv; `uv pip install` goes into the virtual environment of this workspace, which is made on first need.
@@ -113,5 +120,5 @@ MAINS = (
 )
 """Where the hosts' own pips are, as patterns."""
 
-TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "uv": _UV}
+TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "python": _PYTHON, "python3": _PYTHON, "uv": _UV}
 """The programs by name."""

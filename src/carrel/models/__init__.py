@@ -90,6 +90,8 @@ from carrel.models.python import (
     PythonRequest,
     PythonResult,
     RichResult,
+    StatelessRequest,
+    StatelessResult,
 )
 from carrel.models.sandboxes import (
     Limits,
@@ -200,6 +202,8 @@ __all__ = [
     "SnapshotInfo",
     "SnapshotPage",
     "State",
+    "StatelessRequest",
+    "StatelessResult",
     "SupervisorHealth",
     "SyncDirection",
     "SyncRequest",

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import MAX_TIMEOUT_S, Answer, EnvName, NoNul, Request
-from carrel.models.commands import CommandResult
-from carrel.models.environments import EnvironmentName, Requirement
+from carrel.models.base import MAX_TIMEOUT_S, Answer, EnvName, NoNul, Request, TemplateName
+from carrel.models.commands import CommandResult, ExecuteResult
+from carrel.models.environments import EnvironmentName, IndexName, Requirement
 
 PYTHON_TIMEOUT_S = 30.0
 MAX_PYTHON_TIMEOUT_S = 120.0
@@ -156,3 +156,33 @@ class CodeContextList(Answer):
     """The code contexts of a sandbox."""
 
     items: list[CodeContextInfo]
+
+
+class StatelessRequest(Request):
+    """A call of Python that has no context: some sandbox of the template runs it, and keeps nothing."""
+
+    code: str = Field(min_length=1, max_length=MAX_CODE)
+    template: TemplateName | None = Field(default=None, description="the recipe of the sandbox")
+    timeout: float | None = Field(
+        default=None, gt=0, le=MAX_PYTHON_TIMEOUT_S, description=f"seconds; {PYTHON_TIMEOUT_S:.0f} when not given"
+    )
+    files: dict[NoNul, str] = Field(default_factory=dict, max_length=256, description="path → base64")
+    env_name: EnvironmentName | None = Field(default=None, description="an environment by its name or label")
+    requirements: list[Requirement] | None = Field(
+        default=None, min_length=1, max_length=256, description="an environment by what it holds; built if need be"
+    )
+    python_index: IndexName | None = Field(default=None, description="the one registry of the policy to build it from")
+
+    @model_validator(mode="after")
+    def _at_most_one(self) -> StatelessRequest:
+        if self.env_name is not None and self.requirements is not None:
+            raise ValueError("name an environment or give requirements, not both")
+        return self
+
+
+class StatelessResult(ExecuteResult):
+    """What such a call answers."""
+
+    files: dict[str, str] = Field(
+        default_factory=dict, description="produced files, path → base64; what is beyond 8 MB in all is only named"
+    )

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 VENV = "/workspace/.venv"
 """The context's own virtual environment, when it has one."""
 
-PATH = f"{VENV}/bin:/etc/carrel/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""The virtual environment is in it whether it exists yet or not: what is installed in the middle of a command is found
-by the rest of it.
+PATH = f"/etc/carrel/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{VENV}/bin"
+"""Programs that a workspace has installed come last: none of them can take the name of one of the host, which a policy
+may allow. Their place is in it whether it exists yet or not, so that what is installed in the middle of a command is
+found by the rest of it. Python itself is found by the launchers that come first.
 """
 NO_PROXY = "localhost,127.0.0.1,::1"
 CERTIFICATES = "/run/secrets/carrel-ca.pem"

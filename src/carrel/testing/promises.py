@@ -412,3 +412,12 @@ async def secrets_are_files(harness: Harness) -> None:
             assert (await box.run("rm -f /run/secrets/KEY")).exit_code != 0
         await box.connection.request_json("PUT", "/secrets", {"secrets": {}})
         assert (await box.run("cat /run/secrets/KEY")).exit_code != 0
+
+
+@check(Capability.ENVIRONMENTS)
+async def environments_are_shared(harness: Harness) -> None:
+    """The environments of the server are in one place that can be passed through, and neither listed nor written."""
+    async with harness.sandbox() as box:
+        _said(await box.run("test -d /envs && echo there"), "there\n")
+        for attempt in ("ls /envs", "touch /envs/x", "mkdir /envs/x", "chmod 777 /envs"):
+            assert (await box.run(attempt)).exit_code != 0, attempt

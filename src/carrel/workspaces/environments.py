@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
@@ -44,6 +45,12 @@ class Shelf:
                 os.chmod(path, mode)
         except OSError as error:
             raise PlatformError(f"cannot make {self.directory}: {error.strerror}", field="data_dir") from None
+
+    def close(self) -> None:
+        """No sandbox sees the shelf any more: its owner may list it again, or could not remove it either."""
+        if os.geteuid() != 0:
+            with suppress(OSError):
+                os.chmod(self.path, 0o700)
 
     def has(self, name: str) -> bool:
         """Whether an environment is there."""

@@ -261,7 +261,9 @@ async def test_what_is_installed_later_is_found(box: Box) -> None:
     if not box.isolated():
         return  # it would be the home of this user
     assert (await run(box.supervisor, "import added"))["exit_code"] == 1
-    code = "import site, os; os.makedirs(site.getusersitepackages()); open(site.getusersitepackages() + '/added.py', 'w')"
+    code = (
+        "import site, os; os.makedirs(site.getusersitepackages()); open(site.getusersitepackages() + '/added.py', 'w')"
+    )
     assert (await run(box.supervisor, code))["exit_code"] == 0
     assert (await run(box.supervisor, "import added; print('there')"))["stdout"] == "there\n"
 

@@ -74,7 +74,12 @@ async def test_rich_results(supervisor: Supervisor) -> None:
     assert results == [
         {
             "kind": "display",
-            "data": {"text/html": "<b>x</b>", "image/png": "cG5n", "application/json": '{"a": [1]}', "text/plain": "rich"},
+            "data": {
+                "text/html": "<b>x</b>",
+                "image/png": "cG5n",
+                "application/json": '{"a": [1]}',
+                "text/plain": "rich",
+            },
         },
         {"kind": "display", "data": {"text/plain": "7"}},
         {"kind": "result", "data": {"text/plain": "<Broken, whose repr raised ValueError>"}},
@@ -108,7 +113,9 @@ async def test_streams(supervisor: Supervisor) -> None:
 async def test_interrupt_keeps_the_state(box: Box) -> None:
     supervisor = box.supervisor
     await cell(supervisor, "x = 1")
-    running = asyncio.create_task(cell(supervisor, "import subprocess\nx = 2\nopen('up', 'w')\nsubprocess.run(['sleep', '1236'])"))
+    running = asyncio.create_task(
+        cell(supervisor, "import subprocess\nx = 2\nopen('up', 'w')\nsubprocess.run(['sleep', '1236'])")
+    )
     await until(lambda: (box.workspace / "up").exists() and box.count("sleep 1236") == 1)
     info = await supervisor.ask("GET", "/contexts/a")
     assert info["state"] == "busy"
@@ -155,7 +162,9 @@ async def test_death(box: Box, code: str, exit_code: int | None, signal: str | N
 
 
 async def test_fork_in_a_cell(supervisor: Supervisor) -> None:
-    result = await cell(supervisor, "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('p' if pid else 'c')")
+    result = await cell(
+        supervisor, "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('p' if pid else 'c')"
+    )
     assert sorted(result["stdout"].split()) == ["c", "p"]
     assert (await cell(supervisor, "1"))["number"] == 2
 

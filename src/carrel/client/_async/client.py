@@ -15,6 +15,7 @@ from carrel.client._async.filespace import AsyncFilespace
 from carrel.client._async.policies import AsyncPolicy
 from carrel.client._async.sandbox import AsyncSandbox
 from carrel.client._async.secrets import AsyncSecrets
+from carrel.client._async.stateless import AsyncStatelessPython
 from carrel.client._async.tokens import AsyncTokens
 from carrel.client.locate import locate
 from carrel.client.requests import limits_body
@@ -42,6 +43,7 @@ class AsyncClient:
         self.approvals = AsyncApprovals(self._connection)
         self.audit = AsyncAudit(self._connection)
         self.envs = AsyncEnvironments(self._connection)
+        self.python = AsyncStatelessPython(self._connection)
         self.tokens = AsyncTokens(self._connection)
 
     @property

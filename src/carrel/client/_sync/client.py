@@ -16,6 +16,7 @@ from carrel.client._sync.filespace import Filespace
 from carrel.client._sync.policies import Policy
 from carrel.client._sync.sandbox import Sandbox
 from carrel.client._sync.secrets import Secrets
+from carrel.client._sync.stateless import StatelessPython
 from carrel.client._sync.tokens import Tokens
 from carrel.client.locate import locate
 from carrel.client.requests import limits_body
@@ -43,6 +44,7 @@ class Client:
         self.approvals = Approvals(self._connection)
         self.audit = Audit(self._connection)
         self.envs = Environments(self._connection)
+        self.python = StatelessPython(self._connection)
         self.tokens = Tokens(self._connection)
 
     @property

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import json
+
+from carrel.control.door import Traffic
+from carrel.control.plane import ControlPlane
+from carrel.control.streaming import written
+from carrel.events.redact import Redactor
+from carrel.models import CommandRequest, SandboxRequest
+
+
+async def test_from_an_offset_without_secrets(plane: ControlPlane) -> None:
+    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    info = await plane.operations.start_command("c", CommandRequest(command="printf before-hidden-value-after"))
+    box, traffic = await plane.sessions.find("c"), Traffic()
+    path, redactor = f"/commands/{info.id}/output", Redactor({"K": "hidden-value"})
+    await plane.operations.command_result("c", info.id)
+    chunks = [chunk async for chunk in written(box, traffic, redactor, path, 10, follow=True)]
+    assert (chunks[0].stream, chunks[-1].stream) == ("open", "end")
+    assert b"hidden" not in b"".join(chunk.data for chunk in chunks)
+    assert json.loads(chunks[-1].data)["exit_code"] == 0
+    assert traffic.bytes_out == len("before-hidden-value-after") - 10

@@ -1,0 +1,145 @@
+"""What changed in a workspace, told by the kernel, against what a full scan says."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carrel.supervisor import produced
+from carrel.supervisor.files import Files
+from carrel.supervisor.produced import Produced
+
+
+@pytest.fixture
+def workspace() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def watch(workspace: Path) -> Iterator[Produced]:
+    files = Files(str(workspace))
+    watch = Produced(files)
+    yield watch
+    watch.close()
+    files.close()
+
+
+async def test_finds_what_changes(workspace: Path, watch: Produced) -> None:
+    (workspace / "old").write_text("1")
+    (workspace / "deep/er").mkdir(parents=True)
+    (workspace / "deep/er/known").write_text("1")
+    async with watch.looking() as look:
+        (workspace / "new").write_text("2")
+        (workspace / "deep/er/known").write_text("2")
+        (workspace / "made/here").mkdir(parents=True)
+        (workspace / "made/here/file").write_text("2")
+        (workspace / "gone").write_text("2")
+        (workspace / "gone").unlink()
+        (workspace / "link").symlink_to("/etc/passwd")
+    assert look.found == ["deep/er/known", "made/here/file", "new"]
+    async with watch.looking() as look:
+        pass
+    assert look.found == []
+
+
+async def test_moved_folders_keep_being_watched(workspace: Path, watch: Produced) -> None:
+    (workspace / "a/b").mkdir(parents=True)
+    async with watch.looking() as look:
+        (workspace / "a").rename(workspace / "z")
+        (workspace / "z/b/file").write_text("1")
+    assert look.found == ["z/b/file"]
+    async with watch.looking() as look:
+        (workspace / "z/b/file").write_text("2")
+    assert look.found == ["z/b/file"]
+
+
+async def test_what_was_given_is_not_produced(workspace: Path, watch: Produced) -> None:
+    stamps = [watch._files.write_bytes(name, b"x") for name in ("kept", "changed")]
+    async with watch.looking(stamps) as look:
+        (workspace / "changed").write_text("y")
+    assert look.found == ["changed"]
+
+
+async def test_two_look_at_once(workspace: Path, watch: Produced) -> None:
+    async with watch.looking() as outer:
+        (workspace / "first").write_text("1")
+        async with watch.looking() as inner:
+            (workspace / "second").write_text("1")
+        (workspace / "third").write_text("1")
+    assert "second" in inner.found and "third" not in inner.found
+    assert outer.found == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("what", ["too many folders", "too many events"])
+async def test_falls_back_to_a_scan(
+    workspace: Path, watch: Produced, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(produced, "MOST_WATCHED", 3)
+    if what == "too many folders":
+        for number in range(5):
+            (workspace / f"d{number}").mkdir()
+    async with watch.looking() as look:
+        if what == "too many events":
+            for number in range(5):
+                (workspace / f"d{number}").mkdir()
+        (workspace / "d4/file").write_text("1")
+    assert look.found == ["d4/file"]
+    async with watch.looking() as look:
+        (workspace / "d3/file").write_text("1")
+    assert "d3/file" in look.found  # a scan may name what was written a tick before, too
+
+
+names = st.sampled_from(["a", "b", "c/a", "c/b", "c/d/a", "e/a"])
+actions = st.lists(st.tuples(st.sampled_from(["write", "append", "rename", "remove"]), names, names), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=actions, during=actions)
+async def test_agrees_with_a_scan(before: list[tuple[str, str, str]], during: list[tuple[str, str, str]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(folder)
+        watch = Produced(files)
+        try:
+            async with watch.looking():
+                act(Path(folder), before)
+            since = files.mark()
+            async with watch.looking() as look:
+                touched = act(Path(folder), during)
+            scanned = set(files.produced_since(since))
+            assert set(look.found) <= scanned
+            assert scanned & touched <= set(look.found)
+        finally:
+            watch.close()
+            files.close()
+
+
+def act(root: Path, steps: list[tuple[str, str, str]]) -> set[str]:
+    touched = set()
+    for step, one, other in steps:
+        path = root / one
+        try:
+            if step == "write":
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("x")
+                touched.add(one)
+            elif step == "append":
+                with path.open("a") as file:
+                    file.write("y")
+                touched.add(one)
+            elif step == "rename":
+                (root / other).parent.mkdir(parents=True, exist_ok=True)
+                os.rename(path, root / other)
+                if one != other:
+                    touched.add(other)
+            else:
+                path.unlink()
+        except OSError:
+            pass
+    return touched
