@@ -49,6 +49,9 @@ def test_every_route_is_guarded() -> None:
                 assert route.operation_id not in THEMSELVES | LISTED
             elif "{template}" in route.path:
                 assert route.operation_id in ADMINISTER - THEMSELVES, "of no context: only for who reaches all"
+            elif "{env}" in route.path:  # shows what is within reach, or is for who reaches what belongs to no context
+                assert (route.operation_id in LISTED) == (route.methods == {"GET"})
+                assert route.operation_id not in THEMSELVES
             elif "{" in route.path:
                 assert route.operation_id in THEMSELVES
     assert sockets == ["/v1/sandboxes/{id}/terminals"], "a socket asks for `permit` itself"
