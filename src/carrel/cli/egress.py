@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Where sandboxes connect to.", no_args_is_help=True, add_completion=False)
 
-_COLUMNS = ["TIME", "CONTEXT", "HOST", "ADDRESS", "REQUEST", "DECISION", "RULE", "RESULT", "IN", "OUT", "TOOK"]
+_COLUMNS = ["TIME", "CONTEXT", "HOST", "DECISION", "RESULT", "IN", "OUT", "TOOK", "ADDRESS", "REQUEST", "RULE"]
+_WIDTH = 40
 
 
 @app.callback()
@@ -60,17 +61,21 @@ def _show(records: list[AuditRecord]) -> None:
         request = " ".join(str(said[name]) for name in ("method", "path") if said.get(name))
         rows.append(
             [
-                f"{record.at.astimezone():%Y-%m-%d %H:%M:%S}",
+                f"{record.at.astimezone():%m-%d %H:%M:%S}",
                 record.context_id or record.chain,
-                "" if host is None else f"{host}:{port}",
-                str(said.get("address") or said.get("upstream") or ""),
-                request or str(said.get("protocol", "")),
+                "packages" if host is None else f"{host}:{port}",
                 coloured(record.decision, colours[record.decision]),
-                record.rule or record.approval or "",
                 record.result or "…",
                 "" if record.bytes_in is None else size(record.bytes_in),
                 "" if record.bytes_out is None else size(record.bytes_out),
                 "" if record.duration_ms is None else f"{record.duration_ms:.0f}ms",
+                str(said.get("address") or said.get("upstream") or ""),
+                _short(request or str(said.get("protocol", ""))),
+                _short(record.rule or record.approval or ""),
             ]
         )
     print_table(_COLUMNS, rows)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
