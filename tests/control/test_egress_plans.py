@@ -11,25 +11,13 @@ import pytest
 from carrel.control.egress_plans import CA_FILE, Plans, inspects, read_upstreams, withheld
 from carrel.egress.plan import Upstream
 from carrel.errors import InvalidRequest, PlatformError
-from carrel.models import Limits, Network, State, Trust
+from carrel.models import Network
 from carrel.policy import sources
 from carrel.policy.layers import Layer, Policy
 from carrel.store import SessionRecord
+from records import SESSION
 
-RECORD = SessionRecord(
-    id="sbx-1",
-    context_id="c",
-    ephemeral=False,
-    state=State.RUNNING,
-    provider="namespace",
-    isolation_level=1,
-    unsafe=False,
-    trust=Trust.MEDIUM,
-    network=Network.ALLOWLIST,
-    limits=Limits(),
-    created_at=1.0,
-    last_activity_at=2.0,
-)
+RECORD = replace(SESSION, network=Network.ALLOWLIST)
 CREDENTIAL = '{"host": "api.example", "secret": "key", "methods": ["get"], "paths": ["/v1"]}'
 UPSTREAMS = (Upstream("eu", "http://h:1"), Upstream("us", "socks5://h:2"))
 

@@ -7,53 +7,19 @@ import pytest
 from carrel.config import EgressSettings
 from carrel.control.networks import fit_network, names_hosts, opens_hosts
 from carrel.errors import Denied, InvalidRequest
-from carrel.models import Limits, Network, State, Trust
+from carrel.models import Network, State
 from carrel.policy import settings, sources
 from carrel.policy.layers import Layer, Policy
-from carrel.providers.base import Capability, Handle, Launch, Provider
+from carrel.providers.base import Capability
 from carrel.store import SessionRecord
+from records import SESSION, Promising
 
-RECORD = SessionRecord(
-    id="sbx-1",
-    context_id="c",
-    ephemeral=False,
-    state=State.CREATING,
-    provider="namespace",
-    isolation_level=1,
-    unsafe=False,
-    trust=Trust.MEDIUM,
-    network=Network.NONE,
-    limits=Limits(),
-    created_at=1.0,
-    last_activity_at=2.0,
-)
+RECORD = replace(SESSION, state=State.CREATING)
 OFF = EgressSettings()
 ON = EgressSettings(allow_bridge=True, allow_host=True)
 
 
-class Networked(Provider):
-    name, isolation_level = "networked", 1
-
-    def __init__(self, *promised: Capability):
-        self._promised = frozenset(promised)
-
-    def capabilities(self) -> frozenset[Capability]:
-        return self._promised
-
-    def missing(self) -> str | None:
-        return None
-
-    async def start(self, launch: Launch) -> Handle:
-        raise AssertionError
-
-    async def alive(self, handle: Handle) -> bool:
-        raise AssertionError
-
-    async def remove(self, handle: Handle) -> None:
-        raise AssertionError
-
-
-PROVIDER = Networked(Capability.NETWORK_ALLOWLIST)
+PROVIDER = Promising(Capability.NETWORK_ALLOWLIST)
 
 
 def policy(*, web: str | None = None, git: str | None = None, rules: str | None = None) -> Policy:
@@ -80,7 +46,7 @@ def test_who_may_reach_hosts_gets_the_proxy_without_asking(by: Policy) -> None:
     assert opens_hosts(by) and names_hosts(by)
     assert fitted(RECORD, None, by) is Network.ALLOWLIST
     assert fitted(RECORD, Network.NONE, by) is Network.NONE
-    assert fit_network(RECORD, None, by, OFF, Networked()).network is Network.NONE
+    assert fit_network(RECORD, None, by, OFF, Promising()).network is Network.NONE
 
 
 @pytest.mark.parametrize(
@@ -120,7 +86,7 @@ def test_what_goes_around_the_proxy_needs_the_operator_and_a_silent_policy(netwo
 
 
 def test_who_does_not_isolate_promises_nothing() -> None:
-    class Unsafe(Networked):
+    class Unsafe(Promising):
         unsafe = True
 
     record = replace(RECORD, network=Network.HOST)

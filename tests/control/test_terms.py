@@ -1,50 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from carrel.control.terms import LIMIT_CAPABILITY, changes, launch, refuse_differences
 from carrel.errors import Conflict
-from carrel.models import Limits, Network, SandboxRequest, State, Trust
-from carrel.providers.base import Capability, Handle, Launch, Provider
-from carrel.store import SessionRecord
+from carrel.models import Limits, Network, SandboxRequest
+from carrel.providers.base import Capability, Launch
+from records import SESSION, Promising
 
-RECORD = SessionRecord(
-    id="sbx-1",
-    context_id="c",
-    ephemeral=False,
-    state=State.RUNNING,
-    provider="namespace",
-    isolation_level=1,
-    unsafe=False,
-    trust=Trust.MEDIUM,
-    network=Network.NONE,
-    limits=Limits(cpus=1, memory_mb=64, disk_mb=10, processes=20, timeout_s=5),
-    created_at=1.0,
-    last_activity_at=2.0,
-    env={"A": "b"},
-)
-
-
-class Promising(Provider):
-    name, isolation_level = "promising", 1
-
-    def __init__(self, *promised: Capability):
-        self._promised = frozenset(promised)
-
-    def capabilities(self) -> frozenset[Capability]:
-        return self._promised
-
-    def missing(self) -> str | None:
-        return None
-
-    async def start(self, launch: Launch) -> Handle:
-        raise AssertionError
-
-    async def alive(self, handle: Handle) -> bool:
-        raise AssertionError
-
-    async def remove(self, handle: Handle) -> None:
-        raise AssertionError
+RECORD = replace(SESSION, limits=Limits(cpus=1, memory_mb=64, disk_mb=10, processes=20, timeout_s=5), env={"A": "b"})
 
 
 def test_the_disk_limit_is_given_only_to_who_can_hold_it():

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from carrel.egress.passage import RELAY_PORT, Passage
+from carrel.egress.passage import WAY_OUT_PORT, Passage
 from carrel.egress.plan import Index, Plan
 from carrel.egress.terms import Access, Address, Refused, Said, Target
 from carrel.egress.upstreams import dial_directly
@@ -141,9 +141,9 @@ async def test_a_target_that_does_not_answer_is_reported_with_its_end() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "0.0.0.0", "::1", "::", "::ffff:127.0.0.1"])
 async def test_the_proxy_is_no_target_of_its_own(address: str) -> None:
-    rules = ["127.0.0.0/8", "0.0.0.0/8", "::/96", f"self.test:{RELAY_PORT}"]
-    ground = Ground(plan(rules), RELAY_PORT, {"self.test": [address]})
-    refusal = await ground.refused(Target("self.test", RELAY_PORT))
+    rules = ["127.0.0.0/8", "0.0.0.0/8", "::/96", f"self.test:{WAY_OUT_PORT}"]
+    ground = Ground(plan(rules), WAY_OUT_PORT, {"self.test": [address]})
+    refusal = await ground.refused(Target("self.test", WAY_OUT_PORT))
     assert "itself" in refusal.reason
     assert ground.dial.calls == []
 

@@ -14,7 +14,7 @@ from sandboxes import KINDS
 PREPARE = """
 import json, os, socket, sys, time
 from carrel.isolation.nest import Nest, kill
-from carrel.isolation.sandbox import NETWORK, RELAY_PORT, WAY_OUT, Spec
+from carrel.isolation.sandbox import NETWORK, WAY_OUT_PORT, WAY_OUT, Spec
 
 isolate, workspaces = sys.argv[1] == "namespace", sys.argv[2]
 told, tell = os.pipe()
@@ -29,9 +29,9 @@ class Supervisor:
             raise OSError("no luck")
         seen = {"id": born.id, "env": born.env, "workspace": sorted(os.listdir(born.workspace)), "pid": os.getpid(),
                 "uid": os.getuid(), "isolated": born.isolated, "fds": len(os.listdir("/proc/self/fd")),
-                "relay_port": born.relay_port, "trust": born.trust}
+                "way_out_port": born.way_out_port, "trust": born.trust}
         with socket.socket() as one:
-            seen["listens"] = one.connect_ex(("127.0.0.1", RELAY_PORT)) == 0
+            seen["listens"] = one.connect_ex(("127.0.0.1", WAY_OUT_PORT)) == 0
         os.write(tell, json.dumps(seen).encode())
         os._exit(0)
 
@@ -109,14 +109,14 @@ def test_a_way_out_is_kept_where_it_was_asked_for(workspaces: Path) -> None:
                     word, fds, _, _ = socket.recv_fds(child.orders, 4096, 1)
                     assert word == WAY_OUT
                     child.take_way_out(*fds)
-                    assert child.way_out.getsockname() == ("127.0.0.1", RELAY_PORT)
+                    assert child.way_out.getsockname() == ("127.0.0.1", WAY_OUT_PORT)
                 child.settle_network(network)
                 nest.furnish(child, Spec("s", "w1", network=network, trust=kept), listener.fileno())
                 assert heard(child) == b"ready"
                 assert (child.way_out is not None) is kept
                 seen = json.loads(os.read(told, 4096))
                 assert seen["listens"] is kept and seen["trust"] is kept
-                assert seen["relay_port"] == (RELAY_PORT if kept else None)
+                assert seen["way_out_port"] == (WAY_OUT_PORT if kept else None)
                 assert bury(child) == 0 and child.way_out is None
         """,
     )

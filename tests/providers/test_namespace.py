@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from carrel.isolation import landlock, probe
-from carrel.isolation.sandbox import RELAY_PORT
+from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.models import Network
 from carrel.providers import Capability
 from sandboxes import KINDS, ROOT, House, parent, until
@@ -113,7 +113,7 @@ async def test_inside_nothing_of_the_host_is_seen(mine: House) -> None:
 
 KNOCK = f"""
 import socket, sys
-with socket.create_connection(("127.0.0.1", {RELAY_PORT}), 10) as one:
+with socket.create_connection(("127.0.0.1", {WAY_OUT_PORT}), 10) as one:
     one.sendall(sys.argv[1].encode())
     print(one.recv(100).decode())
 """
@@ -122,7 +122,7 @@ with socket.create_connection(("127.0.0.1", {RELAY_PORT}), 10) as one:
 def serve_one(descriptor: int) -> str:
     """Stand for the proxy: answer one connection with what it said, and let go of the socket."""
     with socket.socket(fileno=descriptor) as way_out:
-        assert way_out.getsockname() == ("127.0.0.1", RELAY_PORT)
+        assert way_out.getsockname() == ("127.0.0.1", WAY_OUT_PORT)
         way_out.settimeout(20)
         connection, _ = way_out.accept()
         with connection:
@@ -172,7 +172,7 @@ async def test_nothing_listens_where_there_is_no_way_out(mine: House) -> None:
         assert await mine.provider.way_out(box.handle) is None
         result = await box.supervisor.run(["python3", "-c", KNOCK, "x"])
         assert "ConnectionRefusedError" in result["stderr"]
-        serve = f"import socket; socket.create_server(('127.0.0.1', {RELAY_PORT})); print('free')"
+        serve = f"import socket; socket.create_server(('127.0.0.1', {WAY_OUT_PORT})); print('free')"
         assert (await box.supervisor.run(["python3", "-c", serve]))["stdout"] == "free\n"
     assert await mine.provider.way_out(box.handle) is None
     assert await mine.provider.way_out({"provider": "namespace", "id": "nobody", "socket": ""}) is None
@@ -188,12 +188,12 @@ for host in ("127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1", "::"):
         if ":" in host:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            one.bind((host, {RELAY_PORT}))
+            one.bind((host, {WAY_OUT_PORT}))
             one.listen()
             print("taken", host, option)
         except OSError:
             pass
-inode = [line.split()[9] for line in open("/proc/net/tcp") if line.split()[1].endswith(":{RELAY_PORT:04X}")]
+inode = [line.split()[9] for line in open("/proc/net/tcp") if line.split()[1].endswith(":{WAY_OUT_PORT:04X}")]
 assert len(inode) == 1
 for pid in filter(str.isdigit, os.listdir("/proc")):
     try:

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from carrel.isolation.sandbox import RELAY_PORT
+from carrel.isolation.sandbox import WAY_OUT_PORT
 
 
 @pytest.fixture(params=["none", "allowlist"])
@@ -46,7 +46,7 @@ def test_open_ports(attacker, network):
 
     found = attacker.run(attack, timeout=60)
     aliases = {"127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1"}  # the last two are names of the first
-    expected = {(host, RELAY_PORT) for host in aliases} if network == "allowlist" else set()
+    expected = {(host, WAY_OUT_PORT) for host in aliases} if network == "allowlist" else set()
     assert {tuple(one) for one in found} == expected
 
 
@@ -64,11 +64,11 @@ def test_bound_sockets(attacker, network):
 
     found = {(kind, line[1] if kind == "tcp" else line[-1]) for kind, line in attacker.run(attack)}
     beyond = {one for one in found if one[0] not in ("unix", "netlink")}
-    assert beyond == ({("tcp", f"0100007F:{RELAY_PORT:04X}")} if network == "allowlist" else set())
+    assert beyond == ({("tcp", f"0100007F:{WAY_OUT_PORT:04X}")} if network == "allowlist" else set())
 
 
 def test_taking_the_place_of_the_relay(attacker, network):
-    """Listen where the relay does, to answer other programs in its place, or to have it answered from inside."""
+    """Listen where the proxy does, to answer other programs in its place, or to have it answered from inside."""
 
     def attack(port):
         import socket
@@ -90,8 +90,8 @@ def test_taking_the_place_of_the_relay(attacker, network):
             )
         )
 
-    evidence = attacker.run(attack, port=RELAY_PORT)
-    assert bool(evidence) == (network == "none"), "where there is no relay the port is like any other"
+    evidence = attacker.run(attack, port=WAY_OUT_PORT)
+    assert bool(evidence) == (network == "none"), "where there is no proxy the port is like any other"
 
 
 def test_tcp_to_the_host(compared):

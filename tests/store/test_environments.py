@@ -2,28 +2,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from carrel.models import Limits, Network, State, Trust
-from carrel.store import Database, SessionRecord, SessionStore
+from carrel.models import State
+from carrel.store import Database, SessionStore
 from carrel.store.environments import EnvironmentRecord, EnvironmentStore
+from records import SESSION
 
 ONE = EnvironmentRecord(
     "n1", "h1", "3.11.2", "/usr/bin/python3.11", ["a"], [{"name": "a", "version": "1"}], ["a"], 10, 1.0, 1.0, "c"
 )
-SESSION = SessionRecord(
-    id="sbx-1",
-    context_id="c",
-    ephemeral=False,
-    state=State.RUNNING,
-    provider="namespace",
-    isolation_level=1,
-    unsafe=False,
-    trust=Trust.MEDIUM,
-    network=Network.NONE,
-    limits=Limits(),
-    created_at=1.0,
-    last_activity_at=2.0,
-    acts_for="x",
-)
+BUILDER = replace(SESSION, acts_for="x")
 
 
 async def test_kept_labelled_and_forgotten(database: Database) -> None:
@@ -46,7 +33,7 @@ async def test_kept_labelled_and_forgotten(database: Database) -> None:
 
 async def test_held_until_the_session_is_terminated(database: Database) -> None:
     store, sessions = EnvironmentStore(database, "a"), SessionStore(database)
-    await sessions.insert(SESSION)
+    await sessions.insert(BUILDER)
     found = await sessions.get("sbx-1")
     assert found is not None and found.acts_for == "x"
     await store.put(ONE)
@@ -57,7 +44,7 @@ async def test_held_until_the_session_is_terminated(database: Database) -> None:
     await store.copy_uses("c", "fork")
     await store.copy_uses("c", "fork")
     assert await store.holds("fork") == ["n1"]
-    await sessions.insert(replace(SESSION, id="sbx-2", context_id="fork"))
+    await sessions.insert(replace(BUILDER, id="sbx-2", context_id="fork"))
     await sessions.update("sbx-1", state=State.STOPPED)
     assert await store.held() == {"n1": {"c", "fork"}}
     assert await store.release("fork", "n1") and not await store.release("fork", "n1")

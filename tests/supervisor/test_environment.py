@@ -12,9 +12,9 @@ from sandboxes import KINDS, House
 PORT = 3128
 
 
-def variables(relay_port: int | None = None, trust: bool = False, **given: str) -> dict[str, str]:
+def variables(way_out_port: int | None = None, trust: bool = False, **given: str) -> dict[str, str]:
     return environment.variables(
-        workspace="/w", home="/h", path="/bin", relay_port=relay_port, trust=trust, given=given
+        workspace="/w", home="/h", path="/bin", way_out_port=way_out_port, trust=trust, given=given
     )
 
 
@@ -64,9 +64,9 @@ async def test_only_a_sandbox_with_a_way_out_has_them(houses: dict[str, House]) 
         house.box(network=Network.ALLOWLIST, trust=True) as trusting,
     ):
         show = "echo $http_proxy $HTTPS_PROXY $PIP_INDEX_URL $SSL_CERT_FILE"
-        relay = f"http://127.0.0.1:{PORT}"
+        proxy = f"http://127.0.0.1:{PORT}"
         assert (await none.supervisor.run(show))["stdout"] == "\n"
-        assert (await way.supervisor.run(show))["stdout"] == f"{relay} {relay} mine\n"
-        told = f"{relay} {relay} {relay}/simple/ {environment.CERTIFICATES}\n"
+        assert (await way.supervisor.run(show))["stdout"] == f"{proxy} {proxy} mine\n"
+        told = f"{proxy} {proxy} {proxy}/simple/ {environment.CERTIFICATES}\n"
         assert (await trusting.supervisor.run(show))["stdout"] == told
     await house.provider.close()

@@ -14,18 +14,14 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Protocol
 
-from carrel.egress import addresses
 from carrel.egress.budget import Budget, Meter
 from carrel.egress.index.front import Front
-from carrel.egress.index.packages import Budget as InstallBudget
-from carrel.egress.index.packages import Packages
+from carrel.egress.index.packages import InstallBudget, Packages
 from carrel.egress.plan import Index, Plan
 from carrel.egress.rules import Rules
 from carrel.egress.terms import Access, Address, Ask, Dial, Refused, Report, Resolve, Said, Target
-
-RELAY_PORT = 3128
-"""Where the proxy listens on the loopback of every sandbox."""
-
+from carrel.isolation.sandbox import WAY_OUT_PORT
+from carrel.policy import addresses
 
 _MOST_REMEMBERED = 4096
 
@@ -61,7 +57,7 @@ class Passage:
         report: Report,
         front: Front | None = None,
         inspect: Inspect | None = None,
-        own_port: int = RELAY_PORT,
+        own_port: int = WAY_OUT_PORT,
     ):
         self.plan = plan
         self.rules = _rules(plan)

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from carrel.policy.remarks import Answer
 
 Address = IPv4Address | IPv6Address
-Protocol_ = Literal["connect", "http", "socks5", "index"]
+Spoken = Literal["connect", "http", "socks5", "index"]
 """How a sandbox asked: a tunnel, a plain request, a SOCKS tunnel, a package of the index front."""
 
 
@@ -91,7 +91,7 @@ class Access:
     """One connection or request from its first byte to its last: what the access log says of it."""
 
     sandbox: str
-    protocol: Protocol_
+    protocol: Spoken
     target: Target | None = None
     method: str | None = None
     path: str | None = None

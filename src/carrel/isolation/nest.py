@@ -284,7 +284,7 @@ class Nest:
                 os.close(workspaces)
                 workspace = home = os.getcwd()
             score = sandbox.give_up_reach()
-            relay_port = sandbox.RELAY_PORT if self._isolate and spec.network == "allowlist" else None
+            way_out_port = sandbox.WAY_OUT_PORT if self._isolate and spec.network == "allowlist" else None
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
@@ -298,7 +298,7 @@ class Nest:
                 spec.memory_mb,
                 score,
                 writable,
-                relay_port,
+                way_out_port,
                 spec.trust,
             )
             self._supervisor.main(born, self._prepared)

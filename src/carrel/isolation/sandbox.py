@@ -18,8 +18,8 @@ BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
-RELAY_PORT = 3128
-RELAY_BACKLOG = 4096
+WAY_OUT_PORT = 3128
+WAY_OUT_BACKLOG = 4096
 WAY_OUT = b"way out"
 NETWORK = b"network"
 
@@ -55,7 +55,7 @@ class Born:
     memory_mb: int | None
     oom_score_fd: int
     secrets_fd: int
-    relay_port: int | None
+    way_out_port: int | None
     trust: bool
 
 
@@ -90,8 +90,8 @@ def _hand_over_way_out(orders: socket.socket) -> None:
     that nobody waits for it; the zygote closes it where it is not wanted.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as way_out:
-        way_out.bind(("127.0.0.1", RELAY_PORT))
-        way_out.listen(RELAY_BACKLOG)
+        way_out.bind(("127.0.0.1", WAY_OUT_PORT))
+        way_out.listen(WAY_OUT_BACKLOG)
         try:
             socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
         except BrokenPipeError:

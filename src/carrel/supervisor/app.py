@@ -53,7 +53,7 @@ class Born(Protocol):
     @property
     def secrets_fd(self) -> int: ...  # noqa: D102
     @property
-    def relay_port(self) -> int | None: ...  # noqa: D102
+    def way_out_port(self) -> int | None: ...  # noqa: D102
     @property
     def trust(self) -> bool: ...  # noqa: D102
 
@@ -107,7 +107,7 @@ class Supervisor:
             workspace=born.workspace,
             home=born.home,
             path=environment.PATH if born.isolated else os.environ.get("PATH", environment.PATH),
-            relay_port=born.relay_port,
+            way_out_port=born.way_out_port,
             trust=born.trust,
             given=born.env,
         )
@@ -343,7 +343,7 @@ def main(born: Born, prepared: object) -> None:
 class _Rehearsal:
     """A stand-in sandbox for `warm`."""
 
-    isolated, memory_mb, relay_port, trust = False, 64, None, False
+    isolated, memory_mb, way_out_port, trust = False, 64, None, False
 
     def __init__(self, folder: str):
         self.workspace = self.home = folder

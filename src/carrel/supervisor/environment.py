@@ -37,7 +37,7 @@ _TRUSTING = (
 
 
 def variables(
-    *, workspace: str, home: str, path: str, relay_port: int | None, trust: bool, given: Mapping[str, str]
+    *, workspace: str, home: str, path: str, way_out_port: int | None, trust: bool, given: Mapping[str, str]
 ) -> dict[str, str]:
     """All of them; what the caller gives wins."""
     return {
@@ -48,43 +48,43 @@ def variables(
         "SHELL": "/bin/sh",
         "LANG": "C.UTF-8",
         "WORKSPACE": workspace,
-        **({} if relay_port is None else way_out(relay_port)),
+        **({} if way_out_port is None else way_out(way_out_port)),
         **(dict.fromkeys(_TRUSTING, CERTIFICATES) if trust else {}),
         **given,
     }
 
 
 def way_out(port: int) -> dict[str, str]:
-    """What tools need to know of the relay on the sandbox's loopback. It speaks HTTP and SOCKS5 on one port.
+    """What tools need to know of the proxy on the sandbox's loopback. It speaks HTTP and SOCKS5 on one port.
 
     Most read the proxy variables: curl, git, pip, uv, npm, requests, httpx, urllib, cargo, Go, aiohttp with
     `trust_env`. Both cases, because curl takes `http_proxy` only in lower case and others look only for upper case.
     """
-    relay = f"http://127.0.0.1:{port}"
+    proxy = f"http://127.0.0.1:{port}"
     proxies = {
-        "HTTP_PROXY": relay,
-        "HTTPS_PROXY": relay,
+        "HTTP_PROXY": proxy,
+        "HTTPS_PROXY": proxy,
         # Not socks5h://, although it is spoken: httpx refuses to make any client at all when this names a SOCKS proxy
         # and the package `socksio` is not there, and requests and aiohttp need packages of their own too. What speaks
         # neither HTTP nor TLS is rare, and can be told of SOCKS by whoever runs it.
-        "ALL_PROXY": relay,
-        "WS_PROXY": relay,  # aiohttp looks up a proxy by the scheme of the address
-        "WSS_PROXY": relay,
+        "ALL_PROXY": proxy,
+        "WS_PROXY": proxy,  # aiohttp looks up a proxy by the scheme of the address
+        "WSS_PROXY": proxy,
         "NO_PROXY": NO_PROXY,
     }
     return {
         **proxies,
         **{name.lower(): value for name, value in proxies.items()},
-        # The package front is the relay itself, asked as a server and not as a proxy: the address is in NO_PROXY, and
+        # The package front is the proxy itself, asked as a server and not as a proxy: the address is in NO_PROXY, and
         # pip takes loopback for safe without TLS.
-        "PIP_INDEX_URL": f"{relay}/simple/",
-        "UV_DEFAULT_INDEX": f"{relay}/simple/",
+        "PIP_INDEX_URL": f"{proxy}/simple/",
+        "UV_DEFAULT_INDEX": f"{proxy}/simple/",
         # Questions nobody asked, to a host that may not be allowed.
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "npm_config_update_notifier": "false",
         # npm reads the proxy variables by itself, Yarn from version 2 on only these.
-        "YARN_HTTP_PROXY": relay,
-        "YARN_HTTPS_PROXY": relay,
+        "YARN_HTTP_PROXY": proxy,
+        "YARN_HTTPS_PROXY": proxy,
         # Node from 22.21 and 24 on is told by the first; the second does the same for an older one.
         "NODE_USE_ENV_PROXY": "1",
         "NODE_OPTIONS": f"--require={NODE_PRELOAD}",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from carrel.egress.index import front as module
 from carrel.egress.index import pages
 from carrel.egress.index.catalogue import FRESH_S
-from carrel.egress.index.front import Budget, Front, Index, Packages
+from carrel.egress.index.front import Front, Index, InstallBudget, Packages
 from carrel.egress.terms import Refused
 from indexes import IndexServer, fronting, gateway, metadata_of, run, sdist, serving, wheel, whole
 
@@ -496,7 +496,7 @@ async def test_what_wheels_hold_is_what_counts(front, server):
 
 async def test_many_files_together_and_a_pause(front, server):
     now = [0.0]
-    packages = Packages((server.index(),), max_install_bytes=250_000, budget=Budget(lambda: now[0]))
+    packages = Packages((server.index(),), max_install_bytes=250_000, budget=InstallBudget(lambda: now[0]))
     urls = []
     for number in range(3):
         server.add(sdist(f"demo{number}", payload=os.urandom(100_000)))

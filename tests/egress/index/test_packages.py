@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.index.packages import IDLE_S, Budget, Packages
+from carrel.egress.index.packages import IDLE_S, InstallBudget, Packages
 from carrel.egress.terms import Refused
 
 
@@ -40,7 +40,7 @@ def test_nothing_at_all():
 
 
 def test_each_file_counts_once_and_with_its_largest_size():
-    budget = Budget(Clock())
+    budget = InstallBudget(Clock())
     budget.take("a", 10, 100)
     budget.take("a", 60, 100)
     budget.take("a", 20, 100)
@@ -58,7 +58,7 @@ def test_each_file_counts_once_and_with_its_largest_size():
 
 def test_an_install_ends_after_a_pause():
     clock = Clock()
-    budget = Budget(clock)
+    budget = InstallBudget(clock)
     with budget.asking():
         budget.take("a", 10, None)
         clock.now += 10 * IDLE_S  # a long download is no pause
@@ -76,7 +76,7 @@ def test_an_install_ends_after_a_pause():
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 100))), st.integers(0, 200))
 def test_never_over_the_cap(takes, most):
-    budget, sizes = Budget(Clock()), {}
+    budget, sizes = InstallBudget(Clock()), {}
     for file, size in takes:
         others = sum(value for name, value in sizes.items() if name != file)
         if others + size <= most:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from evader import Evader
 from far import ALLOWED, FORBIDDEN, Far
 
-from carrel.isolation.sandbox import RELAY_PORT
+from carrel.isolation.sandbox import WAY_OUT_PORT
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def evader(far: Far, governed: Any) -> Iterator[Evader]:
         "evader",
         {
             "allowed_domains": ["allowed.test", "inspected.test", "opaque.test", "*.names.test", ALLOWED],
-            "allowed_ports": [far.http, far.tls, far.retry, RELAY_PORT],
+            "allowed_ports": [far.http, far.tls, far.retry, WAY_OUT_PORT],
             "opaque_domains": ["opaque.test"],
             "inspected_domains": ["inspected.test"],
         },

@@ -24,13 +24,13 @@ from carrel.egress.index import pages, wheels
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.catalogue import Catalogue, scope, shown
 from carrel.egress.index.downloads import Body, Download, Downloads, Missing, Wanted, Wrong
-from carrel.egress.index.packages import Budget, Packages
+from carrel.egress.index.packages import InstallBudget, Packages
 from carrel.egress.index.pages import BadPage, Link, Page
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
 from carrel.egress.terms import Refused, Said
 
-__all__ = ["Answer", "Budget", "Front", "Index", "Packages"]
+__all__ = ["Answer", "Front", "Index", "InstallBudget", "Packages"]
 
 log = logging.getLogger(__name__)
 

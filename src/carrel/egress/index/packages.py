@@ -14,7 +14,7 @@ IDLE_S = 60.0
 """An install is over when no request came for this long."""
 
 
-class Budget:
+class InstallBudget:
     """What the install that is under way has taken. One for each sandbox; it outlives changes of the policy."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -76,7 +76,7 @@ class Packages:
     allowed: frozenset[str] | None = None
     max_install_bytes: int | None = None
     enabled: bool = True
-    budget: Budget = field(default_factory=Budget)
+    budget: InstallBudget = field(default_factory=InstallBudget)
 
     def check(self, project: str) -> None:
         """Raises `Refused` when the project may not be installed."""

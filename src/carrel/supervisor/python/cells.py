@@ -13,14 +13,14 @@ from carrel.supervisor.command import Order
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.python.calls import MOST_CODE, OUTPUT_LIMIT, Python
-from carrel.supervisor.python.contexts import RESULTS_LIMIT, Cell, CodeContext, Launch
+from carrel.supervisor.python.contexts import RESULTS_LIMIT, Cell, CodeContext
 from carrel.supervisor.python.hosts import Host
 
 MOST_CONTEXTS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class _Launch(Launch):
+class _Launch:
     """A context in an environment, with variables."""
 
     def __init__(self, python: Python, release: Callable[[Order], None], body: Json):

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound
 from carrel.supervisor.command import signal_name
@@ -479,15 +479,13 @@ class CodeContext:
             del self._cells[cell.id]
 
 
-class Launch:
+class Launch(Protocol):
     """How a context gets its process; made by whoever knows interpreters and orders."""
 
-    env: str | None = None
+    env: str | None
 
     async def host(self) -> Host:
         """A host whose spare waits for work."""
-        raise NotImplementedError
 
     def run(self, host: Host, streams: tuple[int, int], control: int) -> None:
         """Let the spare become a context."""
-        raise NotImplementedError
