@@ -1,4 +1,4 @@
-"""What a test left behind: processes, mounts, cgroups, temporary files, descriptors.
+"""What a test left behind: processes, mounts, cgroups, temporary files, descriptors, another /etc.
 
 Only what this run made is judged, so that two runs at once do not accuse each other: the run is a child subreaper, so
 every process it made stays below it whatever it does, and everything temporary lies in a directory of this run.
@@ -37,6 +37,7 @@ class State:
     mounts: set[str] = field(default_factory=set)
     entries: set[str] = field(default_factory=set)
     descriptors: Counter[str] = field(default_factory=Counter)
+    settings: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Leaks:
@@ -56,7 +57,7 @@ class Leaks:
         """The state now."""
         processes = below(os.getpid())
         self._seen |= processes.keys()
-        return State(processes, self._mounts(), self._entries(), _descriptors())
+        return State(processes, self._mounts(), self._entries(), _descriptors(), settings())
 
     def keep(self, before: State) -> None:
         """What came since `before` belongs to a fixture that lives on."""
@@ -80,7 +81,9 @@ class Leaks:
     def at_the_end(self) -> list[str]:
         """Everything of this run that is still there once all fixtures are gone."""
         self._kept = State()
-        first = State(self._first.processes, self._first.mounts, self._first.entries, _descriptors())
+        first = State(
+            self._first.processes, self._first.mounts, self._first.entries, _descriptors(), self._first.settings
+        )
         found = self.since(first)
         until = time.monotonic() + PATIENCE_S
         while (groups := self._groups_of_the_gone()) and time.monotonic() < until:
@@ -106,6 +109,9 @@ class Leaks:
         found += [f"temporary {name}" for name in sorted(now.entries - before.entries - self._kept.entries)]
         leaked = now.descriptors - before.descriptors - self._kept.descriptors
         found += [f"descriptor {target} ({count})" for target, count in leaked.items()]
+        found += [
+            f"change of the host's {path}" for path, _is in sorted(now.settings.items() ^ before.settings.items())
+        ]
         return found
 
     def _mounts(self) -> set[str]:
@@ -204,6 +210,17 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
     except OSError:
         return "?"
+
+
+def settings(directory: str = "/etc") -> dict[str, tuple[int, ...]]:
+    """The files right in /etc, as they are: no test may write to the host's, and as root it could."""
+    found = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                told = entry.stat(follow_symlinks=False)
+                found[entry.path] = (told.st_ino, told.st_mode, told.st_size, told.st_mtime_ns)
+    return found
 
 
 def _reap_orphans(before: State) -> None:

@@ -15,6 +15,8 @@ _CONFIGURATION = """
 http_port 127.0.0.1:{port}
 pid_filename none
 access_log none
+cache_effective_user nobody
+cache_effective_group nogroup
 cache_log {directory}/cache.log
 coredump_dir {directory}
 cache deny all
@@ -52,12 +54,13 @@ class Squid:
                 self.port: int = free.getsockname()[1]
             path = self.directory / "squid.conf"
             path.write_text(_CONFIGURATION.format(port=self.port, directory=self.directory, closed=closed))
-            self._process = subprocess.Popen(
-                ["/usr/sbin/squid", "-N", "-n", self._name, "-f", str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            with open(self.directory / "said", "wb") as said:
+                self._process = subprocess.Popen(
+                    ["/usr/sbin/squid", "-N", "-n", self._name, "-f", str(path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                )
             until = time.monotonic() + 30
             while self._process.poll() is None and time.monotonic() < until:
                 try:
@@ -67,7 +70,9 @@ class Squid:
                 else:
                     return
             self.kill()
-        raise RuntimeError(f"Squid did not start: {(self.directory / 'cache.log').read_text()}")
+        said = (self.directory / "said").read_text()
+        self.close()
+        raise RuntimeError(f"Squid did not start: {said}")
 
     def kill(self) -> None:
         """End it at once. Its way of ending by itself takes seconds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import stat
-from typing import Any
+from typing import Any, BinaryIO
 
 from carrel.workspaces.volumes import kernel
 
@@ -62,17 +62,22 @@ def mutate(path: str, rng: random.Random, steps: int) -> None:
             continue
 
 
+def _written(path: str) -> BinaryIO:
+    """The file opened to be written anew, never what a link of that name leads to."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "wb")
+
+
 def _step(rng: random.Random, fresh: str, some: str | None, folder: str) -> None:
     action = rng.randrange(13)
     if action <= 2:
-        with open(fresh, "wb") as file:
+        with _written(fresh) as file:
             file.write(rng.randbytes(rng.choice([0, 1, 100, 5000])) * rng.choice([1, 1, 300]))
     elif action == 3:
         os.mkdir(fresh)
     elif action == 4:
-        os.symlink(rng.choice(["/etc/passwd", "nowhere", "a", os.fsdecode(b"\xfd")]), fresh)
+        os.symlink(rng.choice(["/nowhere/at/all", "nowhere", "a", os.fsdecode(b"\xfd")]), fresh)
     elif action == 5:
-        with open(fresh, "wb") as file:
+        with _written(fresh) as file:
             file.seek(rng.choice([0, 1 << 20]))
             file.write(b"data")
             file.truncate(3 << 20)
