@@ -96,11 +96,11 @@ class Gateway:
     # connections
 
     def _accept(self) -> None:
-        """Take the connections that wait. One at a time while they come one by one; when they come faster than the loop
-        turns, more and more at once, or the socket's queue would run over.
+        """Take the connections that wait. One at a time while they come one by one; when they come faster than they
+        end, more and more at once, or the socket's queue would run over.
         """
         now = asyncio.get_running_loop().time()
-        self._at_once = min(_AT_ONCE, self._at_once * 2) if now - self._last < _CLOSE_S else 1
+        self._at_once = min(_AT_ONCE, self._at_once * 2) if self._tasks and now - self._last < _CLOSE_S else 1
         self._last = now
         for _ in range(self._at_once):
             if not self._accept_one():

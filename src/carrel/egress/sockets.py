@@ -23,6 +23,8 @@ IDLE_S = 15 * 60.0
 
 _FREE_LOOKS, _PAUSE_S = 16, 0.02
 """Who sends a head byte by byte is looked at less often, or each byte would cost as much as the whole."""
+_SWEEP_S = 0.25
+"""By how much a wait may be longer than its patience."""
 _FIRST_LOOK = 8192
 _FAREWELL_S, _FAREWELL_BYTES = 2.0, 4 << 20
 
@@ -31,32 +33,73 @@ class Ended(ConnectionError):
     """The peer has ended before what was waited for had come."""
 
 
-async def readable(connection: socket.socket, patience_s: float | None = None) -> None:
+class _Sweep:
+    """Ends waits whose time is over, a little late: one timer for all of them. A timer for each costs a new connection
+    more than deciding it does.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._ends: dict[asyncio.Future[None], float] = {}
+        self._running = False
+
+    def watch(self, future: asyncio.Future[None], patience_s: float) -> None:
+        """End this wait after so long."""
+        self._ends[future] = self.loop.time() + patience_s
+        if not self._running:
+            self._running = True
+            self.loop.call_later(_SWEEP_S, self._sweep)
+
+    def forget(self, future: asyncio.Future[None]) -> None:
+        """This wait is over."""
+        self._ends.pop(future, None)
+
+    def _sweep(self) -> None:
+        now = self.loop.time()
+        for future in [future for future, ends in self._ends.items() if ends <= now]:
+            if not future.done():
+                future.set_exception(TimeoutError("the peer takes too long"))
+        self._running = bool(self._ends)
+        if self._running:
+            self.loop.call_later(_SWEEP_S, self._sweep)
+
+
+_sweep: _Sweep | None = None
+
+
+async def readable(connection: socket.socket, patience_s: float) -> None:
     """Wait until something can be read, be it the end. Raises `TimeoutError`."""
     loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     future: asyncio.Future[None] = loop.create_future()
-    timer = None if patience_s is None else loop.call_later(patience_s, _expire, future)
+    sweep = _sweep_of(loop)
+    sweep.watch(future, patience_s)
     loop.add_reader(descriptor, _wake, future)
     try:
         await future
     finally:
         loop.remove_reader(descriptor)
-        if timer is not None:
-            timer.cancel()
+        sweep.forget(future)
 
 
-async def writable(connection: socket.socket, patience_s: float | None = None) -> None:
+async def writable(connection: socket.socket, patience_s: float) -> None:
     """Wait until something can be written. Raises `TimeoutError`."""
     loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     future: asyncio.Future[None] = loop.create_future()
-    timer = None if patience_s is None else loop.call_later(patience_s, _expire, future)
+    sweep = _sweep_of(loop)
+    sweep.watch(future, patience_s)
     loop.add_writer(descriptor, _wake, future)
     try:
         await future
     finally:
         loop.remove_writer(descriptor)
-        if timer is not None:
-            timer.cancel()
+        sweep.forget(future)
+
+
+def _sweep_of(loop: asyncio.AbstractEventLoop) -> _Sweep:
+    global _sweep
+    if _sweep is None or _sweep.loop is not loop:
+        _sweep = _Sweep(loop)  # one of another loop goes on until its last wait is over
+    return _sweep
 
 
 def _wake(future: asyncio.Future[None]) -> None:
@@ -64,12 +107,7 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _expire(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_exception(TimeoutError("the peer takes too long"))
-
-
-async def connect(address: Address, port: int, patience_s: float | None = None) -> socket.socket:
+async def connect(address: Address, port: int, patience_s: float = IDLE_S) -> socket.socket:
     """A connection to an address. Raises `OSError`, `TimeoutError`.
 
     The loop's own `sock_connect` would look the address up in a thread.
