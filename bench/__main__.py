@@ -45,6 +45,7 @@ BENCHMARKS = {
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
         Benchmark("rate", "commands per second with 8 clients"),
         Benchmark("python", "a call of Python, a cell, pandas: warm beside cold and ipykernel"),
+        Benchmark("router", "calls of Python without a context beside the same in contexts, 8 clients"),
         Benchmark("memory", "memory of an idle sandbox"),
         Benchmark("throughput", "output and files, MB/s"),
         Benchmark("snapshots", "snapshot, restore and fork of 1 GB in 20,000 files"),
@@ -54,6 +55,8 @@ BENCHMARKS = {
         Benchmark("redact", "taking 100 secrets out of output, MB/s"),
         Benchmark("policy", "a decision about a command, 60 and 10,000 rules"),
         Benchmark("egress", "the way out beside Squid, and under load"),
+        Benchmark("a2a", "a task of the A2A agent beside the same command by the SDK"),
+        Benchmark("mcp", "a call of a hosted MCP server's tool beside the same server over pipes"),
         Benchmark("audit", "appending to the audit log, searching a million records, verifying"),
     )
 }

@@ -36,10 +36,10 @@ async def run(progress: Progress) -> Report:
             "plain `sh -c true`": _peer(PLAIN_SHELL),
             "unshare, 7 namespaces": _peer(peers.ONE_SHOTS["unshare, 7 namespaces"]),
             "bubblewrap": _peer(peers.ONE_SHOTS["bubblewrap"]),
-            "socket, one sandbox": _storm(p99s, "socket", sockets[:1] * CLIENTS, [ground.RUN_TRUE] * CLIENTS),
-            "socket, a sandbox each": _storm(p99s, "socket_each", sockets, [ground.RUN_TRUE] * CLIENTS),
-            "API, one sandbox": _storm(p99s, "api", api, true_in[:1] * CLIENTS),
-            "API, a sandbox each": _storm(p99s, "api_each", api, true_in),
+            "socket, one sandbox": storm(p99s, "socket", sockets[:1] * CLIENTS, [ground.RUN_TRUE] * CLIENTS),
+            "socket, a sandbox each": storm(p99s, "socket_each", sockets, [ground.RUN_TRUE] * CLIENTS),
+            "API, one sandbox": storm(p99s, "api", api, true_in[:1] * CLIENTS),
+            "API, a sandbox each": storm(p99s, "api_each", api, true_in),
         }
         samples = await rounds(contenders, ROUNDS, progress=progress)
     bwrap = samples["bubblewrap"]
@@ -73,7 +73,8 @@ def _peer(command: Sequence[str]) -> Contender:
     return turn
 
 
-def _storm(p99s: dict[str, list[float]], key: str, addresses: Sequence[Address], requests: list[bytes]) -> Contender:
+def storm(p99s: dict[str, list[float]], key: str, addresses: Sequence[Address], requests: list[bytes]) -> Contender:
+    """Clients that send their requests again and again, for a while; the answers per second. Fills in the p99."""
     orders = json.dumps(
         {"addresses": list(addresses), "requests": [text.decode() for text in requests], "seconds": WINDOW_S}
     ).encode()

@@ -20,6 +20,7 @@ NAMES = {
     "aclose": "close",
     "aread": "read",
     "aiter_raw": "iter_raw",
+    "handle_async_request": "handle_request",
     "_async": "_sync",
     "_io_async": "_io_sync",
     # Only `websockets.asyncio` is imported from; the blocking twin is `websockets.sync`.

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from leaks import Leaks, Watch
 from s3 import S3Server
 from sandboxes import KINDS, Box, House, Supervisor, parent
+from servers import ROOT, Server, science
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +79,30 @@ def s3() -> Iterator[S3Server]:
     server = S3Server()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def science_as_root() -> Iterator[Server]:
+    """A server with a template of real packages, built once for the whole run."""
+    if not ROOT:
+        pytest.skip("the server as root: the tests do not run as root")
+    with science(user=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def science_as_user(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The same as an ordinary user; what was downloaded is not downloaded again."""
+    before = request.getfixturevalue("science_as_root").data_dir if ROOT else None
+    with science(user=True, downloaded=before) as server:
+        yield server
+
+
+@pytest.fixture(params=["root", "user"])
+def scientific(request: pytest.FixtureRequest) -> Server:
+    """A server with a template of real packages, as root and as an ordinary user."""
+    server: Server = request.getfixturevalue(f"science_as_{request.param}")
+    return server
 
 
 @pytest.fixture(params=KINDS)

@@ -44,7 +44,10 @@ def use_all(metrics: Metrics) -> None:
     metrics.archived("ok", 2.0, 1000)
     metrics.synced(SyncDirection.PUSH, "ok", 0.1)
     metrics.routed("ok")
-    metrics.router(2, 3, 1)
+    metrics.mcp_called("context", "tool_error", 0.003)
+    metrics.mcp_called("platform", "made up", 0.003)
+    metrics.mcp_discovered("ok", 0.2)
+    metrics.router(2, 3, 1, 4096)
     metrics.sandboxes({State.RUNNING: 3, State.TERMINATED: 9})
     metrics.workspace("conversation-42", 4096, 1_700_000_000.5)
     metrics.volume(5_000_000, 9_000_000)
@@ -67,6 +70,9 @@ def test_every_call_shows() -> None:
     assert value(metrics, "carrel_archive_seconds_sum", outcome="ok") == 2.0
     assert value(metrics, "carrel_archive_bytes_total") == 1000
     assert value(metrics, "carrel_sync_seconds_count", direction="push", outcome="ok") == 1
+    assert value(metrics, "carrel_mcp_call_seconds_count", origin="context", outcome="tool_error") == 1
+    assert value(metrics, "carrel_mcp_call_seconds_count", origin="platform", outcome="unexpected") == 1
+    assert value(metrics, "carrel_mcp_discovery_seconds_sum", outcome="ok") == 0.2
     assert value(metrics, "carrel_sandboxes", state="running") == 3
     assert value(metrics, "carrel_sandboxes", state="stopped") == 0
     assert value(metrics, "carrel_sandboxes", state="terminated") is None

@@ -155,6 +155,26 @@ class EnvironmentSettings(_Group):
     )
 
 
+class McpSettings(_Group):
+    """MCP servers that contexts have."""
+
+    start_timeout_s: float = Field(
+        default=60.0, gt=0, le=600, description="seconds an MCP server may take to start and introduce itself"
+    )
+    discovery_timeout_s: float = Field(
+        default=120.0, gt=0, le=600, description="seconds that finding out what an MCP server offers may take"
+    )
+    install_timeout_s: float = Field(
+        default=600.0, gt=0, le=MAX_TIMEOUT_S, description="seconds that npm may take to install an MCP server"
+    )
+    platform_file: str | None = Field(
+        default=None,
+        description="a JSON list of MCP servers that run outside, for every context: "
+        '`[{"name": "search", "url": "https://host/mcp", "headers": {"Authorization": {"env": "SEARCH_TOKEN"}}}]`; '
+        "a header is a text, or names a variable (`env`) or a `file`",
+    )
+
+
 class RouterSettings(_Group):
     """Sandboxes for calls of Python that have no context."""
 
@@ -234,6 +254,7 @@ class Settings(_Group):
         default_factory=EnvironmentSettings, description="Python environments that sandboxes share"
     )
     router: RouterSettings = Field(default_factory=RouterSettings, description="calls of Python without a context")
+    mcp: McpSettings = Field(default_factory=McpSettings, description="MCP servers that contexts have")
 
     @field_validator("data_dir")
     @classmethod

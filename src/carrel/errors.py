@@ -17,6 +17,7 @@
     │   └── RunsElsewhere       409  another server on the same database has the session; `node`
     ├── Unsupported             422  a capability the provider or host lacks
     ├── LimitExceeded           429  a quota or a capacity is used up
+    ├── McpServerFailed         502  an MCP server died, would not start, or does not speak the protocol
     ├── CommandFailed           —    only with `check=True`; a non-zero exit is otherwise a result
     └── PlatformError           500  carrel itself or its host failed; never a command's result
         ├── ProviderUnavailable 503
@@ -179,6 +180,12 @@ class LimitExceeded(CarrelError):
     """A quota or a capacity is used up."""
 
     code, status, title = "limit_exceeded", 429, "Limit reached"
+
+
+class McpServerFailed(CarrelError):
+    """An MCP server died, would not start, or does not speak the protocol. Not a failure of carrel."""
+
+    code, status, title = "mcp_server_failed", 502, "The MCP server failed"
 
 
 class PlatformError(CarrelError):

@@ -40,6 +40,7 @@ _CONTEXT = "the context of the workspace"
 _QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
 
+_MCP_OUTCOMES = _OUTCOMES | {"tool_error", "timed_out"}
 _EGRESS_PROTOCOLS = frozenset({"connect", "http", "socks5", "index"})
 _EGRESS_OUTCOMES = _OUTCOMES | {"denied_by_policy", "bad_request", "unreachable", "timed_out", "broken_off"}
 _COUNTED = tuple(state for state in State if state is not State.TERMINATED)
@@ -125,12 +126,31 @@ VOLUME_CAPACITY = Declaration(
 ROUTER_CALLS = Declaration(
     "carrel_router_calls_total", "counter", "Calls of Python without a context.", {"outcome": _OUTCOME}
 )
+ROUTER_MEMORY = Declaration(
+    "carrel_router_memory_bytes", "gauge", "Memory of the sandboxes for calls without a context, as last told."
+)
 ROUTER_WAITING = Declaration("carrel_router_waiting", "gauge", "Calls without a context that wait for a sandbox.")
 ROUTER_SANDBOXES = Declaration(
     "carrel_router_sandboxes", "gauge", "Sandboxes for calls without a context.", {"state": "`busy` or `idle`"}
 )
+MCP_CALL = Declaration(
+    "carrel_mcp_call_seconds",
+    "histogram",
+    "Time a request to an MCP server took, from the decision to its answer.",
+    {"origin": "`context` or `platform`", "outcome": f"{_OUTCOME}; `tool_error` and `timed_out` are answers too"},
+    _QUICK,
+)
+MCP_DISCOVERY = Declaration(
+    "carrel_mcp_discovery_seconds",
+    "histogram",
+    "Time to ask an MCP server of a context what it offers, in a sandbox of its own.",
+    {"outcome": _OUTCOME},
+    _LONG,
+)
 DECLARATIONS = (
     OPERATION,
+    MCP_CALL,
+    MCP_DISCOVERY,
     EGRESS,
     EGRESS_BYTES,
     START,
@@ -147,6 +167,7 @@ DECLARATIONS = (
     ROUTER_CALLS,
     ROUTER_WAITING,
     ROUTER_SANDBOXES,
+    ROUTER_MEMORY,
 )
 
 
@@ -224,6 +245,8 @@ class Metrics:
     def __init__(self, *, most_contexts: int = MOST_CONTEXTS) -> None:
         self._registry = CollectorRegistry()
         self._operations = _Series(self._histogram(OPERATION))
+        self._mcp_calls = _Series(self._histogram(MCP_CALL))
+        self._mcp_discoveries = _Series(self._histogram(MCP_DISCOVERY))
         self._egress = _Series(self._histogram(EGRESS))
         moved = Counter(EGRESS_BYTES.name, EGRESS_BYTES.text, list(EGRESS_BYTES.labels), registry=self._registry)
         self._egress_in, self._egress_out = moved.labels("in"), moved.labels("out")
@@ -241,6 +264,7 @@ class Metrics:
         routed = Counter(ROUTER_CALLS.name, ROUTER_CALLS.text, list(ROUTER_CALLS.labels), registry=self._registry)
         self._routed = _Series(routed)
         self._router_waiting = self._gauge(ROUTER_WAITING)
+        self._router_memory = self._gauge(ROUTER_MEMORY)
         self._router_sandboxes = _Series(self._gauge(ROUTER_SANDBOXES))
         ProcessCollector(namespace="carrel", registry=self._registry)
         self.sandboxes({})
@@ -248,6 +272,14 @@ class Metrics:
     def operated(self, kind: str, name: str, outcome: str, seconds: float) -> None:
         """An operation went through the door; `outcome` as `outcome_of` gives it."""
         self._operations[kind, name, _known(outcome)].observe(seconds)
+
+    def mcp_called(self, origin: Literal["context", "platform"], outcome: str, seconds: float) -> None:
+        """A request to an MCP server was answered, or failed."""
+        self._mcp_calls[origin, outcome if outcome in _MCP_OUTCOMES else UNEXPECTED].observe(seconds)
+
+    def mcp_discovered(self, outcome: str, seconds: float) -> None:
+        """An MCP server was asked what it offers, or could not be."""
+        self._mcp_discoveries[_known(outcome),].observe(seconds)
 
     def let_out(self, protocol: str, outcome: str, received: int, sent: int, seconds: float) -> None:
         """A connection or request of a sandbox to the outside ended, or was refused."""
@@ -286,9 +318,10 @@ class Metrics:
         """A call without a context ended, or was refused."""
         self._routed[_known(outcome),].inc()
 
-    def router(self, waiting: int, busy: int, idle: int) -> None:
+    def router(self, waiting: int, busy: int, idle: int, memory_bytes: int) -> None:
         """How many calls without a context wait, and what their sandboxes do now."""
         self._router_waiting.set(waiting)
+        self._router_memory.set(memory_bytes)
         self._router_sandboxes["busy",].set(busy)
         self._router_sandboxes["idle",].set(idle)
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from carrel.control.door import Decision, PlainDoor
+from carrel.models.bundles import END, MEDIA_TYPE, Part
 from carrel.server import Running
 from refusals import Contract, refused
 
@@ -22,6 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "make_directory": {"path": "x"},
     "restore": {"snapshot_id": "snap-x"},
     "execute_stateless": {"code": "1"},
+    "read_files": {"paths": ["x"]},
     "run_python": {"code": "1"},
     "start_python": {"code": "1"},
     "stream_python": {"code": "1"},
@@ -30,6 +32,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "build_env": {"requirements": ["nail"]},
     "attach_env": {"requirements": ["nail"]},
     "fork": {"context_id": "forked"},
+    "add_mcp_server": {"command": ["true"]},
+    "mcp_request": {"tool": "x"},
     "decide_approval": {"approve": True},
     "decide_approvals": {"ids": ["apr-x"], "decision": {"approve": True}},
     "explain_policy": {"command": "true"},
@@ -42,12 +46,17 @@ OPEN = {"healthz", "readyz"}
 def request(method: str, path: str, operation: dict[str, Any], box: str = "absent") -> dict[str, Any]:
     """The arguments of a good request for an operation."""
     sent: dict[str, Any] = {"method": method, "url": path.replace("{id}", box).replace("{cid}", "c1")}
-    for name in ("snapshot_id", "approval_id", "token_id", "context_id", "template", "env", "name", "cell"):
+    for name in ("snapshot_id", "approval_id", "token_id", "context_id", "template", "env", "name", "cell", "server"):
         sent["url"] = sent["url"].replace(f"{{{name}}}", "none-x")
     if operation["operationId"] in BODIES:
         sent["json"] = BODIES[operation["operationId"]]
+    elif operation["operationId"] == "connect_mcp_server":  # its bodies are messages of another protocol
+        sent["content"] = b""
     elif "requestBody" in operation and "application/json" in operation["requestBody"]["content"]:
         sent["json"] = {}
+    elif "requestBody" in operation and MEDIA_TYPE in operation["requestBody"]["content"]:
+        part = Part("request", 12) if operation["operationId"] == "execute_bundle" else Part("file", 12, "x")
+        sent["content"] = part.head() + b'{"code":"1"}' + END
     needed = [each for each in operation.get("parameters", []) if each["in"] == "query" and each["required"]]
     if needed:
         sent["params"] = {each["name"]: "x" for each in needed}
@@ -132,7 +141,9 @@ async def test_policy_can_deny_every_operation_on_a_sandbox(
     decision = Decision("deny", "everything", "a test", "nothing is allowed here", "ask nobody")
     monkeypatch.setattr(server.plane.operations, "_outer", PlainDoor(lambda _: decision))
     for method, path, operation in contract.operations():
+        # What an MCP client does by the URL of a server is decided as what it does, not as connecting.
         changes = "{id}" in path and method != "GET"
+        changes = changes and operation["operationId"] not in {"read_files", "connect_mcp_server"}
         if operation["operationId"] in {"deploy_or_resume", "put_policy", "delete_policy"} or changes:
             answer = await http.request(**request(method, path, operation, box.rpartition("/")[2]))
             problem = refused(answer, 403, None, "denied_by_policy")

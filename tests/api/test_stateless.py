@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
 
+from carrel.models.bundles import END, MEDIA_TYPE, Part, Unbundling
 from carrel.server import Running
 from governed import Known
 from refusals import refused
@@ -25,9 +27,40 @@ async def test_a_call(http: httpx.AsyncClient, known: Known) -> None:
     refused(await bounded.post("/v1/execute", json={"code": "1"}), 403, None)
 
 
+def bundle(code: str, *, end: bytes = END, **files: bytes) -> bytes:
+    request = json.dumps({"code": code}).encode()
+    parts = [Part("request", len(request)).head() + request]
+    parts += [Part("file", len(data), path).head() + data for path, data in files.items()]
+    return b"".join(parts) + end
+
+
+def parts_of(body: bytes) -> list[tuple[Part, bytes]]:
+    parser, found = Unbundling(), []
+    for item in parser.feed(body):
+        found.append((item, b"")) if isinstance(item, Part) else found.append((found.pop()[0], item))
+    parser.finish()
+    return found
+
+
+async def test_a_bundle(http: httpx.AsyncClient, known: Known) -> None:
+    answer = await http.post(
+        "/v1/execute/bundle", content=bundle("open('out', 'w').write(open('a').read() * 2)", a=b"hi")
+    )
+    assert answer.headers["content-type"] == MEDIA_TYPE
+    [(result, text), (file, content)] = parts_of(answer.content)
+    assert (result.kind, json.loads(text)["files_produced"]) == ("result", ["out"])
+    assert (file, content) == (Part("file", 4, "out"), b"hihi")
+    for body in (b"", END, Part("file", 1, "x").head() + b"x" + END, bundle(""), bundle("1", end=b""), b"nonsense" * 9):
+        refused(await http.post("/v1/execute/bundle", content=body), 400, "code" if body == bundle("") else "body")
+    bad = bundle("print(1)", **{"../x": b"1"})
+    refused(await http.post("/v1/execute/bundle", content=bad), 400, "path")
+    reader = await known("bundle-reader", "agent", "read")
+    refused(await reader.post("/v1/execute/bundle", content=bundle("1")), 403, None)
+
+
 async def test_back_pressure(http: httpx.AsyncClient, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"max_sandboxes": 1, "queue": 0, "spares": 0}
-    monkeypatch.setattr(server.plane.router, "_settings", server.plane.settings.router.model_copy(update=few))
+    monkeypatch.setattr(server.plane.router.table, "settings", server.plane.settings.router.model_copy(update=few))
     running = asyncio.ensure_future(http.post("/v1/execute", json={"code": "import time; time.sleep(3)"}))
 
     async def busy() -> bool:
@@ -37,4 +70,6 @@ async def test_back_pressure(http: httpx.AsyncClient, server: Running, monkeypat
     answer = await http.post("/v1/execute", json={"code": "1"})
     assert refused(answer, 429, None)["retry"] is True
     assert int(answer.headers["retry-after"]) > 0
+    answer = await http.post("/v1/execute/bundle", content=bundle("1", a=bytes(1 << 20)))
+    assert refused(answer, 429, None)["retry"] is True and int(answer.headers["retry-after"]) > 0
     assert (await running).status_code == 200

@@ -21,11 +21,13 @@ def settings(settings: Settings) -> Settings:
 
 
 async def test_listed_and_used(http: httpx.AsyncClient, known: Known) -> None:
-    [listed] = (await http.get("/v1/templates")).json()["items"]
+    shipped, listed = (await http.get("/v1/templates")).json()["items"]
+    assert (shipped["name"], shipped["shipped"], shipped["built"]) == ("code-interpreter", True, False)
+    assert "pandas" in shipped["packages"]
     assert (listed["name"], listed["description"], listed["env"]) == ("tools", "for tools", ["KEY"])
     assert "value-of-it" not in json.dumps(listed)
     agent = await known("coder", "agent", "operate", namespace="team")
-    assert (await agent.get("/v1/templates")).json()["items"] == [listed]
+    assert (await agent.get("/v1/templates")).json()["items"] == [shipped, listed]
     made = await agent.post("/v1/sandboxes", json={"context_id": "team:a", "template": "tools"})
     assert (made.status_code, made.json()["template"]) == (201, "tools")
     assert (await agent.get("/v1/sandboxes/team:a")).json()["template"] == "tools"

@@ -20,6 +20,7 @@ COMMANDS = sorted(str(each.name) for each in app.registered_commands)
 
 def test_the_commands_are_these() -> None:
     expected = [
+        "agent",
         "approvals",
         "approve",
         "cp",
@@ -31,6 +32,7 @@ def test_the_commands_are_these() -> None:
         "fork",
         "logs",
         "ls",
+        "mcp",
         "ps",
         "python",
         "restore",
@@ -136,7 +138,7 @@ def test_commands_that_ask_a_server_import_none_of_it(data_dir: Path, words: lis
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     names = [name.split(".") for name in done.stderr.splitlines()[-1].split()]
     others = {name[0] for name in names}
-    assert {"httpx", "pydantic"} <= others
+    assert {"httpcore", "pydantic"} <= others
     assert not {"fastapi", "sqlalchemy", "alembic", "uvicorn", "prometheus_client", "obstore"} & others
     assert {name[1] for name in names if name[0] == "carrel" and name[1:]} == {"cli", "client", "errors", "models"}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import uuid
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from environments_ground import sources, stocked
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -71,3 +74,28 @@ def test_without_a_server(alone: Carrel, tmp_path: Path) -> None:
     (folder / "template.toml").write_text('env = { MODE = "alone" }')
     env = {"CARREL_TEMPLATES_DIR": str(folder.parent)}
     assert alone("run", "-t", "small", "echo $MODE", env=env).stdout == b"alone\n"
+
+
+async def test_packages_of_a_template(carrel: Carrel, template: str, data_dir: Path) -> None:
+    context, folder = f"c-{uuid.uuid4().hex}", data_dir / "templates" / template
+
+    async def said(*words: str) -> str:
+        done = await asyncio.to_thread(carrel, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    async with stocked() as index:
+        (folder / "template.toml").write_text('packages = ["shelf"]\n')
+        (folder / "settings.json").unlink()
+        (folder / "sources.json").write_text(json.dumps(sources(index)))
+        assert "1 on first use" in next(line for line in (await said("templates")).splitlines() if template in line)
+        assert await said("exec", "-t", template, context, "python3 -c 'import shelf; print(shelf.version)'") == "1.0\n"
+        path = (await said("envs", "attach", context)).strip()
+        assert path.startswith("/envs/")
+        assert "1 ready" in next(line for line in (await said("templates")).splitlines() if template in line)
+        assert f"(template {template})" in await said("envs")
+        assert await said("python", context, "-c", "import shelf; print(2)") == "2\n"
+        await said("rm", "--yes", "--files", context)
+        await said("envs", "rm", path.removeprefix("/envs/"))
+    checked = await said("policy", "check", "--template", "code-interpreter")
+    assert "template.toml: template, valid" in checked

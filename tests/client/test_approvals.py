@@ -136,6 +136,8 @@ async def test_several_at_once_asynchronously(async_client: AsyncClient, known: 
         assert (await box.commands.run("id")).ok
         listed = [info async for info in async_client.approvals.list(context_id=context)]
         assert [info.scope for info in listed] == ["context", "context"]
+        with pytest.raises(ApprovalNeeded):
+            await box.commands.run("hostname")
         async for info in async_client.approvals.watch():
             assert info.state == "pending"
             break

@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from carrel.client import AsyncSandbox, Sandbox
-from carrel.errors import CommandFailed, InvalidRequest, NotFound
+from carrel.errors import AlreadyExists, CommandFailed, InvalidRequest, NotFound
 from carrel.models import CommandResult
 
 
@@ -142,3 +142,30 @@ async def test_async_commands(async_box: AsyncSandbox) -> None:
     assert (await handle.output()).stdout == "x"
     with pytest.raises(CommandFailed):
         await async_box.commands.run("false", check=True)
+
+
+def test_a_stream_can_be_opened_before_anything_is_written(box: Sandbox) -> None:
+    with box.commands.stream("cat; echo end", stdin="") as stream:
+        id = stream.open()
+        assert id is not None and stream.open() == id
+        assert [info.id for info in box.commands.list()] == [id]
+        assert "".join(map(str, stream)) == "end\n"
+    assert box.commands.get(id).wait().ok
+    assert box.commands.get(id).stream().open() is None
+
+
+def test_an_id_of_ones_own_runs_once_and_finds_it_again(box: Sandbox) -> None:
+    first = box.commands.start("echo ran >> ran; cat ran", id="k-my-own-1")
+    with pytest.raises(AlreadyExists):
+        box.commands.start("echo ran >> ran; cat ran", id="k-my-own-1")
+    assert first.id == "k-my-own-1" and box.commands.get("k-my-own-1").wait().stdout == "ran\n"
+    assert box.python.start("print(6 * 7)", id="k-my-own-2").wait().stdout == "42\n"
+    with pytest.raises(AlreadyExists):
+        box.python.start("print(6 * 7)", id="k-my-own-2")
+    box.files.write("f", "a")
+    for _ in range(2):
+        assert box.files.edit("f", "a", "aa", id="k-my-own-3").replaced == 1
+    assert box.files.read("f") == b"aa"
+    with pytest.raises(InvalidRequest) as refused:
+        box.commands.start("true", id="c1")
+    assert refused.value.field == "id"

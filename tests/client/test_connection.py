@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from urllib.parse import unquote_to_bytes
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,17 +115,16 @@ def test_a_body_that_is_no_json() -> None:
 @given(st.binary(min_size=1, max_size=20))
 def test_names_travel_as_their_bytes(name: bytes) -> None:
     target = _target("/files", {"path": name.decode("utf-8", "surrogateescape"), "limit": None})
-    raw = httpx.URL("http://x" + target).raw_path.partition(b"path=")[2]
-    assert unquote_to_bytes(raw) == name
+    assert unquote_to_bytes(target.partition("path=")[2]) == name
     assert _target("/files", {"limit": None}) == _target("/files", None) == "/files"
 
 
 def test_patience() -> None:
     connection = Connection(Address("http://127.0.0.1:1", "t"), 5)
     try:
-        assert connection.patience(None).read is None
-        assert connection.patience(60).read == 90
-        assert connection.patience(60).connect == 5
+        assert connection.patience(None)["read"] is None
+        assert connection.patience(60)["read"] == 90
+        assert connection.patience(60)["connect"] == 5
     finally:
         connection.close()
 

@@ -31,6 +31,8 @@ async def test_attached_by_requirements_and_by_name(async_client: AsyncClient, c
             assert (await async_client.envs.get(info.name)).in_use
             with pytest.raises(Conflict):
                 await async_client.envs.delete(info.name)
+            with pytest.raises(NotFound, match="no packages"):
+                await box.envs.attach()
             assert [each.name for each in await box.envs.list()] == [info.name]
             await box.envs.detach(info)
             assert await box.envs.list() == []

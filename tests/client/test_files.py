@@ -155,3 +155,11 @@ async def test_async_files(async_box: AsyncSandbox, tmp_path: Path) -> None:
     await async_box.files.download("f", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == EVERY_BYTE
     assert [info.path.rpartition("/")[2] for info in await async_box.files.list()]
+
+
+def test_names_that_are_not_utf8_are_listed(box: Sandbox) -> None:
+    assert box.commands.run("printf x > \"data/$(printf 'o\\377dd')\"").ok
+    [entry] = box.files.list("data")
+    assert entry.path == "data/o\udcffdd"
+    assert box.files.read(entry.path) == b"x"
+    assert box.files.stat(entry.path).path == entry.path

@@ -20,7 +20,7 @@ def test_secrets_of_a_context(client: Client) -> None:
         assert shown == b"13\n[secret:KEY]"
     finally:
         box.terminate(delete_files=True)
-    secrets.delete("KEY")
+    assert secrets.list() == [], "they go with the context"
     with pytest.raises(NotFound):
         secrets.delete("KEY")
 

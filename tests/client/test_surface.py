@@ -15,7 +15,7 @@ from carrel import client
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = [
     "Approvals", "Audit", "Client", "Sandbox", "Commands", "Command", "Files", "Filespace", "Policy", "Terminal",
-    "Tokens", "OutputStream", "Environments", "SandboxEnvironments", "StatelessPython",
+    "Tokens", "OutputStream", "Environments", "SandboxEnvironments", "StatelessPython", "Mcp",
 ]  # fmt: skip
 SPECIAL = {
     "__aenter__": "__enter__",

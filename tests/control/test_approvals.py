@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from carrel.control.approvals import Approvals, digest, summary
 from carrel.control.caller import Caller, caller
 from carrel.control.door import Decision, Operation
+from carrel.control.exchange import edited
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound
 from carrel.identity import Identity, Kind, Scope
-from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState
+from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
 from carrel.store import Database
 from carrel.store.approvals import ApprovalStore
 
@@ -253,8 +255,30 @@ async def test_watching_shows_what_comes_and_what_becomes_of_it(approvals: Appro
     await watch.aclose()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", ["shell", "network"])
+async def test_one_who_asks_from_another_sandbox_each_time(approvals: Approvals, kind: str) -> None:
+    """Calls without a context: what was approved in one sandbox is used in the next, once, and by nobody else."""
+    asked = [replace(PUSH, kind=kind, sandbox_id=f"eph-{number}", context_id=None, asks_as="a") for number in range(3)]
+    handle = await _ask(approvals, asked[0])
+    assert await _ask(approvals, asked[1]) == handle, "it is the same question"
+    assert await _ask(approvals, replace(asked[1], asks_as="b")) != handle
+    assert await _ask(approvals, replace(asked[1], asks_as="")) != handle
+    await approvals.decide(handle, YES, PERSON)
+    if kind == "network":  # a connection shows no handle
+        assert await approvals.settle(asked[2], ASK) == handle
+        assert await _ask(approvals, asked[2]) != handle
+        return
+    with pytest.raises(Conflict, match="another operation"):
+        await _with(approvals, handle, replace(asked[1], asks_as="b"))
+    assert await _with(approvals, handle, asked[2]) == handle
+    with pytest.raises(Conflict, match="used already"):
+        await _with(approvals, handle, asked[1])
+
+
 def test_names_and_lines() -> None:
     assert digest(PUSH) == digest(PUSH)
     assert summary(Operation("file", "write", {"path": "/etc/x"}, "", "s", None)) == "write /etc/x"
+    changed = edited(EditRequest(path="a.py", old="one", new="two"))
+    assert summary(Operation("file", "edit", changed, "", "s", None)) == "edit a.py two one"
     assert summary(Operation("shell", "run_command", {"command": ["a", "b c"]}, "", "s", None)) == "a b c"
     assert len(summary(Operation("shell", "run_command", {"command": "x" * 9999}, "", "s", None))) == 500

@@ -8,9 +8,20 @@ import pytest
 
 from carrel.control.code_contexts import clean_cell
 from carrel.control.plane import ControlPlane
-from carrel.errors import Denied, InvalidRequest, NotFound
+from carrel.errors import Conflict, Denied, InvalidRequest, NotFound
 from carrel.events.redact import Redactor
-from carrel.models import CellError, CellRequest, CellResult, PolicyDocuments, RichResult, SandboxRequest
+from carrel.models import (
+    CellError,
+    CellRequest,
+    CellResult,
+    EnvironmentAttach,
+    PolicyDocuments,
+    PythonRequest,
+    RichResult,
+    SandboxRequest,
+    TerminateRequest,
+)
+from environments_ground import attach, context, stocked
 
 
 @pytest.fixture
@@ -72,3 +83,56 @@ def test_every_form_is_cleaned() -> None:
     assert "very-secret-value" not in shown.model_dump_json()
     assert b"very-secret-value" not in (shown.results[0].png or b"")
     assert "image/jpeg" not in shown.results[0].data
+
+
+async def version(plane: ControlPlane, **more: object) -> str:
+    request = CellRequest(code="import nail; nail.version", **more)  # type: ignore[arg-type]
+    cell = await plane.operations.code_contexts.run_cell("c", "a", request)
+    return (cell.text or "") if cell.ok else cell.error.value if cell.error else cell.status
+
+
+async def test_after_a_restart_of_its_sandbox_it_has_its_environment(plane: ControlPlane) -> None:
+    async with stocked() as index:
+        name = await context(plane, index)
+        assert await version(plane, requirements=["nail"]) == "'1.0'"
+        assert await version(plane) == "'1.0'"
+        await plane.operations.stop(name)
+        await context(plane, index)
+        assert await version(plane) == "'1.0'", "without being told again"
+        info = await plane.operations.code_contexts.start_cell(name, "a", CellRequest(code="nail.version"))
+        assert (await plane.operations.code_contexts.get_cell(name, "a", info.id)).text == "'1.0'"
+        await plane.operations.code_contexts.delete(name, "a")
+        assert await version(plane) == "No module named 'nail'", "a new one of the name has none"
+        with pytest.raises(Conflict):
+            await version(plane, requirements=["nail"])
+        await plane.operations.code_contexts.delete(name, "a")
+        assert await version(plane, requirements=["nail"]) == "'1.0'"
+        other = await attach(plane, name, "plank")
+        with pytest.raises(Conflict):
+            await version(plane, env=other.name)
+        assert await version(plane) == "'1.0'", "what was refused is not remembered"
+        await plane.operations.terminate(name, TerminateRequest())
+        await context(plane, index)
+        assert await version(plane) == "No module named 'nail'", "another session"
+
+
+async def test_on_another_server_it_has_its_environment(nodes: list[ControlPlane]) -> None:
+    async with stocked() as index:
+        one, two = nodes
+        name = await context(one, index)
+        await context(two, index, "stranger")
+        built = await attach(one, name, "nail")
+        await one.environments.label(one.environments.find(built.name), "tools")
+        assert await version(one, env="tools") == "'1.0'"
+        await one.operations.stop(name)
+        await two.sessions.deploy_or_resume(SandboxRequest(context_id=name))
+        assert two.environments.known(built.name) is None, "nobody has built it here"
+        assert await version(two) == "'1.0'"
+        for env in ("tools", built.name):
+            found = await two.operations.python.run(name, PythonRequest(code="import nail; print(1)", env=env))
+            assert found.stdout == "1\n"
+            with pytest.raises(NotFound):
+                await two.envs.attach("stranger", EnvironmentAttach(env=env))
+        await two.operations.stop(name)
+        await one.sessions.deploy_or_resume(SandboxRequest(context_id=name))
+        assert await version(one) == "'1.0'", "and back"

@@ -15,6 +15,7 @@ from carrel.control.exchange import (
     checked_path,
     checked_result,
     command_body,
+    edited,
     json_object,
     query_of,
     result_size,
@@ -23,7 +24,7 @@ from carrel.control.exchange import (
 )
 from carrel.control.frames import Chunk
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
-from carrel.models import CommandInfo, CommandRequest, CommandResult, FileInfo
+from carrel.models import CommandInfo, CommandRequest, CommandResult, EditRequest, FileInfo
 
 RESULT = {"id": "c", "stdout": "", "stderr": "", "exit_code": 0, "duration_ms": 1.0}
 
@@ -105,3 +106,11 @@ def test_sizes_are_those_of_the_bytes(data: bytes) -> None:
 def test_a_size_that_is_a_lie() -> None:
     with pytest.raises(SandboxLost):
         size_of("", "a")
+
+
+@given(st.tuples(st.text(min_size=1), st.text()), st.tuples(st.text(min_size=1), st.text()))
+def test_another_edit_is_another_operation(one: tuple[str, str], other: tuple[str, str]) -> None:
+    """Who approved one has not approved the other, also where the difference is beyond what is shown."""
+    first, second = (edited(EditRequest(path="f", old="x" * 5000 + old, new=new)) for old, new in (one, other))
+    assert (first == second) == (one == other)
+    assert len(str(first["old"])) == 2000

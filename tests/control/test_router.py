@@ -12,13 +12,27 @@ import pytest
 
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings
+from carrel.control import router as router_module
 from carrel.control.caller import Caller, caller
 from carrel.control.plane import ControlPlane
-from carrel.errors import Denied, InvalidRequest, LimitExceeded, NotFound, SandboxLost, Unsupported
+from carrel.control.router import Router
+from carrel.errors import (
+    ApprovalNeeded,
+    Conflict,
+    Denied,
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    PlatformError,
+    SandboxLost,
+    Unsupported,
+)
 from carrel.identity import Identity, Kind, Scope
-from carrel.models import SandboxRequest, State, StatelessRequest, StatelessResult
+from carrel.models import ApprovalDecision, CommandRequest, SandboxRequest, State, StatelessRequest, StatelessResult
 from environments_ground import sources, stocked
-from sandboxes import until
+from sandboxes import ROOT, until
+
+needs_root = pytest.mark.skipif(not ROOT, reason="btrfs needs root")
 
 
 @asynccontextmanager
@@ -32,23 +46,25 @@ async def opened(settings: Settings, **router: object) -> AsyncIterator[ControlP
         await plane.close()
 
 
-def call(plane: ControlPlane, code: str, subject: str = "agent:a", **more: object) -> asyncio.Task[StatelessResult]:
+def call(
+    plane: ControlPlane, code: str, subject: str = "agent:a", approval: str | None = None, **more: object
+) -> asyncio.Task[StatelessResult]:
     """A call of some caller."""
     identity = Identity(subject, Kind.AGENT, frozenset({Scope.OPERATE}))
 
     async def run() -> StatelessResult:
-        caller.set(Caller(identity))
+        caller.set(Caller(identity, approval))
         return await plane.router.run(StatelessRequest(code=code, **more))  # type: ignore[arg-type]
 
     return asyncio.get_running_loop().create_task(run())
 
 
 def idle(plane: ControlPlane) -> int:
-    return sum(each.state == "idle" for each in plane.router._places)
+    return sum(each.state == "idle" for each in plane.router.table.places)
 
 
 async def settled(plane: ControlPlane) -> None:
-    await until(lambda: not plane.router._tasks and all(each.state == "idle" for each in plane.router._places))
+    await until(lambda: not plane.router._tasks and all(each.state == "idle" for each in plane.router.table.places))
 
 
 async def test_results_and_files(settings: Settings) -> None:
@@ -83,8 +99,9 @@ print(found)
 """
 
 
-async def test_nothing_stays_and_callers_share_nothing(settings: Settings) -> None:
-    async with opened(settings, spares=0) as plane:
+@pytest.mark.parametrize("volumes", ["directory", pytest.param("btrfs", marks=needs_root)])
+async def test_nothing_stays_and_callers_share_nothing(settings: Settings, volumes: str) -> None:
+    async with opened(settings.model_copy(update={"volumes": volumes}), spares=0) as plane:
         new = (await call(plane, LOOK)).output
         await settled(plane)
         await call(plane, LEAVE)
@@ -107,49 +124,45 @@ async def test_what_does_not_isolate_is_not_used(settings: Settings) -> None:
     async with opened(settings.model_copy(update={"sandbox": sandbox}), spares=0) as plane:
         with pytest.raises(Unsupported, match="no isolation"):
             await call(plane, "print(1)")
-        assert not plane.sessions.live() and not plane.router._places
-
-
-async def test_the_order_of_the_match(settings: Settings) -> None:
-    async with opened(settings, spares=0) as plane:
-        await asyncio.gather(*(call(plane, "import time; time.sleep(0.3)") for _ in range(2)))
-        await settled(plane)
-        older, newer = sorted(plane.router._places, key=lambda each: each.used_at)
-        older.envs.add("tools")
-
-        def taken(env: str | None, subject: str = "agent:a") -> object:
-            from carrel.control.router import _Waiter
-
-            future = asyncio.get_running_loop().create_future()
-            place = plane.router._take(_Waiter((subject, None), None, env, future))
-            assert place is not None
-            before = place.state
-            plane.router._let_go(place)
-            assert before == ("busy" if place in {older, newer} else "starting")
-            return place
-
-        assert taken("tools") is older, "the environment first"
-        assert taken("other") is newer and taken(None) is newer, "then what is warm"
-        assert taken("tools", "agent:b") not in {older, newer}, "never another caller's"
-        assert plane.router._places == {older, newer}
+        assert not plane.sessions.live() and not plane.router.table.places
 
 
 async def test_spares_and_idle_ones(settings: Settings) -> None:
     async with opened(settings, spares=1, idle_s=3) as plane:
         await call(plane, "1")
         await until(lambda: idle(plane) == 2)
-        spare = next(each for each in plane.router._places if each.owner is None)
+        spare = next(each for each in plane.router.table.places if each.owner is None)
         await call(plane, "1", "agent:b")
         assert spare.owner == ("agent:b", None)
-        await until(lambda: not plane.router._places and not plane.sessions.live())
+        await until(lambda: not plane.router.table.places and not plane.sessions.live())
+
+
+async def test_nobody_else_works_in_them(settings: Settings) -> None:
+    async with opened(settings, spares=1) as plane:
+        await call(plane, "1")
+        await until(lambda: idle(plane) == 2)
+        used, spare = sorted((each for each in plane.router.table.places), key=lambda each: each.owner is None)
+        for subject, place, works in (("a", used, True), ("b", used, False), ("a", spare, False), ("b", spare, False)):
+            token = caller.set(Caller(Identity(f"agent:{subject}", Kind.AGENT, frozenset({Scope.OPERATE}))))
+            try:
+                if works:
+                    await plane.operations.stat_file(place.id, ".")
+                    continue
+                with pytest.raises(NotFound, match="without a context only"):
+                    await plane.operations.run_command(place.id, CommandRequest(command="touch /tmp/planted"))
+                with pytest.raises(NotFound):
+                    await plane.operations.write_file(place.id, "planted", b"x")
+            finally:
+                caller.reset(token)
+        assert (await call(plane, LOOK, "agent:b")).output == (await call(plane, LOOK)).output
 
 
 async def test_back_pressure(settings: Settings) -> None:
     async with opened(settings, max_sandboxes=1, queue=1, wait_s=0.5, spares=0) as plane:
         running = call(plane, "import time; time.sleep(2); print('ran')")
-        await until(lambda: any(each.state == "busy" for each in plane.router._places))
+        await until(lambda: any(each.state == "busy" for each in plane.router.table.places))
         waiting = call(plane, "1")
-        await until(lambda: plane.router._waiting)
+        await until(lambda: plane.router.table.waiting)
         other = call(plane, "1", "agent:b")
         refused = await asyncio.gather(waiting, other, return_exceptions=True)
         assert all(isinstance(each, LimitExceeded) for each in refused)
@@ -180,9 +193,9 @@ async def test_callers_take_turns(settings: Settings) -> None:
 async def test_who_gives_up_holds_nothing(settings: Settings) -> None:
     async with opened(settings, max_sandboxes=1, wait_s=60, spares=0) as plane:
         running = call(plane, "import time; time.sleep(60)")
-        await until(lambda: any(each.state == "busy" for each in plane.router._places))
+        await until(lambda: any(each.state == "busy" for each in plane.router.table.places))
         waiting, last = call(plane, "1"), call(plane, "print(2)")
-        await until(lambda: sum(map(len, plane.router._waiting.values())) == 2)
+        await until(lambda: plane.router.table.waiting == 2)
         for task in (waiting, running):
             task.cancel()
         assert (await last).output == "2\n"
@@ -196,19 +209,42 @@ async def test_eight_at_once(settings: Settings) -> None:
         tasks = [call(plane, code.format(number), f"agent:{number % 3}") for number in range(24)]
         results = await asyncio.gather(*tasks)
         assert [each.output for each in results] == [f"{number} True\n" for number in range(24)]
-        assert len(plane.router._places) <= 4
+        assert len(plane.router.table.places) <= 4
+
+
+async def test_who_does_not_send_its_files_loses_the_sandbox(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "HELD_S", 0.3)
+    async with opened(settings, max_sandboxes=1, spares=0, wait_s=60) as plane:
+        stuck = asyncio.Event()
+
+        async def put(_sandbox: str) -> None:
+            await stuck.wait()
+
+        async def send() -> None:
+            async with plane.router.running(StatelessRequest(code="1"), put):
+                pass
+
+        sending = asyncio.get_running_loop().create_task(send())
+        await until(lambda: plane.router.table.places)
+        assert (await call(plane, "print(2)", "agent:b")).output == "2\n"
+        stuck.set()
+        with pytest.raises(PlatformError, match="ended"):
+            await sending
+        await settled(plane)
 
 
 async def test_a_sandbox_that_dies(settings: Settings) -> None:
     async with opened(settings, spares=0) as plane:
         running = call(plane, "import time; time.sleep(60)")
-        await until(lambda: any(each.state == "busy" for each in plane.router._places))
+        await until(lambda: any(each.state == "busy" for each in plane.router.table.places))
         [box] = plane.sessions.live()
         await until(lambda: box.in_flight)
         await box.provider.remove(box.handle)
         with pytest.raises(SandboxLost):
             await running
-        await until(lambda: not plane.router._places)
+        await until(lambda: not plane.router.table.places)
         assert (await call(plane, "print(2)")).output == "2\n"
         await settled(plane)
         [box] = plane.sessions.live()
@@ -217,7 +253,7 @@ async def test_a_sandbox_that_dies(settings: Settings) -> None:
         await settled(plane)
         [box] = plane.sessions.live()
         await plane.sessions.terminate(box.record.id)
-        assert not plane.router._places, "the table follows"
+        assert not plane.router.table.places, "the table follows"
 
 
 async def test_what_a_server_left_is_ended(settings: Settings) -> None:
@@ -226,12 +262,10 @@ async def test_what_a_server_left_is_ended(settings: Settings) -> None:
         await settled(plane)
         [used] = plane.sessions.live()
         kept, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="kept"))
-        other = await ControlPlane.open(plane.settings)
-        try:
-            assert (await other.sessions.get(used.record.id)).state is State.TERMINATED
-            assert [box.record.id for box in other.sessions.live()] == [kept.id]
-        finally:
-            await other.close()
+        after = Router(settings.router, plane.sessions, plane.operations, plane.metrics)
+        await after.open()
+        assert (await plane.sessions.get(used.record.id)).state is State.TERMINATED
+        assert [box.record.id for box in plane.sessions.live()] == [kept.id]
 
 
 async def test_it_is_governed(settings: Settings) -> None:
@@ -243,14 +277,58 @@ async def test_it_is_governed(settings: Settings) -> None:
             await call(plane, "print(1)")
         assert refused.value.rule == "shell(python3:*)"
         await settled(plane)
-        assert not plane.sessions.live(), "it has no python3 to be emptied with"
-        [ended] = (await plane.sessions.page(states=[State.TERMINATED])).items
+        [used] = plane.sessions.live()
 
         async def recorded() -> set[tuple[str, str]]:
-            records = (await plane.audit.search(Filter(chain_of(None, ended.id)), limit=50)).items
+            records = (await plane.audit.search(Filter(chain_of(None, used.record.id)), limit=50)).items
             return {(each.name, each.actor) for each in records}
 
         assert ("python_exec", "agent:a") in await until(recorded)
+
+
+@asynccontextmanager
+async def asking(settings: Settings) -> AsyncIterator[ControlPlane]:
+    """Where a person is asked about Python."""
+    file = Path(settings.data_dir, "policy.json")
+    file.write_text(json.dumps({"permissions": {"allow": ["shell(true)", "file(read:${WORKSPACE}/**)"]}}))
+    changed = settings.policy.model_copy(update={"settings_file": str(file)})
+    async with opened(settings.model_copy(update={"policy": changed}), spares=0) as plane:
+        yield plane
+
+
+PERSON = Identity("user:p", Kind.PERSON, frozenset({Scope.APPROVE}))
+
+
+async def test_an_approval_is_the_callers_whichever_sandbox_answers(settings: Settings) -> None:
+    async with asking(settings) as plane:
+        with pytest.raises(ApprovalNeeded) as asked:
+            await call(plane, "print(1)")
+        approval = str(asked.value.extra["approval"])
+        with pytest.raises(ApprovalNeeded) as again:
+            await call(plane, "print(1)")
+        assert again.value.extra["approval"] == approval, "one question, however often it is asked"
+        with pytest.raises(ApprovalNeeded) as other:
+            await call(plane, "print(1)", "agent:b")
+        assert other.value.extra["approval"] != approval
+        await plane.approvals.decide(approval, ApprovalDecision(approve=True), PERSON)
+        await settled(plane)
+        for box in plane.sessions.live():
+            await plane.sessions.terminate(box.record.id)
+        assert not plane.router.table.places
+        for code, subject, more in (
+            ("print(2)", "agent:a", {}),
+            ("print(1)", "agent:b", {}),
+            ("print(1)", "agent:a", {"timeout": 7}),
+        ):
+            with pytest.raises(Conflict, match="another operation"):
+                await call(plane, code, subject, approval, **more)
+        tries = await asyncio.gather(
+            *(call(plane, "print(1)", "agent:a", approval) for _ in range(3)), return_exceptions=True
+        )
+        done = [each for each in tries if isinstance(each, StatelessResult)]
+        assert [each.output for each in done] == ["1\n"], tries
+        assert sum(isinstance(each, Conflict) and "used already" in str(each) for each in tries) == 2
+        await settled(plane)
 
 
 async def test_environments(settings: Settings) -> None:
@@ -265,7 +343,7 @@ async def test_environments(settings: Settings) -> None:
             built = await call(plane, "import nail; print(1)", requirements=["nail"])
             assert (built.output, built.stderr) == ("1\n", "")
             await settled(plane)
-            assert [len(each.envs) for each in plane.router._places] == [1]
+            assert [len(each.envs) for each in plane.router.table.places] == [1]
             mixed = await asyncio.gather(
                 *(call(plane, "import nail; print(2)", f"agent:{name}", requirements=["nail"]) for name in "ab"),
                 *(call(plane, "import nail", f"agent:{name}") for name in "ab"),

@@ -7,6 +7,7 @@ import pytest
 
 from carrel.control.plane import ControlPlane
 from carrel.errors import (
+    ApprovalNeeded,
     CarrelError,
     Conflict,
     InvalidRequest,
@@ -16,8 +17,23 @@ from carrel.errors import (
     PlatformError,
     Unsupported,
 )
-from carrel.models import CommandRequest, Limits, Network, SandboxRequest, State, Trust
+from carrel.identity import Identity, Kind, Scope
+from carrel.models import (
+    ApprovalDecision,
+    ApprovalScope,
+    CommandRequest,
+    Limits,
+    Network,
+    PolicyDocuments,
+    SandboxRequest,
+    State,
+    TerminateRequest,
+    Trust,
+)
 from carrel.providers.base import Launch
+
+ASKS = CommandRequest(command="perl -e 1")
+PERSON = Identity("user:p", Kind.PERSON, frozenset({Scope.APPROVE}))
 
 
 def workspaces(plane: ControlPlane) -> list[str]:
@@ -64,6 +80,40 @@ async def test_terminate_keeps_a_durable_workspace_and_delete_does_not(plane: Co
     assert (await plane.operations.stat_file("c", "kept")).size == 1, "it belongs to the newer session"
     await plane.sessions.terminate("c", delete_workspace=True)
     assert workspaces(plane) == []
+
+
+@pytest.mark.parametrize("how", ["kept", "deleted", "expired"])
+async def test_what_a_deleted_context_had_is_forgotten(plane: ControlPlane, how: str) -> None:
+    rules = {"permissions": {"allow": ["shell(true)"], "deny": ["shell(reboot)"]}}
+    for name in ("c", "other"):
+        await plane.policies.put(name, PolicyDocuments(settings=rules), "a test")
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name))
+        await plane.secrets.put(name, "TOKEN", b"value-of-" + name.encode())
+        await plane.secrets.put(name, "TOKEN", b"newer-of-" + name.encode())
+        with pytest.raises(ApprovalNeeded) as asked:
+            await plane.operations.run_command(name, ASKS)
+        grant = ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT)
+        await plane.approvals.decide(str(asked.value.extra["approval"]), grant, PERSON)
+        await plane.operations.run_command(name, ASKS)
+    if how == "expired":
+        await plane.sessions.stop("c")
+        await plane.store.update((await plane.sessions.get("c")).id, last_activity_at=1.0)
+        await plane.janitor.expire_workspaces()
+    else:
+        await plane.operations.terminate("c", TerminateRequest(delete_files=how == "deleted"))
+    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    left = how == "kept"
+    assert len((await plane.secrets.list("c")).items) == left
+    assert ((await plane.policies.get("c")).settings is not None) == left
+    assert (await plane.operations.run_command("c", ASKS)).exit_code == 0
+    if not left:
+        await plane.policies.put("c", PolicyDocuments(settings=rules), "a test")
+        with pytest.raises(ApprovalNeeded):
+            await plane.operations.run_command("c", ASKS)
+        assert "value-of-c" in (await plane.secrets.redactor("c")).text("value-of-c newer-of-c")
+    assert len((await plane.secrets.list("other")).items) == 1
+    assert (await plane.policies.get("other")).settings == rules
+    assert (await plane.operations.run_command("other", ASKS)).exit_code == 0
 
 
 async def test_ephemeral_leaves_nothing(plane: ControlPlane) -> None:

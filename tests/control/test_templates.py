@@ -156,7 +156,10 @@ async def test_what_the_operator_changes_holds_at_once(folder: Path, plane: Cont
 
 
 async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlPlane) -> None:
-    for wrong, hint in (("number", "did you mean 'numbers'?"), ("zzz", "the templates are: numbers, plain")):
+    for wrong, hint in (
+        ("number", "did you mean 'numbers'?"),
+        ("zzz", "the templates are: code-interpreter, numbers, plain"),
+    ):
         with pytest.raises(InvalidRequest) as caught:
             await plane.operations.deploy_or_resume(SandboxRequest(template=wrong))
         assert (caught.value.field, caught.value.hint) == ("template", hint)
@@ -170,7 +173,7 @@ async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlP
         with pytest.raises(InvalidRequest, match=f"broken{number}/settings.json"):
             await plane.operations.deploy_or_resume(SandboxRequest(template=broken.name))
     listed = {each.name: each for each in (await plane.templates.list()).items}
-    assert list(listed) == ["broken0", "broken1", "numbers", "plain"]
+    assert list(listed) == ["broken0", "broken1", "code-interpreter", "numbers", "plain"]
     assert listed["broken0"].error and listed["numbers"].error is None
     assert (listed["numbers"].settings, listed["numbers"].sources, listed["plain"].settings) == (True, False, False)
     assert listed["numbers"].env == ["BOTH", "MODE"], "values of variables are not shown"

@@ -27,5 +27,8 @@ def test_places_are_those_of_the_root() -> None:
         assert path == launchers.VENV or path in made
     assert isinstance(made[launchers.MAIN_PLACE], rootfs.Text)
     compile(launchers.MAIN, launchers.MAIN_PLACE, "exec")
+    shared = f"{launchers.SHARED_PIP_PLACE}/pip/__main__.py"
+    assert isinstance(made[shared], rootfs.Text)
+    compile(launchers.SHARED_PIP, shared, "exec")
     for text in launchers.TEXTS.values():
         assert rootfs.UV in text or launchers.PLACE in text or launchers.VENV in text

@@ -25,6 +25,9 @@ def test_everything_may_be_said_and_left_out() -> None:
     assert recipe.limits.model_dump(exclude_none=True) == {"memory_mb": 512, "timeout_s": 60.0}
     assert (recipe.env, recipe.labels) == ({"MODE": "batch"}, {"team": "data"})
     assert load(b"") == Recipe()
+    science = load(b'packages = ["pandas>=2"]\npython = "3.11"\nimports = ["pandas", "matplotlib.pyplot"]')
+    assert (science.packages, science.python) == (["pandas>=2"], "3.11")
+    assert science.imports == ["pandas", "matplotlib.pyplot"] and load(b"imports = []").imports == []
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,10 @@ def test_everything_may_be_said_and_left_out() -> None:
         (b"netwrok = 'none'", UnknownSetting, "netwrok", "network"),
         (b"[limits]\nmemory = 5", UnknownSetting, "limits.memory", "memory_mb"),
         (b"network = 'wide'", InvalidRequest, "network", ""),
+        (b"package = ['a']", UnknownSetting, "package", "packages"),
+        (b"packages = 'a'", InvalidRequest, "packages", ""),
+        (b"imports = ['a', 'os; x']", InvalidRequest, "imports[1]", ""),
+        (b"python = '2.7'", InvalidRequest, "python", ""),
         (b"[limits]\nmemory_mb = 1", InvalidRequest, "limits.memory_mb", ""),
         (b"[env]\n'A B' = 'x'", InvalidRequest, "env.A B.[key]", ""),
         (b"a = ", InvalidRequest, "t/template.toml", "mend"),

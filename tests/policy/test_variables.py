@@ -8,7 +8,16 @@ from carrel.policy.variables import belongs_to, changes_what_runs, is_evaluated
 
 @pytest.mark.parametrize(
     "name",
-    ["PATH", "LD_PRELOAD", "BASH_ENV", "BASH_FUNC_ls%%", "GIT_SSH_COMMAND", "PIP_INDEX_URL", "npm_config_registry"],
+    [
+        "PATH",
+        "CARREL_ENV",
+        "LD_PRELOAD",
+        "BASH_ENV",
+        "BASH_FUNC_ls%%",
+        "GIT_SSH_COMMAND",
+        "PIP_INDEX_URL",
+        "npm_config_registry",
+    ],
 )
 def test_variables_that_change_what_runs(name: str) -> None:
     assert changes_what_runs(name)

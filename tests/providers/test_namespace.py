@@ -297,8 +297,9 @@ SELECTION = [
     "tests/isolation/test_zygote.py",
     "tests/isolation/test_cgroups.py",
     "tests/supervisor/test_app.py",
+    "tests/supervisor/test_mcp_servers.py",
 ]
-WORDS = "memory or outlive or fails or inside or execute or terminal or secrets or opened or cancelled or spare or way or bridge"
+WORDS = "memory or outlive or fails or inside or execute or terminal or secrets or opened or cancelled or spare or way or bridge or descendants"
 
 
 @pytest.mark.skipif(not ROOT, reason="this is an ordinary user already")

@@ -13,39 +13,24 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from carrel import Client
 from carrel.client import Sandbox
 from carrel.models import CommandResult
+from servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 HERE = Path(__file__).parent
-SOURCE = HERE.parent.parent / "src"
-USER = 64_321  # nobody on any distribution; it has no name and no home
-ROOT = os.geteuid() == 0
-HEAVY = {"ruff", "mypy", "mypyc", "uv", "pip", "setuptools", "hypothesis", "pytest", "_pytest", "pygments", "jedi"}
-
-
-def as_user(command: list[str]) -> list[str]:
-    """The command as an ordinary user; as it is when we are one."""
-    if not ROOT:
-        return command
-    return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs", "--", *command]
-
 
 # things of the host
 
@@ -163,71 +148,6 @@ def _listen(listeners: dict[str, socket.socket], stopped: socket.socket, canarie
 # servers
 
 
-@dataclass
-class Server:
-    """A running server and how to reach it."""
-
-    data_dir: Path
-    client: Client
-    pid: int
-
-
-def _readable(directory: Path) -> str:
-    """A PYTHONPATH the ordinary user can read: ours, or a copy where the checkout is closed to others."""
-    site = next(path for path in sys.path if path.endswith("site-packages"))
-    probe = [
-        os.path.realpath(sys.executable),
-        "-I",
-        "-c",
-        f"import os; os.listdir({str(SOURCE)!r}); os.listdir({site!r})",
-    ]
-    if subprocess.run(as_user(probe), capture_output=True, check=False).returncode == 0:
-        return f"{SOURCE}:{site}"
-    copy = directory / "packages"
-    shutil.copytree(site, copy, ignore=lambda _path, names: [name for name in names if name in HEAVY], symlinks=True)
-    shutil.copytree(SOURCE, directory / "src")
-    return f"{directory / 'src'}:{copy}"
-
-
-@contextlib.contextmanager
-def serving(*, user: bool, options: Mapping[str, str] = MappingProxyType({})) -> Iterator[Server]:
-    directory = Path(tempfile.mkdtemp(prefix="carrel-attacked-"))
-    command = [sys.executable, "-m", "carrel"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
-    if user and ROOT:
-        directory.chmod(0o755)
-        environment |= {"PYTHONPATH": _readable(directory), "HOME": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
-        command[0] = os.path.realpath(sys.executable)
-        (directory / "data").mkdir()
-        os.chown(directory / "data", USER, USER)
-    data = directory / "data"
-    command += ["serve", "--port", "0", "--data-dir", str(data), "--set", "sandbox.allow_process=true"]
-    command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
-    log = (directory / "log").open("wb")
-    process = subprocess.Popen(
-        as_user(command) if user else command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not (data / "server.json").exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail("the server did not start:\n" + (directory / "log").read_text())
-            time.sleep(0.02)
-        url = json.loads((data / "server.json").read_text())["url"]
-        with Client(url, (data / "token").read_text().strip()) as client:
-            client.host()  # opens the connection that all tests share
-            yield Server(data, client, process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
-            process.wait()
-            log.close()
-            shutil.rmtree(directory)
-
-
 @pytest.fixture(scope="session")
 def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
     """Starts further servers, with settings of their own."""
@@ -259,7 +179,7 @@ def spawn(request: pytest.FixtureRequest) -> Iterator[Spawn]:
         pytest.skip("as root: the tests do not run as root")
     shared = Path(tempfile.mkdtemp(prefix="carrel-spawn-"))
     shared.chmod(0o755)
-    packages = _readable(shared) if user else str(SOURCE)
+    packages = readable(shared) if user else str(SOURCE)
 
     def start(code: str, directory: Path) -> subprocess.Popen[str]:
         command = [os.path.realpath(sys.executable) if user else sys.executable, "-c", code, str(directory)]

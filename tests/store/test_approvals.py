@@ -54,6 +54,10 @@ async def test_a_grant_for_the_context(database: Database) -> None:
     granted = await store.granted("c", "d")
     assert granted is not None and granted.id == "a"
     assert await store.granted("other", "d") is None
+    await store.insert(_record("b"))
+    assert await store.forget("other") == 0
+    assert await store.forget("c") == 2, "what was given for good, and what still waits"
+    assert await store.granted("c", "d") is None and await store.pending("c", "d", 1.0) is None
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])

@@ -24,11 +24,30 @@ async def test_kept_labelled_and_forgotten(database: Database) -> None:
     assert [each.name for each in found] == ["n2", "n1"] and found[1].size == 20
     assert [each.labels for each in found] == [[], ["data"]]
     assert await other.all() == []
+    await store.answered("k1", "n2")
+    await store.answered("k1", "n1")
+    await store.answered("k2", "n2")
+    assert await store.answers() == {"k1": "n1", "k2": "n2"} and await other.answers() == {}
     await store.used("n1", 9.0)
     assert [each.name for each in await store.all()] == ["n1", "n2"]
     assert await store.unlabel("data") and not await store.unlabel("data")
     await store.forget(["n1", "absent"])
     assert [each.name for each in await store.all()] == ["n2"]
+    assert await store.answers() == {"k2": "n2"}
+
+
+async def test_what_a_context_has_on_another_server(database: Database) -> None:
+    store, other = EnvironmentStore(database, "a"), EnvironmentStore(database, "b")
+    await store.put(ONE)
+    await store.put(replace(ONE, name="n2", requirements=["b"], python="3.12.1"))
+    await store.label("data", "n2")
+    for name in ("n1", "n2"):
+        await store.used(name, 9.0, "c")
+    assert await other.had_elsewhere("c", "n1") == (["a"], "3.11.2")
+    assert await other.had_elsewhere("c", "data") == (["b"], "3.12.1")
+    assert await other.had_elsewhere("c", "n3") is None
+    assert await other.had_elsewhere("d", "n1") is None, "only what the context itself has"
+    assert await store.had_elsewhere("c", "n1") is None, "here it would be known"
 
 
 async def test_held_until_the_session_is_terminated(database: Database) -> None:

@@ -11,11 +11,21 @@ from sandboxes import Box, Supervisor, until
 
 async def test_health(supervisor: Supervisor) -> None:
     answer = await supervisor.ask("GET", "/health")
-    assert answer.pop("uptime_s") >= 0
-    assert answer == {"status": "ok", "state": "idle", "commands_running": 0, "capacity": 64}
-    await supervisor.start("sleep 60")
+    assert answer.pop("uptime_s") >= 0 and answer.pop("memory_bytes") > 0
+    nothing = {"commands_running": 0, "python_calls": 0, "code_contexts": 0, "processes": 1}
+    assert answer == {"status": "ok", "state": "idle", **nothing, "capacity": 64}
+    await supervisor.start("exec sleep 60")
     answer = await supervisor.ask("GET", "/health")
-    assert (answer["state"], answer["commands_running"]) == ("busy", 1)
+    assert (answer["state"], answer["commands_running"], answer["python_calls"]) == ("busy", 1, 0)
+    await supervisor.ask("POST", "/python", {"code": "import time; time.sleep(60)"})
+    await supervisor.ask("POST", "/contexts/c/cells?wait=1", {"code": "1"})
+
+    async def settled() -> bool:
+        answer = await supervisor.ask("GET", "/health")
+        assert (answer["python_calls"], answer["code_contexts"]) == (1, 1) and answer["processes"] > 5
+        return answer["commands_running"] == 2
+
+    await until(settled)
 
 
 async def test_execute_with_files_in_and_out(box: Box) -> None:
@@ -38,6 +48,7 @@ async def test_execute_with_files_in_and_out(box: Box) -> None:
         "signal": None,
         "timed_out": False,
         "truncated": False,
+        "files_truncated": False,
     }
     assert sorted(item["path"] if isinstance(item, dict) else item for item in produced) == ["copy", "made/deep"]
     assert (box.workspace / "copy").read_bytes() == data

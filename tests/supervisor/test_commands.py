@@ -80,39 +80,6 @@ async def test_stdin_text(supervisor: Supervisor) -> None:
     assert (await supervisor.run("cat"))["stdout"] == ""
 
 
-async def test_interactive_stdin(supervisor: Supervisor) -> None:
-    name = await supervisor.start("read a; echo got $a; cat; echo end", interactive=True)
-    await supervisor.ask("POST", f"/commands/{name}/stdin", b"one\n")
-    await supervisor.shows(name, "got one")
-    await supervisor.ask("POST", f"/commands/{name}/stdin", b"two\n", close=1)
-    assert (await supervisor.result(name))["stdout"] == "got one\ntwo\nend\n"
-    assert (await supervisor.refused("POST", f"/commands/{name}/stdin", b"x"))["code"] == "not_running"
-
-
-async def test_writers_that_wait_all_arrive(box: Box) -> None:
-    supervisor = box.supervisor
-    name = await supervisor.start("while ! [ -e go ]; do sleep 0.01; done; cat | wc -c", interactive=True)
-    writers = [asyncio.create_task(supervisor.ask("POST", f"/commands/{name}/stdin", b"x" * 300_000)) for _ in range(3)]
-    await supervisor.ask("GET", "/health")
-    (box.workspace / "go").touch()
-    await asyncio.gather(*writers)
-    await supervisor.ask("POST", f"/commands/{name}/stdin", b"", close=1)
-    assert int((await supervisor.result(name))["stdout"]) == 900_000
-
-
-async def test_a_writer_is_told_when_the_program_ends(supervisor: Supervisor) -> None:
-    name = await supervisor.start("sleep 0.2", interactive=True)
-    problem = await supervisor.refused("POST", f"/commands/{name}/stdin", b"x" * 1_000_000)
-    assert problem["code"] == "not_running"
-    results = [await supervisor.run("echo on") for _ in range(3)]
-    assert [result["stdout"] for result in results] == ["on\n"] * 3
-
-
-async def test_stdin_of_a_command_without_one_is_refused(supervisor: Supervisor) -> None:
-    name = await supervisor.start("sleep 60")
-    assert (await supervisor.refused("POST", f"/commands/{name}/stdin", b"x"))["code"] == "not_running"
-
-
 async def test_background_with_reattachment(box: Box) -> None:
     supervisor = box.supervisor
     name = await supervisor.start("printf 0123; while ! [ -e go ]; do sleep 0.01; done; printf 456789")
@@ -272,26 +239,6 @@ async def test_a_terminal_is_one(supervisor: Supervisor) -> None:
     assert lines[1:] == ["33 101", "xterm-256color"]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-async def test_resizing_tells_the_program(supervisor: Supervisor, beside: bool) -> None:
-    if beside:
-        await supervisor.start("sleep 60")
-    script = "trap 'stty size' WINCH; echo up; while :; do sleep 0.02; done"
-    name = await supervisor.start(script, terminal={"rows": 24, "cols": 80})
-    await supervisor.shows(name, "up")
-    await supervisor.ask("POST", f"/commands/{name}/resize", {"rows": 50, "cols": 132})
-    await supervisor.shows(name, "50 132")
-    await supervisor.ask("POST", f"/commands/{name}/stdin", b"\x03")
-    assert (await supervisor.result(name))["signal"] == "SIGINT"
-    assert (await supervisor.refused("POST", f"/commands/{name}/resize", {}))["code"] == "not_running"
-
-
-async def test_only_terminals_have_a_size(supervisor: Supervisor) -> None:
-    name = await supervisor.start("sleep 60")
-    problem = await supervisor.refused("POST", f"/commands/{name}/resize", {"rows": 1, "cols": 1})
-    assert problem["code"] == "invalid_request"
-
-
 async def test_a_full_screen_editor_edits_a_file(box: Box) -> None:
     supervisor = box.supervisor
     name = await supervisor.start("exec vi -u NONE note.txt", terminal={"rows": 24, "cols": 80})
@@ -308,3 +255,19 @@ async def test_closing_a_terminal_ends_its_processes(box: Box) -> None:
     await supervisor.ask("DELETE", f"/commands/{name}")
     await until(lambda: box.count("sleep 1234") == 0, what="no sleeper")
     assert (await supervisor.refused("GET", f"/commands/{name}"))["code"] == "not_found"
+
+
+async def test_an_id_of_the_callers_own_starts_one_command(box: Box) -> None:
+    supervisor = box.supervisor
+    name = await supervisor.start("echo x >> ran; cat", interactive=True, id="k-only-once")
+    assert name == "k-only-once"
+    for wait in (0, 1):
+        again = await supervisor.refused("POST", "/commands", {"command": "echo y >> ran", "id": name}, wait=wait)
+        assert again["code"] == "already_exists"
+    await supervisor.ask("POST", f"/commands/{name}/stdin", b"", close=1)
+    assert (await supervisor.result(name))["exit_code"] == 0
+    assert (box.workspace / "ran").read_text() == "x\n"
+    assert (await supervisor.run("true"))["id"].startswith("c"), "nobody can take the id of another command"
+    for wrong in ("c1", "k", "k" + "x" * 64, "k/../../x", 7):
+        problem = await supervisor.refused("POST", "/commands", {"command": "true", "id": wrong})
+        assert (problem["code"], problem["field"]) == ("invalid_request", "id")

@@ -340,6 +340,17 @@ async def test_edit(box: Box) -> None:
     assert os.listdir(box.workspace) == ["f"]
 
 
+async def test_an_edit_with_an_id_of_its_own_is_made_once(box: Box) -> None:
+    await box.put("f", b"x")
+    first = (await box.post("/files/edit", path="f", old="x", new="x x", id="k-only-once")).json
+    again = (await box.post("/files/edit", path="f", old="x", new="x x", id="k-only-once")).json
+    assert again == first and (box.workspace / "f").read_text() == "x x"
+    assert (await box.post("/files/edit", path="f", old="no", new="", id="k-refused-1")).json["code"] == "edit_mismatch"
+    for number in range(200):
+        await box.post("/files/edit", path="f", old="x x", new="x x", id=f"k-many-{number:03}")
+    assert len(box.files._edited) <= 128
+
+
 async def test_edit_refuses(box: Box) -> None:
     await box.put("f", b"a" * 1000)
     wrong: list[tuple[dict[str, object], str]] = [

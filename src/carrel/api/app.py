@@ -19,6 +19,7 @@ from carrel.api import (
     files,
     filespaces,
     host,
+    mcp_servers,
     metrics,
     policies,
     problems,
@@ -69,8 +70,8 @@ def create_app(
 
 
 _RESOURCES = (
-    approvals, audit, code_contexts, commands, envs, files, filespaces, host, metrics, policies, python, sandboxes,
-    secrets, snapshots, stateless, templates, terminals, tokens, tools,
+    approvals, audit, code_contexts, commands, envs, files, filespaces, host, mcp_servers, metrics, policies, python,
+    sandboxes, secrets, snapshots, stateless, templates, terminals, tokens, tools,
 )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
-    for model in (problems.Problem, commands.EVENT_MODEL):
+    for model in (problems.Problem, commands.EVENT_MODEL, mcp_servers.CALL_MODEL, stateless.CALL_MODEL):
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
         schemas.update({name: part for name, part in schema.pop("$defs", {}).items() if name not in schemas})
         schemas[model.__name__] = schema

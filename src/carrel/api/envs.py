@@ -45,7 +45,7 @@ _FAILS = (404, 409, 413, 422, 429, 502)
 )
 async def list_envs(plane: Plane) -> Response:
     """The last used first. Whoever may not see everything sees those that have a label, and those of their contexts."""
-    found = await plane.environments.list()
+    found = await plane.packages.environments()
     return as_json(EnvironmentList(items=[each for each in found.items if _visible(each)]))
 
 

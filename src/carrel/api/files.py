@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, cast
 
 from fastapi import Depends, Query, Request
@@ -11,11 +12,23 @@ from starlette.responses import Response
 from carrel.api.guard import Router
 from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
 from carrel.api.problems import problems
-from carrel.models import EditRequest, EditResult, FileInfo, FileList, MkdirRequest, MoveRequest
+from carrel.control.bundles import Incoming
+from carrel.models import (
+    EditRequest,
+    EditResult,
+    FileInfo,
+    FileList,
+    FilesRequest,
+    FilesWritten,
+    MkdirRequest,
+    MoveRequest,
+)
+from carrel.models.bundles import END, MEDIA_TYPE
 
 router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"], dependencies=[Depends(known_query)])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+BUNDLE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
 @router.get(
@@ -65,6 +78,39 @@ async def write_file(
     return as_json(
         await plane.operations.write_file(id, path, request.stream(), mode=mode, parents=parents, exclusive=exclusive)
     )
+
+
+@router.post(
+    "/bundle",
+    operation_id="write_files",
+    summary="Write many files",
+    response_model=None,
+    responses={200: {"model": FilesWritten}, **problems(404, 409, 413, 429, 502)},
+    openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
+)
+async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response:
+    """A bundle, of any size. Each file is written whole or not at all; when one cannot be, those before it are."""
+    return as_json(await plane.bundles.write(id, Incoming(request.stream())))
+
+
+@router.post(
+    "/read",
+    operation_id="read_files",
+    summary="Read many files",
+    response_model=None,
+    responses={200: {"description": "A bundle of the files", "content": BUNDLE}, **problems(404, 409, 413, 502)},
+)
+async def read_files(id: SandboxId, body: FilesRequest, plane: Plane) -> Response:
+    """In the order they were named. In the place of one that cannot be read comes why."""
+    await plane.sessions.find(id)
+    return Stream(_ended(plane.bundles.read(id, body.paths)), media_type=MEDIA_TYPE)
+
+
+async def _ended(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(parts):  # type: ignore[type-var]
+        async for part in parts:
+            yield part
+    yield END
 
 
 @router.get(

@@ -30,7 +30,10 @@ Redact = Callable[[str | None, str], Awaitable[str]]
 """A text without the secrets of a context or a sandbox."""
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
-STREAMED = re.compile(r"/v1/(sandboxes/[^/]+/files|filespaces/[^/]+)/content")
+STREAMED = {
+    "PUT": re.compile(r"/v1/(sandboxes/[^/]+/files|filespaces/[^/]+)/content"),
+    "POST": re.compile(r"/v1/(sandboxes/[^/]+/files|execute)/bundle"),
+}
 SUBPROTOCOL = "carrel"
 TOKEN_SUBPROTOCOL = b"carrel.token."
 _MAX_DISCARD, _MAX_DISCARD_S = 64 * 1024 * 1024, 2.0
@@ -202,7 +205,8 @@ class Gate:
 
     @staticmethod
     def _streams(scope: Scope) -> bool:
-        return scope["type"] == "http" and scope["method"] == "PUT" and STREAMED.fullmatch(scope["path"]) is not None
+        known = STREAMED.get(scope["method"]) if scope["type"] == "http" else None
+        return known is not None and known.fullmatch(scope["path"]) is not None
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         length = headers.get(b"content-length", b"")

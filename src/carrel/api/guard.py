@@ -6,10 +6,12 @@ A route is about the sandbox or context its path names. What has it elsewhere, i
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from carrel.control.caller import caller
@@ -76,3 +78,10 @@ class Router(APIRouter):
 
     def __init__(self, **settings: Any):
         super().__init__(route_class=GuardedRoute, **settings)
+        self._begins = re.compile("[^/]+".join(map(re.escape, re.split(r"\{\w+\}", self.prefix))))
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Routes are tried one after the other: those of other resources are passed over together."""
+        if not scope.get("root_path") and self._begins.match(scope["path"]) is None:
+            return Match.NONE, {}
+        return super().matches(scope)

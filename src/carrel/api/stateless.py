@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from fastapi import Depends
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from fastapi import Depends, Request
+from pydantic import ValidationError
 from starlette.responses import Response
 
+from carrel.api.files import BUNDLE
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, as_json, known_query
-from carrel.api.problems import answer, problems
-from carrel.errors import LimitExceeded
+from carrel.api.parts import Plane, Stream, as_json, body_of, described, known_query, plane_of
+from carrel.api.problems import answer, invalid, problems
+from carrel.control.bundles import Incoming
+from carrel.control.plane import ControlPlane
+from carrel.errors import InvalidRequest, LimitExceeded
 from carrel.models import StatelessRequest, StatelessResult
+from carrel.models.bundles import END, MEDIA_TYPE, Part
 
-router = Router(tags=["python"], dependencies=[Depends(known_query)])
+router = Router(tags=["python"])
 RETRY_AFTER_S = 1
+CALL_MODEL = StatelessRequest
+"""What the framework does not see of a hot route, for whoever describes it."""
+FAILS = problems(404, 409, 413, 422, 429, 502, 503)
 
 
 @router.post(
@@ -20,13 +31,70 @@ RETRY_AFTER_S = 1
     operation_id="execute_stateless",
     summary="Run Python code without a context",
     response_model=None,
-    responses={200: {"model": StatelessResult}, **problems(404, 409, 413, 422, 429, 502, 503)},
+    responses={200: {"model": StatelessResult}, **FAILS},
+    openapi_extra=described(StatelessRequest),
 )
-async def execute_stateless(body: StatelessRequest, plane: Plane) -> Response:
+async def execute_stateless(request: Request) -> Response:
     """In a sandbox of the template that only this caller's calls use, emptied after each. When all are busy for too
     long the answer is 429 with `Retry-After`.
     """
+    wanted = await body_of(request, StatelessRequest)
     try:
-        return as_json(await plane.router.run(body))
+        return as_json(await plane_of(request).router.run(wanted))
     except LimitExceeded as error:
-        return answer(error, headers={"retry-after": str(RETRY_AFTER_S)})
+        return _later(error)
+
+
+@router.post(
+    "/v1/execute/bundle",
+    operation_id="execute_bundle",
+    summary="Run Python code without a context, with files of any size",
+    response_model=None,
+    dependencies=[Depends(known_query)],
+    responses={200: {"description": "A bundle: the result, then what was produced", "content": BUNDLE}, **FAILS},
+    openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
+)
+async def execute_bundle(plane: Plane, request: Request) -> Response:
+    """A bundle: the request as its first part, then the files for it, which are taken in once there is a sandbox. It is
+    kept until the answer was sent.
+    """
+    incoming = Incoming(request.stream())
+    first = await incoming.part()
+    if first is None or first.kind != "request":
+        raise InvalidRequest(
+            "the first part of the bundle must be the request", field="body", hint="the SDK writes and reads bundles"
+        )
+    try:
+        wanted = StatelessRequest.model_validate_json(await incoming.whole(first))
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+    parts = _parts(plane, wanted, incoming)
+    try:
+        result = await anext(parts)  # what fails until now has a status of its own
+    except LimitExceeded as error:
+        return _later(error)
+    return Stream(_from(result, parts), media_type=MEDIA_TYPE)
+
+
+async def _parts(plane: ControlPlane, wanted: StatelessRequest, incoming: Incoming) -> AsyncIterator[bytes]:
+    async def put(sandbox: str) -> None:
+        await plane.bundles.write(sandbox, incoming)
+
+    async with plane.router.running(wanted, put) as (sandbox, result):
+        text = as_json(result).body
+        yield Part("result", len(text)).head() + bytes(text)
+        async with aclosing(plane.bundles.read(sandbox, result.files_produced)) as produced:  # type: ignore[type-var]
+            async for piece in produced:
+                yield piece
+        yield END
+
+
+async def _from(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(others):  # type: ignore[type-var]
+        yield first
+        async for piece in others:
+            yield piece
+
+
+def _later(error: LimitExceeded) -> Response:
+    return answer(error, headers={"retry-after": str(RETRY_AFTER_S)})

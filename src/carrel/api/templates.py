@@ -27,7 +27,7 @@ Name = Annotated[str, Path(min_length=1, max_length=128)]
 )
 async def list_templates(plane: Plane) -> Response:
     """By name. One that cannot be used says why."""
-    return as_json(await plane.templates.list())
+    return as_json(await plane.packages.templates())
 
 
 @router.get(

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from carrel.cli import (
+    agent,
     approvals,
     audit,
     commands,
@@ -15,6 +16,8 @@ from carrel.cli import (
     files,
     filespace,
     host,
+    mcp,
+    mcp_servers,
     policy,
     python,
     sandboxes,
@@ -49,6 +52,8 @@ _PROGRAM = {"allow_interspersed_args": False}
 app.command("serve", rich_help_panel="Server")(server.serve)
 app.command("doctor", rich_help_panel="Server")(host.doctor)
 app.command("version", rich_help_panel="Server")(host.version)
+app.command("agent", rich_help_panel="Server")(agent.agent)
+app.command("mcp", rich_help_panel="Server")(mcp.mcp)
 app.command("run", rich_help_panel="Commands", context_settings=_PROGRAM)(commands.run)
 app.command("exec", rich_help_panel="Commands", context_settings=_PROGRAM)(commands.execute)
 app.command("python", rich_help_panel="Commands")(python.python)
@@ -65,6 +70,7 @@ app.command("usage", rich_help_panel="Sandboxes")(sandboxes.usage)
 app.command("rm", rich_help_panel="Sandboxes")(sandboxes.rm)
 app.command("templates", rich_help_panel="Sandboxes")(templates.templates)
 app.add_typer(envs.app, name="envs", rich_help_panel="Sandboxes")
+app.add_typer(mcp_servers.app, name="mcp-servers", rich_help_panel="Sandboxes")
 app.command("snapshot", rich_help_panel="Snapshots")(snapshots.snapshot)
 app.command("snapshots", rich_help_panel="Snapshots")(snapshots.snapshots)
 app.command("restore", rich_help_panel="Snapshots")(snapshots.restore)

@@ -47,7 +47,7 @@ def ls(json: options.Json = False) -> None:
         return
     rows = [
         [
-            " ".join(each.labels) or "-",
+            " ".join([*each.labels, *(f"(template {name})" for name in each.templates)]) or "-",
             each.name,
             each.python,
             _packages(each),
@@ -84,7 +84,12 @@ def build(
 @app.command("attach")
 def attach(
     context: options.Context,
-    env: Annotated[list[str], typer.Argument(metavar="ENV|REQUIREMENT…", help="A name, a label, or packages.")],
+    env: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ENV|REQUIREMENT…]", help="A name, a label, or packages; without, those of the template."
+        ),
+    ] = None,
     requirements: Annotated[
         bool, typer.Option("--packages", "-r", help="The words are packages, not the name of an environment.")
     ] = False,
@@ -98,12 +103,13 @@ def attach(
     \b
     carrel envs attach conversation-42 data-analysis
     carrel envs attach conversation-42 -r pandas matplotlib
+    carrel envs attach conversation-42
     """
     from carrel.client import Client
 
     with Client() as client:
         box = client.attach(client.find(context))
-        wanted = env if requirements or len(env) > 1 else env[0]
+        wanted = env and (env if requirements or len(env) > 1 else env[0])
         info = box.envs.attach(wanted, python=python, index=index, venv=venv, progress=None if json else _note)
     _tell(info, json)
 

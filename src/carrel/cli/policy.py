@@ -225,14 +225,17 @@ def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
 
 
 def _of_template(template: str | None) -> list[Path]:
-    """The files of a template that are there: of a folder, or of a name in the data directory of this machine."""
+    """The files of a template that are there: of a folder, of a name in the data directory of this machine, or of one
+    that came with carrel.
+    """
     from carrel.errors import NotFound
 
     if template is None:
         return []
     from carrel.client import data_dir
 
-    folders = [Path(template), Path(data_dir()) / "templates" / template]
+    shipped = Path(__file__).parent.parent / "templates"
+    folders = [Path(template), Path(data_dir()) / "templates" / template, shipped / template]
     folder = next((each for each in folders if each.is_dir()), None)
     if folder is None:
         raise NotFound(f"there is no template '{template}' here", hint=f"name a folder, or one in {folders[1].parent}")

@@ -30,6 +30,7 @@ def templates(json: options.Json = False) -> None:
         limits = " ".join(f"{name}={value:g}" for name, value in each.limits.model_dump(exclude_none=True).items())
         told: str | Text = each.description if each.error is None else coloured(each.error, "red")
         network = "-" if each.network is None else each.network.value
-        rows.append([each.name, each.provider or "-", network, limits or "-", policy or "-", told])
+        packages = f"{len(each.packages)} {'ready' if each.built else 'on first use'}" if each.packages else "-"
+        rows.append([each.name, each.provider or "-", network, limits or "-", policy or "-", packages, told])
     if rows:
-        print_table(["NAME", "PROVIDER", "NETWORK", "LIMITS", "POLICY", "WHAT FOR"], rows)
+        print_table(["NAME", "PROVIDER", "NETWORK", "LIMITS", "POLICY", "PACKAGES", "WHAT FOR"], rows)

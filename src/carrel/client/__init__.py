@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from carrel.client._async.envs import AsyncEnvironments, AsyncSandboxEnvironments
     from carrel.client._async.files import AsyncFiles
     from carrel.client._async.filespace import AsyncFilespace
+    from carrel.client._async.mcp import AsyncMcp
     from carrel.client._async.policies import AsyncPolicy
     from carrel.client._async.python import AsyncCellStream, AsyncCodeContext, AsyncPython
     from carrel.client._async.sandbox import AsyncSandbox
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from carrel.client._sync.envs import Environments, SandboxEnvironments
     from carrel.client._sync.files import Files
     from carrel.client._sync.filespace import Filespace
+    from carrel.client._sync.mcp import Mcp
     from carrel.client._sync.policies import Policy
     from carrel.client._sync.python import CellStream, CodeContext, Python
     from carrel.client._sync.sandbox import Sandbox
@@ -55,6 +57,7 @@ __all__ = [
     "AsyncEnvironments",
     "AsyncFiles",
     "AsyncFilespace",
+    "AsyncMcp",
     "AsyncOutputStream",
     "AsyncPolicy",
     "AsyncPython",
@@ -75,6 +78,7 @@ __all__ = [
     "Files",
     "Filespace",
     "Listing",
+    "Mcp",
     "Output",
     "OutputStream",
     "Policy",
@@ -100,6 +104,7 @@ _CLIENTS = {
     "Environments": "envs",
     "Files": "files",
     "Filespace": "filespace",
+    "Mcp": "mcp",
     "OutputStream": "commands",
     "Policy": "policies",
     "CellStream": "python",

@@ -51,19 +51,28 @@ class Rules(Protocol):
 
 def digest(operation: Operation) -> str:
     """The name of an operation exactly as it was asked for, in its context."""
-    value = [operation.kind, operation.name, operation.context_id or operation.sandbox_id, operation.arguments]
+    asker = operation.context_id or operation.asks_as or operation.sandbox_id
+    value = [operation.kind, operation.name, asker, operation.arguments]
     text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
     return str(blake3(text.encode()).hexdigest())
+
+
+def _path_first(key: str) -> tuple[bool, str]:
+    return key != "path", key
 
 
 def summary(operation: Operation) -> str:
     """What is asked for, in one line."""
     arguments = operation.arguments
-    if "command" in arguments:
+    if operation.kind == "mcp":
+        given = {key: value for key, value in arguments.items() if key not in {"server", "tool"}}
+        text = f"{arguments.get('server')}:{arguments.get('tool')} {json.dumps(given, default=str)}"
+    elif "command" in arguments:
         command = arguments["command"]
         text = command if isinstance(command, str) else " ".join(str(part) for part in command)  # type: ignore[attr-defined]
     else:
-        text = " ".join([operation.name, *(str(arguments[key]) for key in sorted(arguments))])
+        shown = [str(arguments[key]) for key in sorted(arguments, key=_path_first) if key != "digest"]
+        text = " ".join([operation.name, *shown])
     return " ".join(text.split())[:LONGEST_SUMMARY]
 
 
@@ -96,7 +105,7 @@ class Approvals:
             if granted is not None:
                 return granted.id
         now = self._clock()
-        if operation.kind == "network":  # a connection cannot show a handle: one that was approved meanwhile is taken
+        if operation.kind in {"network", "mcp"}:  # who connects, or an MCP client, can show no handle
             ready = await self._store.ready(operation.context_id, name, now - self._ttl_s)
             if ready is not None:
                 return await self._use(ready, name, operation)
@@ -310,6 +319,11 @@ class Approvals:
     async def expire(self) -> None:
         """Mark what waited too long."""
         if await self._store.expire(self._clock()):
+            self._wake()
+
+    async def forget(self, context_id: str) -> None:
+        """Let what was approved for a context that is gone hold no longer, and nobody be asked for it."""
+        if await self._store.forget(context_id):
             self._wake()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -17,7 +18,7 @@ from carrel.control.connection import Json
 from carrel.control.exchange import GRACE, LIST, SMALL, check, json_object, segment_of, size_of
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
-from carrel.control.python import START_S, Enter, Redactors, Wanting
+from carrel.control.python import MOST_REMEMBERED, START_S, Enter, Redactors, Wanting
 from carrel.control.redacting import clean_info
 from carrel.control.streaming import written
 from carrel.errors import InvalidRequest, SandboxLost
@@ -38,6 +39,21 @@ MOST_RESULT = 64 * 1024 * 1024
 _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
 
 FindEnvironment = Callable[[LiveSandbox, Wanting, str], Awaitable[str | None]]
+Recall = Callable[[str, str], Awaitable[str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    env: str | None
+    requirements: None = None
+
+
+async def _nothing_kept(_session_id: str, _name: str) -> str | None:
+    return None
+
+
+async def _keep_nothing(_session_id: str, _name: str, _env: str | None) -> None:
+    return
 
 
 class CodeContextOperations:
@@ -54,24 +70,31 @@ class CodeContextOperations:
         self._redactor = redactor
         self._out_of_memory = out_of_memory
         self._environment = environment
+        self.recall: Recall = _nothing_kept
+        """The environment that a code context of a session had, here or on another server."""
+        self.keep: Callable[[str, str, str | None], Awaitable[None]] = _keep_nothing
+        """Writes that down, or with None forgets it."""
 
     async def run_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CellResult:
         """Run a cell to its end, after those that came before it."""
         _checked(context)
         async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, traffic):
-            body = await self._body(box, request, actor)
+            body, env = await self._body(box, context, request, actor)
             # It may wait for all the cells before it: only the sandbox knows for how long.
             answer = await box.connection.request(
                 "POST", f"/contexts/{context}/cells?wait=1", body, deadline=LONGEST_S, max_bytes=MOST_RESULT
             )
+            await self._remember(box, context, env)
             return await self._shown(box, answer, traffic.gave)
 
     async def start_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
+        _checked(context)
         async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, _):
-            body = await self._body(box, request, actor)
+            body, env = await self._body(box, context, request, actor)
             path = f"/contexts/{context}/cells"
             answer = await box.connection.request("POST", path, body, deadline=SHORT + START_S, max_bytes=SMALL)
+            await self._remember(box, context, env)
             redactor = await self._redactor(box.record.context_id or box.record.id)
             return clean_info(redactor, check(CommandInfo, json_object(answer)))
 
@@ -118,6 +141,7 @@ class CodeContextOperations:
         """End a code context and forget its cells."""
         arguments = {"code_context": context}
         async with self._door(name, "shell", "delete_code_context", arguments, actor) as (box, _):
+            await self._remember(box, context, None)
             await box.connection.request("DELETE", f"/contexts/{context}", deadline=SHORT, max_bytes=SMALL)
 
     # inner
@@ -130,11 +154,30 @@ class CodeContextOperations:
             answer = await box.connection.request_json(method, path, deadline=GRACE + START_S, max_bytes=SMALL)
             return check(CodeContextInfo, answer)
 
-    async def _body(self, box: LiveSandbox, request: CellRequest, actor: str) -> bytes:
+    async def _body(self, box: LiveSandbox, context: str, request: CellRequest, actor: str) -> tuple[bytes, str | None]:
+        """What the supervisor is asked for, and the environment in it."""
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
         body["timeout"] = request.timeout or box.record.limits.timeout_s
-        body["env"] = await self._environment(box, request, actor)
-        return json.dumps(body, separators=(",", ":")).encode()
+        wanted: Wanting = request
+        had = await self._recalled(box, context)
+        if request.env is None and request.requirements is None and had is not None:
+            wanted = _Named(had)  # its sandbox may have started anew, here or on another server
+        env = body["env"] = await self._environment(box, wanted, actor)
+        if had is None:
+            await self._remember(box, context, env)  # also if the cell takes the sandbox with it
+        return json.dumps(body, separators=(",", ":")).encode(), env
+
+    async def _recalled(self, box: LiveSandbox, context: str) -> str | None:
+        if context not in box.code_contexts:
+            if len(box.code_contexts) >= MOST_REMEMBERED:
+                box.code_contexts.clear()
+            box.code_contexts[context] = await self.recall(box.record.id, context)
+        return box.code_contexts[context]
+
+    async def _remember(self, box: LiveSandbox, context: str, env: str | None) -> None:
+        if await self._recalled(box, context) != env:
+            await self.keep(box.record.id, context, env)
+            box.code_contexts[context] = env
 
     async def _shown(self, box: LiveSandbox, answer: bytes, gave: Callable[[int], None]) -> CellResult:
         try:

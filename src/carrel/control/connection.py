@@ -393,7 +393,9 @@ class SupervisorConnection:
             os.close(spare)
             wire.release()
 
-    async def download(self, path: str, *, deadline: float = 30.0, idle: float | None = 60.0) -> Download:
+    async def download(
+        self, path: str, *, method: str = "GET", deadline: float = 30.0, idle: float | None = 60.0
+    ) -> Download:
         """Open a stream. The caller reads it to the end or closes it; `idle` bounds the silence between
         chunks.
         """
@@ -401,7 +403,8 @@ class SupervisorConnection:
         wire.begin(0)
         try:
             assert wire.transport is not None
-            wire.transport.write(_HEADS["GET"] + path.encode("ascii") + _HOST + b"\r\n")
+            empty = b"" if method == "GET" else b"content-length: 0\r\n"
+            wire.transport.write(_HEADS[method] + path.encode("ascii") + _HOST + empty + b"\r\n")
             await wire.head(deadline)
             if not 200 <= wire.status < 300:
                 problem = bytearray()

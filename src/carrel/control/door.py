@@ -26,6 +26,8 @@ class Operation:
     actor: str
     sandbox_id: str
     context_id: str | None
+    asks_as: str = ""
+    """Under which name a person is asked, when neither the context nor the sandbox is what an approval is for."""
 
 
 @dataclass(frozen=True, slots=True)

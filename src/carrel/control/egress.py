@@ -255,7 +255,9 @@ class Egress:
             return {"verdict": "deny", "reason": words, "hint": "wait until those are decided"}
         record = attached.box.record
         actor = f"sandbox:{sandbox}"
-        operation = Operation("network", "connect", {"host": host, "port": port}, actor, sandbox, record.context_id)
+        asked = {"host": host, "port": port}
+        asks_as = attached.box.asks_as
+        operation = Operation("network", "connect", asked, actor, sandbox, record.context_id, asks_as)
         # What runs in a sandbox has no token: it is nobody who could decide.
         caller.set(Caller(identity=Identity(actor, Kind.AGENT, frozenset()), wait_s=self._ask_wait_s))
         attached.asking += 1

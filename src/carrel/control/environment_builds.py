@@ -25,6 +25,7 @@ from carrel.control.environment_terms import INDEX_LABEL, Asker, Lock, Wanted, l
 from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
+from carrel.isolation.launchers import SHARED_PIP_PLACE
 from carrel.isolation.rootfs import ENVIRONMENTS, PIP, UV, WORKSPACE
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
 from carrel.workspaces.environments import MANIFEST, Draft, Shelf
@@ -162,6 +163,8 @@ class Builder:
                 "imports": built.imports,
             }
             draft.write(MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")
+            site = f"lib/python{wanted.version}/site-packages"
+            draft.write(f"{site}/_carrel_pip.pth", f"{SHARED_PIP_PLACE}\n".encode())
         except BaseException:
             self._shelf.discard(draft)
             raise

@@ -9,7 +9,8 @@ from carrel.control.environment_terms import Asker, requirements_of
 from carrel.control.environments import Environments, Say
 from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
-from carrel.errors import Conflict
+from carrel.control.template_packages import TemplatePackages
+from carrel.errors import Conflict, NotFound
 from carrel.isolation.launchers import PLACE, VENV
 from carrel.models import (
     CommandRequest,
@@ -28,8 +29,11 @@ from carrel.store.environments import EnvironmentRecord
 class EnvironmentUse:
     """What callers do with environments."""
 
-    def __init__(self, environments: Environments, sessions: Sessions, operations: Operations):
+    def __init__(
+        self, environments: Environments, packages: TemplatePackages, sessions: Sessions, operations: Operations
+    ):
         self._environments = environments
+        self._packages = packages
         self._sessions = sessions
         self._operations = operations
 
@@ -51,6 +55,9 @@ class EnvironmentUse:
         """
         box = await self._sessions.find(name)
         box.provider.require(Capability.ENVIRONMENTS)
+        if request.template:
+            return await self._packages.info(box, say)
+        request = await self._here(request, box.record)
         asker = Asker.of(box.record)
         known = None if request.env is None else self._environments.find(request.env)
         # One that is named may have been built under another policy: all that it holds is decided.
@@ -90,6 +97,20 @@ class EnvironmentUse:
         door = self._operations.session_door("detach_env", {"env": env}, actor, record.id, record.context_id)
         async with door:
             await self._environments.release(env, record.context_id or record.id)
+            for box in [each for each in self._sessions.live() if each.record.id == record.id]:
+                box.attached.clear()
+
+    async def _here(self, request: EnvironmentAttach, record: SessionRecord) -> EnvironmentAttach:
+        """A request by a name that the session has on another server and nobody has here, as what it asks for."""
+        try:
+            if request.env is not None:
+                self._environments.find(request.env)
+        except NotFound:
+            found = await self._environments.had_elsewhere(request.env or "", record.context_id or record.id)
+            if found is None:
+                raise
+            return EnvironmentAttach(requirements=found.requirements, python=found.python, venv=request.venv)
+        return request
 
     async def _kept(self, name: str) -> SessionRecord:
         """A session that has not been terminated."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -98,6 +98,7 @@ class Environments:
         self._clean = clean
         self._known: dict[str, EnvironmentRecord] = {}
         self._holders: dict[str, set[str]] = {}
+        self._answers: dict[str, str] = {}
         self._resolved: OrderedDict[str, tuple[Lock, float]] = OrderedDict()
         self._resolving: dict[str, Work[Lock]] = {}
         self._building: dict[str, Work[EnvironmentRecord]] = {}
@@ -114,6 +115,7 @@ class Environments:
         await self._store.forget(records.keys() - there)
         self._known = {name: record for name, record in records.items() if name in there}
         self._holders = await self._store.held()
+        self._answers = await self._store.answers()
 
     async def close(self) -> None:
         """Break off what is being built."""
@@ -133,6 +135,21 @@ class Environments:
         if found is None:
             raise NotFound(f"there is no environment '{name[:64]}'", field="env", hint="`carrel envs` shows them")
         return found
+
+    async def had_elsewhere(self, name: str, holder: str) -> EnvironmentRequest | None:
+        """What one context has by this name on another server, to be had here too."""
+        found = await self._store.had_elsewhere(holder, name)
+        if found is None:
+            return None
+        return EnvironmentRequest(requirements=found[0], python=".".join(found[1].split(".")[:2]))
+
+    def known(self, name: str) -> EnvironmentRecord | None:
+        """An environment by its name, if it is there."""
+        return self._known.get(name)
+
+    def records(self) -> Iterable[EnvironmentRecord]:
+        """Every environment."""
+        return self._known.values()
 
     async def list(self) -> EnvironmentList:
         """Every environment, the last used first."""
@@ -160,8 +177,12 @@ class Environments:
 
     # making
 
-    async def ensure(self, request: EnvironmentRequest, asker: Asker, say: Say | None = None) -> EnvironmentRecord:
-        """The environment of a request: the one that lies ready, or one that is built now."""
+    async def ensure(
+        self, request: EnvironmentRequest, asker: Asker, say: Say | None = None, *, as_before: bool = False
+    ) -> EnvironmentRecord:
+        """The environment of a request: the one that lies ready, or one that is built now. With `as_before` the one
+        that the same request came to under the same policy, whatever an index has that is newer.
+        """
         tell = say or _silently
         requirements = requirements_of(request.requirements)
         python = await self._interpreter(request.python)
@@ -169,11 +190,18 @@ class Environments:
             self._host = await asyncio.to_thread(host_index)
         policy = await self._policy_of(asker.context_id, asker.template)
         asked = wanted(requirements, python, policy, self._host, request.index)
+        before = self._known.get(self._answers.get(asked.key, ""))
+        if as_before and before is not None and self._shelf.has(before.name):
+            return before
         try:
             lock = await self._lock(asked, asker, tell)
-            return await self._ready(asked, lock, asker, tell)
+            record = await self._ready(asked, lock, asker, tell)
         except TimeoutError:
             raise PlatformError("the environment could not be built in time", hint="ask again") from None
+        if self._answers.get(asked.key) != record.name:
+            await self._store.answered(asked.key, record.name)
+            self._answers[asked.key] = record.name
+        return record
 
     async def _interpreter(self, version: str | None) -> tuple[str, str]:
         known = self._interpreters.get(version)
@@ -368,6 +396,7 @@ class Environments:
         await self._store.forget([name])
         self._known.pop(name, None)
         self._holders.pop(name, None)
+        self._answers = {key: answer for key, answer in self._answers.items() if answer != name}
         return await asyncio.to_thread(self._shelf.retire, name)
 
     async def _delete(self, path: str | None) -> None:

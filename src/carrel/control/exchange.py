@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import quote
 
-from pydantic import BaseModel, ValidationError
+from blake3 import blake3
+from pydantic import BaseModel, Field, ValidationError
 
 from carrel.control.frames import Chunk
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
-from carrel.models import CommandInfo, CommandRequest, CommandResult
+from carrel.models import CommandInfo, CommandRequest, CommandResult, EditRequest
 
 SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
@@ -25,8 +26,19 @@ GRACE = 15.0
 output.
 """
 
+_SHOWN = 2000
+"""How much of a text that is replaced is shown to who decides."""
+
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=CommandResult)
+
+
+class Emptied(BaseModel):
+    """What a sandbox says when it was made as new: whether it is, and how much it still holds."""
+
+    clean: bool
+    reason: str | None = Field(default=None, max_length=4096)
+    memory_bytes: int = Field(ge=0)
 
 
 def asked(request: CommandRequest) -> dict[str, object]:
@@ -34,6 +46,15 @@ def asked(request: CommandRequest) -> dict[str, object]:
     return request.model_dump(
         include={"command", "cwd", "env", "stdin", "interactive", "timeout"}, exclude_defaults=True
     )
+
+
+def edited(request: EditRequest) -> dict[str, object]:
+    """Everything of an edit that decides what it does: the texts as far as a person reads them, and a digest of all."""
+    texts = f"{len(request.old)}:{request.old}{request.new}".encode("utf-8", "surrogatepass")
+    arguments: dict[str, object] = {"path": request.path, "old": request.old[:_SHOWN], "new": request.new[:_SHOWN]}
+    if request.replace_all:
+        arguments["replace_all"] = True
+    return arguments | {"digest": blake3(texts).hexdigest()}
 
 
 def command_body(request: CommandRequest, default: float | None) -> tuple[bytes, float]:

@@ -18,7 +18,10 @@ class LiveSandbox:
     """The way to a sandbox, and what must be quick to look up."""
 
     __slots__ = (
+        "asks_as",
+        "attached",
         "changed",
+        "code_contexts",
         "connection",
         "handle",
         "has_secrets",
@@ -26,10 +29,13 @@ class LiveSandbox:
         "last_activity",
         "leased_until",
         "masks",
+        "only_for",
         "oom_kills",
         "over_quota",
+        "packages",
         "provider",
         "record",
+        "refused",
         "to_push",
         "trusting",
         "used",
@@ -43,6 +49,12 @@ class LiveSandbox:
         self.workspace = workspace
         self.connection = SupervisorConnection(str(handle["socket"]))
         self.last_activity = record.last_activity_at
+        self.asks_as = ""
+        """Who asks a person in it when neither its context nor itself does: what was approved for one sandbox of these
+        calls is approved for the next.
+        """
+        self.only_for: tuple[str, str | None] | None = None
+        """Of a sandbox for calls without a context: whose calls it runs; nobody's while it is a spare."""
         self.in_flight = 0
         self.used = False
         """Whether it was used since its disk was last measured."""
@@ -56,6 +68,14 @@ class LiveSandbox:
         """Whether it was started to trust the certificates of the proxy."""
         self.has_secrets = True
         """Whether it may have secrets, which may have to be taken away."""
+        self.packages: str | None = None
+        """The environment of its template, once its Python has it; empty when there is none."""
+        self.refused: tuple[PlatformError, float] | None = None
+        """Why it could not have it, and until when that is not tried again."""
+        self.attached: dict[str, tuple[str, float]] = {}
+        """The environments that calls asked for: their names here, and when that was last looked up."""
+        self.code_contexts: dict[str, str | None] = {}
+        """The environment of each code context that was asked for."""
         self.oom_kills = 0
         self.over_quota: str | None = None
         self.leased_until = math.inf

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
+from carrel.control.caller import caller
 from carrel.control.code_contexts import CodeContextOperations
 from carrel.control.connection import Download, Json
 from carrel.control.door import SELF, Door, Kind, Operation, Traffic
@@ -19,12 +20,14 @@ from carrel.control.exchange import (
     GRACE,
     LIST,
     SMALL,
+    Emptied,
     R,
     asked,
     check,
     checked_path,
     checked_result,
     command_body,
+    edited,
     json_object,
     query_of,
     result_size,
@@ -35,10 +38,12 @@ from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
 from carrel.control.python import PythonOperations, Redactors
 from carrel.control.redacting import clean_error, clean_info, clean_result
+from carrel.control.routing import LABEL
 from carrel.control.sessions import Sessions
 from carrel.control.streaming import written
 from carrel.control.tools import TOOLS, create_file, python_exec
-from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, SandboxLost
+from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, NotFound, SandboxLost
+from carrel.isolation.launchers import PLACE
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
     MAX_OUTPUT_BYTES,
@@ -67,6 +72,10 @@ from carrel.models import (
 SHORT = 30.0
 
 
+async def _nothing(_box: LiveSandbox) -> None:
+    return
+
+
 class Operations:
     """Every operation on running sandboxes."""
 
@@ -76,6 +85,8 @@ class Operations:
         self._outer = door
         self._metrics = metrics
         self.python = PythonOperations(self._door, redactor, self._result)
+        self.settled: Callable[[LiveSandbox], Awaitable[None]] = _nothing
+        """Waits a little where what a command may need is on its way."""
         self.code_contexts = CodeContextOperations(self._door, redactor, self._out_of_memory, self.python.environment)
 
     @asynccontextmanager
@@ -83,7 +94,12 @@ class Operations:
         self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
     ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
         box = await self._sessions.find(name)
-        operation = Operation(kind, operation_name, arguments, actor, box.record.id, box.record.context_id)
+        record = box.record
+        if LABEL in record.labels and actor != SELF and box.only_for != _who():
+            raise NotFound(
+                f"sandbox '{name}' is for calls without a context only", field="id", hint="make a sandbox of your own"
+            )
+        operation = Operation(kind, operation_name, arguments, actor, record.id, record.context_id, box.asks_as)
         async with self._admitted(operation) as traffic:
             box.in_flight += 1
             if actor != SELF:  # upkeep is no activity of the agent
@@ -170,6 +186,8 @@ class Operations:
                 hint="start it, then send input",
             )
         async with self._door(name, "shell", "run_command", asked(request), actor) as (box, traffic):
+            if actor != SELF:
+                await self.settled(box)
             body, timeout = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
@@ -185,6 +203,8 @@ class Operations:
     async def start_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandInfo:
         """Start a command in the background."""
         async with self._door(name, "shell", "start_command", asked(request), actor) as (box, traffic):
+            if actor != SELF:
+                await self.settled(box)
             body, _ = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
@@ -263,6 +283,7 @@ class Operations:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments = {"command": request.code, "files": sorted(request.files)}
         async with self._door(name, "shell", "execute", arguments, actor) as (box, traffic):
+            await self.settled(box)
             if request.files:
                 _room(box)
                 traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
@@ -285,6 +306,12 @@ class Operations:
         """
         given = {name: b64encode(value).decode() for name, value in values.items()}
         await self._ask(box, "PUT", "/secrets", {"secrets": given})
+
+    async def give_packages(self, box: LiveSandbox, env: str, imports: Sequence[str]) -> None:
+        """Let the Python of a sandbox have an environment without being asked for it. carrel's own upkeep too."""
+        await self._ask(box, "PUT", "/python/packages", {"env": env, "imports": list(imports)})
+        command = CommandRequest(command=[f"{PLACE}/carrel-venv", "--there"], timeout=SHORT)
+        await self.run_command(box.record.id, command, SELF)
 
     # files
 
@@ -348,10 +375,10 @@ class Operations:
     async def edit_file(self, name: str, request: EditRequest, actor: str = "") -> EditResult:
         """Replace text in a file."""
         checked_path(request.path)
-        async with self._door(name, "file", "edit", {"path": request.path}, actor) as (box, traffic):
+        async with self._door(name, "file", "edit", edited(request), actor) as (box, traffic):
             _room(box)
             traffic.took(size_of(request.new))
-            return check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump()))
+            return check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump(exclude_none=True)))
 
     async def move_file(self, name: str, request: MoveRequest, actor: str = "") -> FileInfo:
         """Move or rename."""
@@ -396,6 +423,14 @@ class Operations:
         async with self._door(name, "session", "health", {}, actor) as (box, _):
             return check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
 
+    async def empty(self, name: str) -> Emptied:
+        """Make a sandbox as new; the first time, let it remember what that is. carrel's own upkeep."""
+        async with self._door(name, "session", "empty", {}, SELF) as (box, _):
+            found = check(Emptied, await self._ask(box, "POST", "/empty"))
+            if found.clean:
+                box.over_quota = None
+            return found
+
     # inner
 
     async def _ask(
@@ -426,6 +461,11 @@ class Operations:
         more = count > box.oom_kills
         box.oom_kills = max(count, box.oom_kills)
         return more
+
+
+def _who() -> tuple[str, str | None]:
+    identity = caller.get().identity
+    return identity.subject, identity.namespace
 
 
 def _room(box: LiveSandbox) -> None:

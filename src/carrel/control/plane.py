@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from carrel.audit import AuditLog, SigningKey, chain_of
 from carrel.config import Settings
 from carrel.control.approvals import Approvals
+from carrel.control.bundles import Bundles
 from carrel.control.door import Door
 from carrel.control.egress import Egress
 from carrel.control.egress_plans import Plans, inspects, read_upstreams
@@ -23,6 +24,12 @@ from carrel.control.janitor import Janitor
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.masking import masks_of
+from carrel.control.mcp_discovery import McpDiscovery
+from carrel.control.mcp_installing import Installing
+from carrel.control.mcp_links import McpLinks
+from carrel.control.mcp_platform import PlatformServers, read_platform
+from carrel.control.mcp_servers import McpServers
+from carrel.control.mcp_terms import discovers, whose
 from carrel.control.networks import fit_network, opens_hosts
 from carrel.control.open_requests import OpenRequests
 from carrel.control.operations import Operations
@@ -33,6 +40,7 @@ from carrel.control.router import Router
 from carrel.control.secrets import Secrets
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
+from carrel.control.template_packages import TemplatePackages
 from carrel.control.templates import Templates
 from carrel.control.webhooks import Webhook
 from carrel.control.workspaces import MB, Workspaces
@@ -48,8 +56,10 @@ from carrel.secrets import Vault
 from carrel.store import Database, FilespaceStore, SecretStore, SessionRecord, SessionStore
 from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
+from carrel.store.code_contexts import CodeContextStore
 from carrel.store.environments import EnvironmentStore
 from carrel.store.leases import LeaseStore
+from carrel.store.mcp_servers import McpServerStore
 from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
@@ -82,6 +92,7 @@ class ControlPlane:
         *,
         policy: Layer | None,
         upstreams: Sequence[Upstream],
+        platform: PlatformServers,
         door: Door | None,
     ):
         self.settings = settings
@@ -142,6 +153,7 @@ class ControlPlane:
             place=lambda sandbox_id: box.workspace if (box := live.get(sandbox_id)) is not None else None,
         )
         self.approvals.door = door or governor
+        self.sessions.on_deleted += [self.secrets.forget, self.policies.forget, self.approvals.forget]
         self.operations = Operations(self.sessions, door or governor, self.metrics, self.secrets.redactor)
         self.secrets.deliver = self.operations.deliver_secrets
         self.sessions.on_moved(self._adopt_chain)
@@ -178,9 +190,39 @@ class ControlPlane:
             self.policies.of_asker,
             self.secrets.clean_text,
         )
-        self.envs = EnvironmentUse(self.environments, self.sessions, self.operations)
+        self.packages = TemplatePackages(self.templates, self.environments, self.operations.give_packages)
+        self.envs = EnvironmentUse(self.environments, self.packages, self.sessions, self.operations)
         self.operations.python.attach = self.envs.attach
+        self.operations.python.ready = self.packages.ready
+        kept = CodeContextStore(database)
+        self.operations.code_contexts.recall = kept.environment
+        self.operations.code_contexts.keep = kept.put
+        self.operations.settled = self.packages.settled
+        mcp_store = McpServerStore(database)
+        self._mcp_links = McpLinks(settings.mcp.start_timeout_s)
+        self._mcp_discovery = McpDiscovery(
+            mcp_store,
+            self.sessions,
+            self.workspaces,
+            self.metrics,
+            self.secrets.clean_text,
+            start_s=settings.mcp.start_timeout_s,
+            timeout_s=settings.mcp.discovery_timeout_s,
+        )
+        self.mcp = McpServers(
+            mcp_store,
+            self.sessions,
+            self.operations,
+            Installing(self.environments, self.operations, providers, settings.mcp.install_timeout_s),
+            self._mcp_discovery,
+            self._mcp_links,
+            platform,
+            self.secrets.redactor,
+            self.metrics,
+        )
+        self.sessions.on_deleted.append(self.mcp.forget)
         self.router = Router(settings.router, self.sessions, self.operations, self.metrics)
+        self.bundles = Bundles(self.operations)
         self.filespaces = Filespaces(
             self.sessions,
             self.operations,
@@ -238,6 +280,7 @@ class ControlPlane:
             files = settings.policy
             policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
             upstreams = await asyncio.to_thread(read_upstreams, settings.egress.upstreams_file)
+            platform = await asyncio.to_thread(read_platform, settings.mcp.platform_file)
             key = await asyncio.to_thread(SigningKey.load, layout.data_dir)
             vault = await asyncio.to_thread(Vault.open, layout.data_dir, settings.secret_key)
             plane = cls(
@@ -251,6 +294,7 @@ class ControlPlane:
                 shelf,
                 policy=policy,
                 upstreams=upstreams,
+                platform=platform,
                 door=door,
             )
             stack.pop_all()
@@ -259,6 +303,7 @@ class ControlPlane:
                 log.warning("the server ended before this did: %s", left)
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
+            await plane._mcp_discovery.open()
             await plane.environments.open()
             await plane.router.open()
             warm = settings.sandbox.network is Network.ALLOWLIST or opens_hosts(await plane.policies.of(None))
@@ -300,18 +345,19 @@ class ControlPlane:
         return fit_network(record, asked, await self._policy_of(record), self.settings.egress, provider)
 
     async def _trusting(self, record: SessionRecord) -> bool:
-        if record.network is not Network.ALLOWLIST or record.acts_for is not None:
+        if record.network is not Network.ALLOWLIST or not _is_agent(record):
             return False
         return inspects(await self._policy_of(record))
 
     async def _started(self, box: LiveSandbox) -> None:
-        if box.record.acts_for is None:  # what carrel builds is no agent of the context, and has nothing of it
+        if _is_agent(box.record):  # what carrel builds is no agent of the context, and has nothing of it
             await self.secrets.give(box)
         await self.egress.attach(box)
 
     def _ending(self, box: LiveSandbox) -> None:
         self.egress.detach(box)
         self.router.ended(box)
+        self._mcp_links.ended(box)
 
     async def _policy_changed(self, context_id: str) -> None:
         """What follows a policy at once: the way out, and which secrets only the proxy has."""
@@ -321,13 +367,14 @@ class ControlPlane:
             await self.egress.refresh(context_id)
 
     async def _masks(self, record: SessionRecord) -> Masks | None:
-        if record.acts_for is not None:  # there is nothing of the context to hide, and no program but the installer
+        if not _is_agent(record):  # there is nothing of the context to hide, and no program but the installer
             return None
-        return masks_of(await self.policies.of_record(record), record.context_id)
+        return masks_of(await self.policies.of_record(record), whose(record))
 
     async def _forking(self, origin: str, context_id: str) -> None:
         await self.policies.copy(origin, context_id)
         await self.environments.forked(origin, context_id)
+        await self.mcp.forked(origin, context_id)
 
     async def _adopt_chain(self, record: SessionRecord) -> None:
         """What the server before left open in the audit log of a context is closed, and told."""
@@ -370,6 +417,8 @@ class ControlPlane:
             await self._webhook.close()
         try:
             await self.router.close()
+            await self._mcp_discovery.close()
+            await self._mcp_links.close()
             await self.environments.close()
             await self.janitor.flush()
             await self.sessions.shutdown()
@@ -390,6 +439,11 @@ class ControlPlane:
             except CarrelError:
                 log.exception("the volumes could not be closed")
             await self._database.close()
+
+
+def _is_agent(record: SessionRecord) -> bool:
+    """Whether what runs in a sandbox is the agent's, and not what carrel builds for it."""
+    return record.acts_for is None or discovers(record)
 
 
 def _egress_arguments(settings: Settings, layout: Layout) -> list[str]:

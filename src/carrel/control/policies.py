@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 
 from carrel.control.door import Decision, Operation
 from carrel.control.environment_terms import INDEX_LABEL, building_layer
+from carrel.control.mcp_terms import discovers, whose
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
@@ -36,8 +37,11 @@ FRESH_S = 5.0
 MOST_CACHED, MOST_TEMPLATES = 4096, 1024
 MOST_REQUIREMENTS = 1 << 20
 _COMMANDS = frozenset(
-    {"run_command", "start_command", "execute", "build_env", "attach_env", "python_exec", "start_python", "run_cell"}
-)
+    {
+        "run_command", "start_command", "execute", "build_env", "attach_env", "python_exec", "start_python", "run_cell",
+        "add_mcp_server", "start_mcp_server",
+    }
+)  # fmt: skip
 _FILE_OPERATIONS = {
     "read": "read", "stat": "read", "list": "read", "filespace_read": "read", "filespace_list": "read",
     "write": "write", "edit": "write", "mkdir": "write", "filespace_write": "write",
@@ -102,8 +106,8 @@ class Policies:
 
     async def of_record(self, record: SessionRecord) -> Policy:
         """The policy that holds for a session, also one that is only about to be."""
-        if record.acts_for is None:
-            return await self._of(record.context_id, record.template)
+        if record.acts_for is None or discovers(record):
+            return await self._of(whose(record), record.template)
         policy = await self._of(record.acts_for or None, record.template)
         layers = [*policy.layers, building_layer(policy, record.labels.get(INDEX_LABEL))]
         return Policy.of(layers, context_id=record.acts_for or "ephemeral", workspace=WORKSPACE)
@@ -223,6 +227,11 @@ class Policies:
         self._cache.pop(context_id, None)
         await self.on_changed(context_id)
 
+    async def forget(self, context_id: str) -> None:
+        """Forget the policy of a context that is gone."""
+        await self._store.delete(context_id)
+        self._cache.pop(context_id, None)
+
     async def copy(self, origin: str, context_id: str) -> None:
         """Give a fork the policy of its origin."""
         record = await self._store.get(origin)
@@ -305,7 +314,13 @@ def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Ver
         files = arguments.get("files")
         if isinstance(files, list):  # put into the workspace before the command runs
             parts += [decide_file(policy, "write", _absolute(str(path))) for path in files]
-        return max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
+        installs = arguments.get("install")
+        if isinstance(installs, list):  # what is installed before it runs
+            parts += [decide_shell(policy, each, dialect=DIALECT, read_file=read) for each in installs]
+        worst = max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
+        if operation.name == "start_mcp_server" and worst.verdict == "ask":
+            return Verdict("allow", "it was let in when it was added")
+        return worst
     if operation.kind == "file" and operation.name == "move":
         source = _absolute(str(arguments.get("path", "")))
         parts = [

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -36,7 +35,8 @@ START_S = 90.0
 FRESH_S = 60.0
 """How long an environment that a sandbox has is not looked up again."""
 
-MOST_REMEMBERED = 4096
+MOST_REMEMBERED = 256
+"""How much is remembered of one sandbox."""
 
 Redactors = Callable[[str | None], Awaitable[Redactor]]
 """What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
@@ -68,6 +68,10 @@ class Wanting(Protocol):
     def requirements(self) -> list[str] | None: ...  # noqa: D102
 
 
+async def _no_packages(_box: LiveSandbox) -> None:
+    return
+
+
 async def _no_environments(_name: str, _request: EnvironmentAttach, _actor: str) -> EnvironmentInfo:
     raise Unsupported("this server has no environments", field="env")
 
@@ -81,7 +85,8 @@ class PythonOperations:
         self._conclude = conclude
         self.attach: Attach = _no_environments
         """Gives a sandbox an environment."""
-        self._attached: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+        self.ready: Callable[[LiveSandbox], Awaitable[None]] = _no_packages
+        """Lets the Python of a sandbox have the packages of its template; raises when they cannot be had."""
 
     async def run(self, name: str, request: PythonRequest, actor: str = "") -> PythonResult:
         """Run a code to its end."""
@@ -120,11 +125,13 @@ class PythonOperations:
             )
         if request.env_name is not None and request.requirements is not None:
             raise InvalidRequest("name an environment or give requirements, not both", field="env_name")
-        env = request.env_name
-        if request.requirements is not None:
-            wanted = EnvironmentAttach(requirements=request.requirements, index=request.python_index)
-            env = (await self.attach(name, wanted, actor)).name
-        call = PythonRequest(code=request.code, timeout=request.timeout, files=request.files, env=env)
+        env, requirements = request.env_name, request.requirements
+        if requirements is not None and request.python_index is not None:
+            wanted = EnvironmentAttach(requirements=requirements, index=request.python_index)
+            env, requirements = (await self.attach(name, wanted, actor)).name, None
+        call = PythonRequest(
+            code=request.code, timeout=request.timeout, files=request.files, env=env, requirements=requirements
+        )
         result = await self.run(name, call, actor)
         return ExecuteResult(
             output=result.stdout,
@@ -136,6 +143,7 @@ class PythonOperations:
             truncated=result.truncated,
             execution_time_ms=result.duration_ms,
             files_produced=result.files_produced,
+            files_truncated=result.files_truncated,
         )
 
     async def _body(
@@ -152,17 +160,20 @@ class PythonOperations:
         return json.dumps(body, separators=(",", ":")).encode(), timeout
 
     async def environment(self, box: LiveSandbox, request: Wanting, actor: str) -> str | None:
-        """The name that an environment has in the sandbox, which gets it if it has it not."""
+        """The name that an environment has in the sandbox, which gets it if it has it not; None for what its Python has
+        without being asked for.
+        """
         if request.env is None and request.requirements is None:
+            await self.ready(box)
             return None
-        key = (box.record.id, request.env or json.dumps(request.requirements))
-        name, seen_at = self._attached.get(key, ("", 0.0))
+        key = request.env or json.dumps(request.requirements)
+        name, seen_at = box.attached.get(key, ("", 0.0))
         if not name or time.monotonic() - seen_at > FRESH_S:
             wanted = EnvironmentAttach(env=request.env, requirements=request.requirements)
             name = (await self.attach(box.record.id, wanted, actor)).name
-            self._attached[key] = (name, time.monotonic())
-            while len(self._attached) > MOST_REMEMBERED:
-                self._attached.popitem(last=False)
+            if len(box.attached) >= MOST_REMEMBERED:
+                box.attached.clear()
+            box.attached[key] = (name, time.monotonic())
         return name
 
 

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 
 from carrel.control.lifecycle import LIVE
 from carrel.control.live import LiveSandbox, LiveSandboxes
+from carrel.control.mcp_terms import whose
 from carrel.errors import LimitExceeded, NotFound, PlatformError
 from carrel.events.redact import Redactor
 from carrel.models import SecretList, SecretName
@@ -98,6 +99,11 @@ class Secrets:
             raise NotFound(f"{kind} '{scope}' has no secret '{name}'", field="name", hint="list them first")
         await self._changed(kind, scope)
 
+    async def forget(self, context_id: str) -> None:
+        """Forget all secrets of a context that is gone, and what they were before."""
+        await self._store.forget("context", context_id)
+        self._redactors.pop(context_id, None)
+
     async def forget_former(self) -> None:
         """Forget the former values of secrets that no sandbox which still runs can have seen."""
         if await self._store.forget_former([state.value for state in LIVE]):
@@ -121,13 +127,13 @@ class Secrets:
 
     async def values_of(self, record: SessionRecord) -> Mapping[str, bytes]:
         """The values, for who puts them into requests outside of the sandbox. Nobody else may ask."""
-        return await self._values(record.context_id, record.template)
+        return await self._values(whose(record), record.template)
 
     async def give(self, box: LiveSandbox) -> None:
         """Make the secrets of its context and its template those of a running sandbox."""
         record = box.record
         self._redactors.pop(record.context_id or record.id, None)  # it was made before the template was known
-        values = await self.dress(record, await self._values(record.context_id, record.template))
+        values = await self.dress(record, await self._values(whose(record), record.template))
         if not values and not box.has_secrets:
             return
         if values:
@@ -164,7 +170,7 @@ class Secrets:
             return known[0]
         box = self._live.find(name)
         record = None if box is None else box.record
-        context = name if record is None else record.context_id
+        context = name if record is None else whose(record)
         template = await self.template_of(name) if record is None else record.template
         values, former = await self._values(context, template), await self._former(context, template)
         made = await asyncio.to_thread(Redactor, values, former=former) if values or former else self._shapes

@@ -61,6 +61,8 @@ class Sessions:
         self._starting = Starting(settings, store, workspaces, ownership, live, providers)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.push: Sync = no_sync
+        self.on_deleted: list[Callable[[str], Awaitable[None]]] = []
+        """What is told of a context that is deleted for good, and forgets what it keeps of it."""
 
     def pull_with(self, pull: Sync) -> None:
         """How changes of a filespace come into a workspace before its sandbox starts."""
@@ -217,11 +219,18 @@ class Sessions:
             box.record = replace(box.record, labels=request.labels)
         return self._info(box.record)
 
-    async def start_own(self, request: SandboxRequest, acts_for: str) -> SandboxInfo:
-        """An ephemeral sandbox of carrel's own, under the policy of a context; of none when `acts_for` is empty."""
+    async def start_own(
+        self,
+        request: SandboxRequest,
+        acts_for: str,
+        seed: Callable[[SessionRecord], Awaitable[None]] | None = None,
+    ) -> SandboxInfo:
+        """An ephemeral sandbox of carrel's own, under the policy of a context; of none when `acts_for` is empty. `seed`
+        may make its workspace before it starts.
+        """
         if self._starting.closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
-        return await self._starting.start(request, None, None, None, acts_for=acts_for)
+        return await self._starting.start(request, None, None, None, acts_for=acts_for, seed=seed)
 
     async def end_own(self, session_id: str, harvest: Callable[[str], Awaitable[None]] | None = None) -> None:
         """End such a sandbox. `harvest` is given its files when nothing runs in it any more, and must not raise."""
@@ -306,8 +315,14 @@ class Sessions:
             elif record.context_id and await self._store.of_context(record.context_id):
                 return record.info()  # the workspace belongs to a newer session of the same context
             if delete_workspace and record.context_id is not None:
-                await self._workspaces.forget(record.context_id)
+                await self.forget(record.context_id)
         return record.info()
+
+    async def forget(self, context_id: str) -> None:
+        """Delete everything of a context that has ended, but its filespace."""
+        await self._workspaces.forget(context_id)
+        for each in self.on_deleted:
+            await each(context_id)
 
     async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
         """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is terminated."""

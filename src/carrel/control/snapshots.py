@@ -88,7 +88,7 @@ class Snapshots:
             try:
                 return (await self._sessions.deploy_or_resume(request))[0]
             except BaseException:
-                await self._workspaces.forget(context_id)
+                await self._sessions.forget(context_id)
                 raise
 
     async def diff(self, name: str, before: str, after: str, actor: str = "") -> FileChanges:

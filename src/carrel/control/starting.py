@@ -106,8 +106,11 @@ class Starting:
         key: str | None,
         *,
         acts_for: str | None = None,
+        seed: Callable[[SessionRecord], Awaitable[None]] | None = None,
     ) -> SandboxInfo:
-        """Start the sandbox of a new session, or of one that exists; leaves nothing behind when it fails."""
+        """Start the sandbox of a new session, or of one that exists; leaves nothing behind when it fails. `seed` may
+        make its workspace before.
+        """
         began = time.monotonic()
         node = self._ownership.node
         request = await self.recipe(request, previous)
@@ -132,6 +135,8 @@ class Starting:
         # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
         writing = asyncio.ensure_future(self._write_start(record, fresh=existing is None))
         try:
+            if seed is not None:
+                await seed(record)
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
             late = await self._pull(record, provided.path) if record.filespace else None

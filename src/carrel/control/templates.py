@@ -1,7 +1,9 @@
-"""Templates: named recipes that the operator keeps in a directory. Read, checked, and filled into what is asked for.
+"""Templates: named recipes that the operator keeps in a directory, or that came with carrel. Read, checked, and filled
+into what is asked for.
 
 A template is a folder with the files `template.toml`, `settings.json` and `sources.json`, each of them optional. What
-its policy means is for `policies` to say; who may use it is whoever may start a sandbox.
+its policy means is for `policies` to say, its packages are for `template_packages`; who may use it is whoever may start
+a sandbox.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 from carrel.control.caller import caller
+from carrel.control.environment_terms import requirements_of
 from carrel.control.live import LiveSandboxes
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.identity import Scope
@@ -29,6 +32,8 @@ from carrel.store import SessionRecord, SessionStore
 
 FRESH_S = 2.0
 """How long a change of the files may stay unseen."""
+SHIPPED = os.path.join(os.path.dirname(os.path.dirname(__file__)), "templates")
+"""Those that came with carrel. One of the operator's of the same name is used instead."""
 RECIPE, SETTINGS, SOURCES = recipes.NAME, settings_document.NAME, sources_document.NAME
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Names = list[str]
@@ -42,6 +47,7 @@ class Template:
     name: str
     recipe: Recipe = field(default_factory=Recipe)
     layer: Layer | None = None
+    shipped: bool = False
 
     def info(self) -> TemplateInfo:
         """As the API shows it."""
@@ -54,6 +60,8 @@ class Template:
             limits=recipe.limits,
             env=sorted(recipe.env),
             labels=recipe.labels,
+            packages=recipe.packages,
+            shipped=self.shipped,
             settings=layer is not None and layer.settings is not None,
             sources=layer is not None and layer.sources is not None,
         )
@@ -155,21 +163,24 @@ class Templates:
     # reading; blocking
 
     def _names(self) -> Names:
-        try:
-            found = [entry.name for entry in os.scandir(self._directory) if entry.is_dir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise PlatformError(
-                f"the templates in {self._directory} cannot be read: {error.strerror}", field="templates_dir"
-            ) from None
+        found: set[str] = set()
+        for directory in (SHIPPED, self._directory):
+            try:
+                found.update(entry.name for entry in os.scandir(directory) if entry.is_dir())
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise PlatformError(
+                    f"the templates in {directory} cannot be read: {error.strerror}", field="templates_dir"
+                ) from None
         return sorted(name for name in found if _NAME.fullmatch(name))
 
     def _read(self, name: str, known: tuple[Template, _Marks, float] | None) -> tuple[Template, _Marks]:
-        folder = os.path.join(self._directory, name)
-        if not _NAME.fullmatch(name) or not os.path.isdir(folder):
+        folders = [os.path.join(each, name) for each in (self._directory, SHIPPED)]
+        folder = next((each for each in folders if os.path.isdir(each)), None)
+        if not _NAME.fullmatch(name) or folder is None:
             raise self._unknown(name)
-        marks = tuple(_mark(os.path.join(folder, each)) for each in (RECIPE, SETTINGS, SOURCES))
+        marks = tuple(_mark(os.path.join(folder, each)) for each in (".", RECIPE, SETTINGS, SOURCES))
         if known is not None and known[1] == marks:
             return known[0], marks
         recipe, settings, sources = (_text(folder, each) for each in (RECIPE, SETTINGS, SOURCES))
@@ -184,7 +195,11 @@ class Templates:
             )
             Policy.of([layer], context_id="example", workspace=WORKSPACE)  # a rule that cannot be read is told of now
         read = Recipe() if recipe is None else recipes.load(recipe, f"{name}/{RECIPE}")
-        return Template(name, read, layer), marks
+        try:
+            requirements_of(read.packages)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}/{RECIPE}: {error.detail}", field="packages", hint=error.hint) from None
+        return Template(name, read, layer, shipped=folder == folders[1]), marks
 
     def _unknown(self, name: str) -> InvalidRequest:
         names = self._names()

@@ -12,9 +12,14 @@ VENV = "/workspace/.venv"
 
 _MAKE = """\
 #!/bin/sh
-# Makes the virtual environment of this workspace, once. With a shared environment (/envs/NAME), on top of it.
+# Makes the virtual environment of this workspace, once: on top of a shared environment (/envs/NAME) that is named, or
+# of the one that this sandbox has from its template. With --there nothing is made that is not there already.
 venv=/workspace/.venv
-base=${1-}
+if [ "${1-}" = --there ]; then
+    [ -x "$venv/bin/python" ] || exit 0
+    shift
+fi
+base=${1-${CARREL_ENV-}}
 if [ ! -x "$venv/bin/python" ]; then
     python=/usr/bin/python3
     if [ -n "$base" ]; then
@@ -35,7 +40,13 @@ for packages in "$venv"/lib/python3*/site-packages; do
     if [ -n "$base" ]; then
         shared=$base/lib/$(basename "$(dirname "$packages")")/site-packages
         [ -d "$shared" ] || { echo "carrel-venv: $base is of another Python than $venv" >&2; exit 1; }
-        echo "import site; site.addsitedir('$shared')" >"$packages/_carrel_base.pth" || exit 1
+        if [ -n "${1-}" ]; then
+            echo "import site; site.addsitedir('$shared')" >"$packages/_carrel_base.pth" || exit 1
+        elif [ ! -e "$packages/_carrel_base.pth" ]; then
+            inner=${shared#"$base"}
+            echo "import os, site; site.addsitedir(os.environ.get('CARREL_ENV', '$base') + '$inner')" \\
+                >"$packages/_carrel_base.pth" || exit 1
+        fi
     fi
 done
 """
@@ -57,6 +68,7 @@ fi
 if [ -n "$elsewhere" ] || [ ! -x "$venv/bin/python" ]; then
     export CARREL_PIP=1
     [ -d /etc/carrel/python/pip/_internal ] && export PYTHONPATH="/etc/carrel/python${PYTHONPATH:+:$PYTHONPATH}"
+    [ -x "${CARREL_ENV-}/bin/python" ] && exec "$CARREL_ENV/bin/python" -m pip "$@"
     exec /usr/bin/python3 -m pip "$@"
 fi
 for word; do
@@ -74,8 +86,11 @@ exec "$venv/bin/python" -m pip "$@"
 
 _PYTHON = """\
 #!/bin/sh
-# The Python of the virtual environment of this workspace, once there is one.
+# The Python of the virtual environment of this workspace, once there is one; else that of its template's packages.
 [ -x /workspace/.venv/bin/python ] && exec /workspace/.venv/bin/python "$@"
+case ${CARREL_ENV-} in
+    /envs/*) [ -x "$CARREL_ENV/bin/python" ] && exec "$CARREL_ENV/bin/python" "$@" ;;
+esac
 exec /usr/bin/python3 "$@"
 """
 
@@ -119,6 +134,24 @@ MAINS = (
     "/usr/local/lib/python3.*/*-packages/pip/__main__.py",
 )
 """Where the hosts' own pips are, as patterns."""
+
+SHARED_PIP = """\
+# What a shared environment has for pip: it is read-only, so installing goes where `pip install` goes.
+import os
+import sys
+
+if __name__ == "__main__":
+    if sys.prefix.startswith("/envs/"):
+        os.execv("/etc/carrel/bin/pip", ["pip", *sys.argv[1:]])
+    import runpy
+
+    sys.path.insert(0, "/etc/carrel/python")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pip"]:
+        del sys.modules[name]
+    runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+SHARED_PIP_PLACE = "/etc/carrel/shared"
+"""A folder of modules that every shared environment sees after its own."""
 
 TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "python": _PYTHON, "python3": _PYTHON, "uv": _UV}
 """The programs by name."""

@@ -16,6 +16,9 @@ EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,25
 
 NoNul = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 
+OwnId = Annotated[str, StringConstraints(pattern=r"^k[A-Za-z0-9_-]{7,63}$")]
+"""A name of the caller's own for one command or edit: the same request again does not do the same again."""
+
 MAX_TIMEOUT_S = 86_400.0
 
 MAX_OUTPUT_BYTES = 100 * 1024 * 1024

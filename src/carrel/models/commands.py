@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from carrel.models.base import DEFAULT_OUTPUT_BYTES, MAX_OUTPUT_BYTES, MAX_TIMEOUT_S, Answer, EnvName, NoNul, Request
+from carrel.models.base import (
+    DEFAULT_OUTPUT_BYTES,
+    MAX_OUTPUT_BYTES,
+    MAX_TIMEOUT_S,
+    Answer,
+    EnvName,
+    NoNul,
+    OwnId,
+    Request,
+)
 from carrel.models.environments import EnvironmentName, IndexName, Requirement
 
 
@@ -33,6 +42,7 @@ class CommandRequest(Request):
     output_limit: int = Field(default=DEFAULT_OUTPUT_BYTES, ge=0, le=MAX_OUTPUT_BYTES)
     terminal: TerminalSize | None = Field(default=None, description="run under a PTY of this size")
     interactive: bool = Field(default=False, description="keep stdin open for `send_input`; implies background")
+    id: OwnId | None = Field(default=None, description="an id of the caller's own; a second command of it is refused")
 
 
 class CommandResult(Answer):
@@ -134,6 +144,7 @@ class ExecuteResult(Answer):
     truncated: bool = False
     execution_time_ms: float
     files_produced: list[str]
+    files_truncated: bool = Field(default=False, description="whether more files changed than are named")
 
 
 class ToolRequest(Request):

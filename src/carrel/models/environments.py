@@ -17,6 +17,11 @@ EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z
 
 PythonVersion = Annotated[str, StringConstraints(pattern=r"^3\.[0-9]{1,2}$")]
 
+ModuleName = Annotated[
+    str, StringConstraints(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")
+]
+"""A module of Python, such as `matplotlib.pyplot`."""
+
 IndexName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
@@ -37,9 +42,10 @@ class EnvironmentBuild(EnvironmentRequest):
 
 
 class EnvironmentAttach(Request):
-    """An environment for one sandbox: by its name or label, or by what it is to hold."""
+    """An environment for one sandbox: by its name or label, by what it is to hold, or the one of its template."""
 
     env: EnvironmentName | None = None
+    template: bool = Field(default=False, description="the packages of its template, which it gets in any case")
     requirements: list[Requirement] | None = Field(default=None, min_length=1, max_length=256)
     python: PythonVersion | None = None
     index: IndexName | None = None
@@ -49,9 +55,11 @@ class EnvironmentAttach(Request):
 
     @model_validator(mode="after")
     def _one_of_two(self) -> EnvironmentAttach:
-        if (self.env is None) == (self.requirements is None):
-            raise ValueError("name an environment or give requirements, one of the two")
-        if self.env is not None and (self.python is not None or self.index is not None):
+        if (self.env is not None) + (self.requirements is not None) + self.template != 1:
+            raise ValueError("name an environment, or give requirements, or ask for those of the template")
+        if self.template and self.venv:
+            raise ValueError("the workspace's own virtual environment is on top of the template's packages anyway")
+        if self.requirements is None and (self.python is not None or self.index is not None):
             raise ValueError("an environment that is named has its Python and its packages already")
         return self
 
@@ -70,6 +78,7 @@ class EnvironmentInfo(Answer):
     path: str = Field(description="where every sandbox sees it, read-only")
     hash: str = Field(description="of the lock it was built from")
     labels: list[str]
+    templates: list[str] = Field(default_factory=list, description="the templates that ask for just these packages")
     python: str
     requirements: list[str] = Field(description="what was asked for")
     packages: list[EnvironmentPackage]

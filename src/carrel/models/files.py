@@ -7,7 +7,8 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from carrel.models.base import Answer, NoNul, Request
+from carrel.models.base import Answer, NoNul, OwnId, Request
+from carrel.models.bundles import MOST_FILES
 
 
 class FileKind(StrEnum):
@@ -44,6 +45,9 @@ class EditRequest(Request):
     old: str = Field(min_length=1)
     new: str
     replace_all: bool = False
+    id: OwnId | None = Field(
+        default=None, description="an id of the caller's own; the same again is answered as before"
+    )
 
 
 class EditResult(Answer):
@@ -65,3 +69,16 @@ class MkdirRequest(Request):
     """Make a directory and its parents."""
 
     path: NoNul = Field(min_length=1, max_length=4096)
+
+
+class FilesRequest(Request):
+    """Files that are wanted at once, in this order."""
+
+    paths: list[str] = Field(min_length=1, max_length=MOST_FILES, description="relative to the workspace")
+
+
+class FilesWritten(Answer):
+    """What came in a bundle and was written."""
+
+    files: int
+    bytes: int

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import MAX_TIMEOUT_S, Answer, EnvName, NoNul, Request, TemplateName
+from carrel.models.base import MAX_TIMEOUT_S, Answer, EnvName, NoNul, OwnId, Request, TemplateName
 from carrel.models.commands import CommandResult, ExecuteResult
 from carrel.models.environments import EnvironmentName, IndexName, Requirement
 
@@ -52,12 +52,14 @@ class PythonRequest(_InEnvironment):
     )
     output_limit: int = Field(default=MAX_PYTHON_OUTPUT_BYTES, ge=0, le=MAX_PYTHON_OUTPUT_BYTES)
     interactive: bool = Field(default=False, description="keep stdin open for `send_input`; implies background")
+    id: OwnId | None = Field(default=None, description="an id of the caller's own; a second call of it is refused")
 
 
 class PythonResult(CommandResult):
     """A finished call of Python."""
 
     files_produced: list[str] = Field(default_factory=list, description="files of the workspace that changed meanwhile")
+    files_truncated: bool = Field(default=False, description="whether more files changed than are named")
 
 
 class CellRequest(_InEnvironment):

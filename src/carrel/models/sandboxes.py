@@ -103,6 +103,9 @@ class TemplateInfo(Answer):
     limits: Limits = Field(default_factory=Limits)
     env: list[str] = Field(default_factory=list, description="names of variables, without their values")
     labels: dict[str, str] = Field(default_factory=dict)
+    packages: list[str] = Field(default_factory=list, description="Python packages that its sandboxes have")
+    built: bool = Field(default=False, description="whether an environment of its packages lies ready")
+    shipped: bool = Field(default=False, description="whether it came with carrel")
     settings: bool = Field(default=False, description="whether it has a settings.json of its own")
     sources: bool = Field(default=False, description="whether it has a sources.json of its own")
     error: str | None = Field(default=None, description="why it cannot be used")
@@ -136,8 +139,12 @@ class SupervisorHealth(Answer):
 
     status: Literal["ok"]
     state: Literal["idle", "busy"]
-    commands_running: int
-    capacity: int
+    commands_running: int = Field(description="commands, and code contexts that have a cell to run")
+    python_calls: int = Field(default=0, description="those of the commands that are calls of Python")
+    code_contexts: int = Field(default=0, description="code contexts, whether they run a cell or not")
+    processes: int = Field(default=0, description="those of the supervisor included")
+    memory_bytes: int = Field(default=0, description="at most what is held: pages that a fork shares count twice")
+    capacity: int = Field(description="how many commands may run at once")
     uptime_s: float
 
 

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 
 from carrel.errors import InvalidRequest
 from carrel.models import EnvName, Limits, Network, NoNul
+from carrel.models.environments import ModuleName, PythonVersion, Requirement
 from carrel.policy.documents import MAX_DOCUMENT, Part, build
 
 NAME = "template.toml"
@@ -26,6 +27,13 @@ class Recipe(Part):
     limits: Limits = Field(default_factory=Limits, description="what they may use")
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256, description="variables of every command")
     labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32, description="labels of the session")
+    packages: list[Requirement] = Field(
+        default_factory=list, max_length=256, description="Python packages that they have, as PEP 508 writes them"
+    )
+    python: PythonVersion | None = Field(default=None, description="of the packages; without, the sandbox's own")
+    imports: list[ModuleName] | None = Field(
+        default=None, max_length=64, description="what is imported before code comes; without, what the packages are"
+    )
 
 
 def load(text: bytes, source: str = NAME) -> Recipe:

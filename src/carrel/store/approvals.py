@@ -133,6 +133,13 @@ class ApprovalStore:
             statement.where(approvals.c.expires_at <= now).values(state=ApprovalState.EXPIRED.value)
         )
 
+    async def forget(self, context_id: str) -> int:
+        """Let what a context waits for, or was given for good, expire; says how many."""
+        waiting = approvals.c.state == ApprovalState.PENDING.value
+        granted = approvals.c.scope == ApprovalScope.CONTEXT.value
+        statement = update(approvals).where(approvals.c.context_id == context_id, or_(waiting, granted))
+        return await self._changed(statement.values(state=ApprovalState.EXPIRED.value))
+
     async def page(
         self,
         *,

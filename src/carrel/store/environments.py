@@ -10,7 +10,7 @@ from sqlalchemy.engine import Connection
 
 from carrel.models import State
 from carrel.store.database import Database
-from carrel.store.tables import environment_labels, environment_uses, environments, sessions
+from carrel.store.tables import environment_labels, environment_requests, environment_uses, environments, sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,47 @@ class EnvironmentStore:
         )
         return await self._database.read(lambda connection: sorted(connection.execute(query).scalars()))
 
+    async def had_elsewhere(self, holder: str, name: str) -> tuple[list[str], str] | None:
+        """The requirements and the Python of what one context has on another server by this name or label."""
+        labels, uses = environment_labels.c, environment_uses.c
+        called = select(labels.name).where(labels.node == environments.c.node, labels.label == name)
+        held = select(uses.name).where(uses.node == environments.c.node, uses.holder == holder)
+        query = select(environments.c.requirements, environments.c.python).where(
+            environments.c.node != self._node,
+            environments.c.name.in_(held),
+            or_(environments.c.name == name, environments.c.name.in_(called)),
+        )
+        query = query.order_by(environments.c.last_used_at.desc()).limit(1)
+
+        def run(connection: Connection) -> tuple[list[str], str] | None:
+            row = connection.execute(query).first()
+            return None if row is None else (list(row[0]), str(row[1]))
+
+        return await self._database.read(run)
+
     async def release(self, holder: str, name: str) -> bool:
         """Let go of an environment; False when it was not held."""
         statement = delete(environment_uses).where(self._held(holder, name))
         return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
+
+    async def answered(self, key: str, name: str) -> None:
+        """Note which environment a request came to."""
+
+        def run(connection: Connection) -> None:
+            mine = and_(environment_requests.c.node == self._node, environment_requests.c.key == key)
+            connection.execute(delete(environment_requests).where(mine))
+            connection.execute(insert(environment_requests).values(node=self._node, key=key, name=name))
+
+        await self._database.write(run)
+
+    async def answers(self) -> dict[str, str]:
+        """Which environment each request came to."""
+        query = select(environment_requests).where(environment_requests.c.node == self._node)
+
+        def run(connection: Connection) -> dict[str, str]:
+            return {row["key"]: row["name"] for row in connection.execute(query).mappings()}
+
+        return await self._database.read(run)
 
     async def label(self, label: str, name: str) -> None:
         """Put a label on an environment, and off any other."""
@@ -143,11 +180,11 @@ class EnvironmentStore:
         return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
 
     async def forget(self, names: Iterable[str]) -> None:
-        """Forget environments, with their labels and uses."""
+        """Forget environments, with their labels and uses, and the requests that came to them."""
         gone = list(names)
 
         def run(connection: Connection) -> None:
-            for table in (environments, environment_labels, environment_uses):
+            for table in (environments, environment_labels, environment_uses, environment_requests):
                 for name in gone:
                     connection.execute(delete(table).where(table.c.node == self._node, table.c.name == name))
 

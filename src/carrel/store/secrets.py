@@ -175,9 +175,14 @@ class SecretStore:
         return await self._database.write(lambda connection: connection.execute(statement).rowcount)
 
     async def forget(self, kind: ScopeKind, scope: str) -> int:
-        """Forget everything a context or a template has, and say how many."""
-        statement = delete(secrets).where(secrets.c.kind == kind, secrets.c.scope == scope)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount)
+        """Forget everything a context or a template has or had, and say how many secrets it had."""
+
+        def run(connection: Connection) -> int:
+            for table in (former_secrets, secrets):
+                done = connection.execute(delete(table).where(table.c.kind == kind, table.c.scope == scope))
+            return done.rowcount
+
+        return await self._database.write(run)
 
     async def sealed_with(self, key_id: str, *, limit: int) -> Records:
         """At most `limit` secrets that this key sealed."""

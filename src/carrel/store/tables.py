@@ -301,3 +301,37 @@ environment_uses = Table(
     Column("holder", Words(128), primary_key=True, comment="a context, or an ephemeral session"),
     Column("name", String(64), primary_key=True),
 )
+
+mcp_servers = Table(
+    "mcp_servers",
+    metadata,
+    Column("context_id", Words(128), primary_key=True, comment="empty for those the operator runs for all"),
+    Column("name", String(64), primary_key=True),
+    Column("declaration", JSON, nullable=False),
+    Column("enabled", Boolean, nullable=False),
+    Column("environment", String(64), nullable=True),
+    Column("program", Prose, nullable=True, comment="where the program of an npm package lies"),
+    Column("generation", String(32), nullable=False),
+    Column("created_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("updated_at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("catalogue", JSON(none_as_null=True), nullable=True),
+    Column("catalogue_generation", String(32), nullable=True),
+    Column("discovered_at", Double, nullable=True, comment="seconds since 1970, UTC"),
+    Column("discovery_error", Prose, nullable=True),
+)
+
+environment_requests = Table(
+    "environment_requests",
+    metadata,
+    Column("node", Words(128), primary_key=True),
+    Column("key", String(64), primary_key=True, comment="of what was asked for, and under which policy"),
+    Column("name", String(64), nullable=False),
+)
+
+code_contexts = Table(
+    "code_contexts",
+    metadata,
+    Column("session_id", Words(64), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    Column("environment", String(64), nullable=False),
+)

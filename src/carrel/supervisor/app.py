@@ -11,19 +11,23 @@ import codecs
 import json
 import math
 import os
+import re
 import socket
 import tempfile
 import time
 from typing import Protocol
 
 from carrel.errors import InvalidRequest, Unsupported
-from carrel.supervisor import environment
+from carrel.supervisor import environment, feeding
 from carrel.supervisor.answers import frames_of, result_of
 from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
+from carrel.supervisor.emptying import PLACES, Emptying
 from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
+from carrel.supervisor.load import Load, measure
 from carrel.supervisor.loop import InheritedLoop
+from carrel.supervisor.mcp_servers import McpServers
 from carrel.supervisor.produced import Produced
 from carrel.supervisor.python.calls import Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
@@ -31,6 +35,7 @@ from carrel.supervisor.reaper import kill_below
 from carrel.supervisor.secrets import Secrets
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
+_OWN_ID = re.compile(r"k[A-Za-z0-9_-]{7,63}")
 
 
 class Born(Protocol):
@@ -72,6 +77,7 @@ class Supervisor:
         self._directory = -1
         self._env: dict[str, str] = {}
         self._venv = False
+        self._memory_places: tuple[str, ...] = ()
         self.router = Router()
         for method, pattern, handler in (
             ("GET", "/health", self._health),
@@ -100,6 +106,10 @@ class Supervisor:
         self.python.routes(self.router)
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self.contexts.routes(self.router)
+        McpServers(self.commands, self._order, self._release, budget // 2).routes(self.router)
+        places = (*PLACES, born.home, born.workspace) if born.isolated else ()
+        self._memory_places = places[:3]
+        Emptying(self.commands, self.contexts, self.python, self._load, places).routes(self.router)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
         self._venv = born.isolated
@@ -139,6 +149,9 @@ class Supervisor:
         cwd = body.get("cwd")
         if cwd is not None and not isinstance(cwd, str):
             raise InvalidRequest("'cwd' must be text", field="cwd")
+        name = body.get("id")
+        if name is not None and not (isinstance(name, str) and _OWN_ID.fullmatch(name)):
+            raise InvalidRequest("'id' must be a 'k' and 7 to 63 letters, digits, '_', '-'", field="id")
         merged = {**self._env, **env}
         if self._venv and "VIRTUAL_ENV" not in merged and os.path.lexists(f"{environment.VENV}/bin/python"):
             merged["VIRTUAL_ENV"] = environment.VENV
@@ -156,6 +169,7 @@ class Supervisor:
             interactive=bool(body.get("interactive")),
             output_limit=limit,
             terminal=terminal,
+            id=name,
         )
 
     def _begin(self, body: Json) -> Command:
@@ -197,9 +211,9 @@ class Supervisor:
         command = self.commands.get(request.args[0])
         async with command.feeding:
             async for chunk in request.chunks():
-                await self.commands.send(command, chunk)
+                await feeding.send(command, chunk)
             if request.flag("close"):
-                self.commands.close_stdin(command)
+                feeding.close_stdin(command, asyncio.get_running_loop())
         return Response(204)
 
     async def _signal(self, request: Request) -> Response:
@@ -210,7 +224,7 @@ class Supervisor:
         return Response(204)
 
     async def _resize(self, request: Request) -> Response:
-        self.commands.resize(self.commands.get(request.args[0]), *_size(await request.json()))
+        feeding.resize(self.commands.get(request.args[0]), *_size(await request.json()))
         return Response(204)
 
     async def _forget(self, request: Request) -> Response:
@@ -220,16 +234,25 @@ class Supervisor:
     # the rest
 
     async def _health(self, _request: Request) -> Response:
-        running = self.commands.running + self.contexts.busy
+        if self._directory < 0:  # rehearsed before there is a sandbox
+            return json_response({"status": "ok"})
+        running, load = self.commands.running + self.contexts.busy, self._load()
         return json_response(
             {
                 "status": "ok",
                 "state": "busy" if running or self.commands.left_behind else "idle",
                 "commands_running": running,
+                "python_calls": self.python.running,
+                "code_contexts": len(self.contexts),
+                "processes": load.processes,
+                "memory_bytes": load.memory_bytes,
                 "capacity": CAPACITY,
                 "uptime_s": round(time.monotonic() - self._started, 3),
             }
         )
+
+    def _load(self) -> Load:
+        return measure(os.getpid(), self._memory_places)
 
     async def _execute(self, request: Request) -> Response:
         body = await request.json()
@@ -258,6 +281,7 @@ class Supervisor:
                 "truncated": result["truncated"],
                 "execution_time_ms": result["duration_ms"],
                 "files_produced": look.found,
+                "files_truncated": look.truncated,
             }
         )
 
@@ -385,6 +409,8 @@ _REHEARSAL: _Exchange = (
     ("DELETE /files?path=a&recursive=1", {}),
     ("GET /commands/c1/output?follow=1", {}),
     ("PUT /secrets", {"secrets": {}}),
+    ("PUT /mcp/warm", {"command": ["true"], "generation": "1"}),
+    ("DELETE /mcp/warm", {}),
     ("GET /commands", {}),
     ("GET /health", {}),
     ("NONSENSE", {}),

@@ -27,6 +27,7 @@ class Order:
     interactive: bool = False
     output_limit: int = 10 * 1024 * 1024
     terminal: tuple[int, int] | None = None
+    id: str | None = None
 
 
 @dataclass(eq=False)

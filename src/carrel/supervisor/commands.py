@@ -1,4 +1,4 @@
-"""Commands and terminals of one sandbox: start, stream, feed, signal, end at a deadline, remember.
+"""Commands and terminals of one sandbox: start, stream, signal, end at a deadline, remember.
 
 A command's process tree is whatever lives below its reaper (see `reaper`). Runs on one event loop, without threads.
 """
@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import signal
-import struct
-import termios
 import time
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 
-from carrel.errors import InvalidRequest, LimitExceeded, NotFound, NotRunning
+from carrel.errors import AlreadyExists, LimitExceeded, NotFound, NotRunning
+from carrel.supervisor import feeding
 from carrel.supervisor.command import Command, Order, signal_number
 from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
 from carrel.supervisor.reaper import (
@@ -49,7 +47,7 @@ class Commands:
     _loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
-        self._oom_score_fd = -1
+        self.oom_score_fd = -1
         self._budget = Budget(0)
         self._commands: dict[str, Command] = {}
         self._count = 0
@@ -72,7 +70,7 @@ class Commands:
     def settle(self, loop: asyncio.AbstractEventLoop, oom_score_fd: int, budget: int) -> None:
         """Take charge of a sandbox: its loop, its PID and its files are known only now."""
         self._loop = loop
-        self._oom_score_fd = oom_score_fd
+        self.oom_score_fd = oom_score_fd
         self._budget = Budget(budget)
         self._pid = os.getpid()
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -90,7 +88,7 @@ class Commands:
     @property
     def left_behind(self) -> bool:
         """Whether processes of commands that have ended still run."""
-        return bool(self._hosting) or self._leftovers()
+        return bool(self._hosting or self._sweeps) or self._leftovers()
 
     def all(self) -> list[Command]:
         """The remembered commands, oldest first."""
@@ -138,12 +136,14 @@ class Commands:
         return self._begin(order, str(order.command[0]), launch)
 
     def _begin(self, order: Order, name: str, launch: Callable[[Command, Stdio | None], None]) -> Command:
+        if order.id in self._commands:
+            raise AlreadyExists(f"there is a command '{order.id}'", field="id", hint="ask for its result by its id")
         if self.running >= CAPACITY:
             why = f"{CAPACITY} commands run in this sandbox already"
             raise LimitExceeded(why, hint="wait for one to end, or end one")
         self._count += 1
         command = Command(
-            id=f"c{self._count}",
+            id=order.id or f"c{self._count}",
             order=order,
             output=self.new_output(order.output_limit),
             started_at=datetime.now(UTC),
@@ -173,7 +173,7 @@ class Commands:
         if order.terminal is not None:
             command.terminal_fd, command.slave_fd = os.openpty()
             os.set_blocking(command.terminal_fd, False)
-            self.resize(command, *order.terminal)
+            feeding.resize(command, *order.terminal)
             self._read_from(command, command.terminal_fd, STDOUT)
             return None
         if order.stdin is not None:
@@ -210,14 +210,14 @@ class Commands:
 
     def spawn(self, program: Program, directory: int) -> int:
         """Start a program that the kernel may end before it ends the supervisor."""
-        os.pwrite(self._oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
+        os.pwrite(self.oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
         try:
             return spawn(program, directory)
         finally:
-            os.pwrite(self._oom_score_fd, b"0", 0)
+            os.pwrite(self.oom_score_fd, b"0", 0)
 
     def _new_runner(self) -> Runner:
-        runner = Runner(self._on_runner, self._oom_score_fd)
+        runner = Runner(self._on_runner, self.oom_score_fd)
         self.adopt(runner)
         return runner
 
@@ -300,7 +300,7 @@ class Commands:
         command.begun.set()
         if self._direct is command:
             self._direct = None
-        self.close_stdin(command)
+        feeding.close_stdin(command, self._loop)
         if command.terminal_fd >= 0:
             self._stop_reading(command, command.terminal_fd)
             self._loop.remove_writer(command.terminal_fd)
@@ -358,53 +358,6 @@ class Commands:
         if tree:
             from_reaper = command.runner.pid if command.runner else self._pid
             signal_below(from_reaper, number, () if command.runner else tuple(self._runners))
-
-    # input
-
-    async def send(self, command: Command, data: bytes) -> None:
-        """Write to standard input or to the terminal; waits while the program does not read."""
-        descriptor = command.terminal_fd if command.order.terminal else command.stdin_fd
-        if not command.running:
-            raise NotRunning(f"command {command.id} has ended")
-        if descriptor < 0:
-            raise NotRunning(
-                f"standard input of command {command.id} is closed",
-                hint="start it with interactive=true to feed it",
-            )
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(descriptor, view) :]
-            except BlockingIOError:
-                await self._writable(command, descriptor)
-                if descriptor not in {command.terminal_fd, command.stdin_fd} or not command.running:
-                    raise NotRunning(f"command {command.id} ended while it was fed") from None
-            except OSError:
-                raise NotRunning(f"command {command.id} no longer reads its input") from None
-
-    async def _writable(self, command: Command, descriptor: int) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(descriptor, lambda: None if ready.done() else ready.set_result(None))
-        try:
-            await asyncio.wait({ready, command.finished}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if descriptor in {command.terminal_fd, command.stdin_fd}:
-                self._loop.remove_writer(descriptor)
-
-    def close_stdin(self, command: Command) -> None:
-        """Close standard input, so that the program sees its end."""
-        if command.stdin_fd >= 0:
-            self._loop.remove_writer(command.stdin_fd)  # its number may soon be another's
-            os.close(command.stdin_fd)
-            command.stdin_fd = -1
-
-    def resize(self, command: Command, rows: int, cols: int) -> None:
-        """Tell a terminal its size; the programs in it get SIGWINCH."""
-        if command.order.terminal is None:
-            raise InvalidRequest(f"command {command.id} has no terminal", field="terminal")
-        if command.terminal_fd < 0:
-            raise NotRunning(f"terminal {command.id} has ended")
-        fcntl.ioctl(command.terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
 
     # forgetting
 

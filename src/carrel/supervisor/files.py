@@ -32,6 +32,7 @@ from carrel.supervisor.paths import Place, Root, refusal, refusing, text
 from carrel.supervisor.trees import Entry, Walk, entry_at, remove_tree
 
 EDIT_LIMIT = 32 * 1024 * 1024
+EDITS_REMEMBERED = 128
 LIST_LIMIT = 10_000
 SCAN_LIMIT = 10_000
 DEFAULT_MODE = 0o644
@@ -124,6 +125,7 @@ class Files:
     def __init__(self, root: str):
         self.root = Root(root)
         self._editing = asyncio.Lock()
+        self._edited: dict[str | None, Json] = {}  # by the caller's own id
 
     def close(self) -> None:
         """Close the root."""
@@ -251,7 +253,7 @@ class Files:
         return json_response({"items": items, "truncated": walk.truncated})
 
     async def _edit(self, request: Request) -> Response:
-        body = await _body(request, texts={"path", "old", "new"}, flags={"replace_all"})
+        body = await _body(request, texts={"path", "old", "new"}, flags={"replace_all"}, maybe={"id"})
         old, new = _utf8(body, "old"), _utf8(body, "new")
         if not old:
             hint = "give the text to replace; write the file to fill an empty one"
@@ -259,6 +261,8 @@ class Files:
         relative = self._file_path(body["path"])
         # One edit at a time, so that two edits of the same file both take effect.
         async with self._editing:
+            if (told := self._edited.get(body.get("id"))) is not None:
+                return json_response(told)
             with self.root.target(relative) as place:
                 before, content = await _load(place)
                 replaced = _occurrences(content, old, replace_all=body.get("replace_all", False))
@@ -272,8 +276,12 @@ class Files:
                         await asyncio.sleep(0)
                     _unchanged(place, before)
                     entry = draft.publish(exclusive=False)
-        info = describe(Entry(relative, entry.status, None))
-        return json_response({"replaced": replaced, "file": info})
+            answer = {"replaced": replaced, "file": describe(Entry(relative, entry.status, None))}
+            if "id" in body:
+                self._edited[body["id"]] = answer
+                if len(self._edited) > EDITS_REMEMBERED:
+                    del self._edited[next(iter(self._edited))]
+        return json_response(answer)
 
     async def _move(self, request: Request) -> Response:
         body = await _body(request, texts={"source", "destination"}, flags={"overwrite"})
@@ -379,14 +387,15 @@ def _known(request: Request, names: set[str]) -> None:
         raise InvalidRequest(f"unknown parameter {unknown[0][:40]!r}", field=unknown[0][:40], hint=hint)
 
 
-async def _body(request: Request, *, texts: set[str], flags: set[str]) -> Json:
+async def _body(request: Request, *, texts: set[str], flags: set[str], maybe: Collection[str] = ()) -> Json:
     body = await request.json()
+    words = texts.union(maybe)
     for name, value in body.items():
-        if name not in texts | flags:
-            hint = f"known: {', '.join(sorted(texts | flags))}"
+        if name not in words | flags:
+            hint = f"known: {', '.join(sorted(words | flags))}"
             raise InvalidRequest(f"unknown field {name[:40]!r}", field=name[:40], hint=hint)
-        if not isinstance(value, str if name in texts else bool):
-            kind = "a string" if name in texts else "true or false"
+        if not isinstance(value, str if name in words else bool):
+            kind = "a string" if name in words else "true or false"
             raise InvalidRequest(f"'{name}' must be {kind}", field=name)
     for name in sorted(texts - body.keys()):
         raise InvalidRequest(f"'{name}' is missing", field=name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import json
 import os
 import stat
 import struct
@@ -21,7 +22,9 @@ from carrel.supervisor.kernel import open_beneath
 from carrel.supervisor.paths import text
 
 MOST_WATCHED = 8192
-MOST_PRODUCED = 1000
+MOST_PRODUCED = 10_000
+MOST_NAMED = 768 * 1024
+"""How many files are named, and how many bytes their names have at most as JSON."""
 _BREATH = 64
 _READ = 64 * 1024
 _HEAD = struct.Struct("iIII")
@@ -46,7 +49,18 @@ class Look:
     """What was found, once the block has ended."""
 
     def __init__(self) -> None:
+        self._room = MOST_NAMED
         self.found: list[str] = []
+        self.truncated = False
+        """Whether more changed than is named."""
+
+    def add(self, path: str) -> bool:
+        """Name a file; False when there is no room for more."""
+        self._room -= len(json.dumps(path)) + 1
+        self.truncated = self.truncated or self._room < 0 or len(self.found) >= MOST_PRODUCED
+        if not self.truncated:
+            self.found.append(path)
+        return not self.truncated
 
 
 class Produced:
@@ -81,7 +95,7 @@ class Produced:
         try:
             yield look
         finally:
-            look.found = await self._end(moment, given)
+            await self._end(moment, given, look)
 
     async def _begin(self) -> Moment:
         async with self._busy:
@@ -94,17 +108,19 @@ class Produced:
             self._looking += 1
             return Moment(self._files.mark(), self._count if self._inotify >= 0 else None)
 
-    async def _end(self, moment: Moment, given: Collection[Stamp]) -> list[str]:
+    async def _end(self, moment: Moment, given: Collection[Stamp], look: Look) -> None:
         async with self._busy:
             self._looking -= 1
             if moment.count is None or self._inotify < 0 or not self._hear():
-                return self._files.produced_since(moment.time_ns, ".", MOST_PRODUCED, given)
+                for name in self._files.produced_since(moment.time_ns, ".", MOST_PRODUCED + 1, given):
+                    look.add(name)
+                return
             seen = sorted(path for path, count in self._changed.items() if count > moment.count)
-            found: list[str] = []
-            for path in seen:
-                if len(found) < MOST_PRODUCED and self._produced(path, moment.time_ns, given):
-                    found.append(text(path))
-            return found
+            for number, path in enumerate(seen, 1):
+                if self._produced(path, moment.time_ns, given) and not look.add(text(path)):
+                    return
+                if number % _BREATH == 0:
+                    await asyncio.sleep(0)
 
     def _produced(self, path: bytes, since: int, given: Collection[Stamp]) -> bool:
         try:

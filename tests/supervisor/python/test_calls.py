@@ -32,6 +32,7 @@ async def test_runs_a_code(supervisor: Supervisor) -> None:
         "truncated": False,
         "dropped_bytes": 0,
         "files_produced": [],
+        "files_truncated": False,
     }
 
 
@@ -197,6 +198,16 @@ async def test_a_fork_bomb(supervisor: Supervisor) -> None:
     assert (await run(supervisor, "print('next')"))["stdout"] == "next\n"
 
 
+async def test_what_is_killed_leaves_nothing(box: Box) -> None:
+    code = """
+    import os, subprocess
+    subprocess.Popen(["sleep", "1236"], start_new_session=True)
+    os.kill(os.getpid(), 9)
+    """
+    assert (await run(box.supervisor, code))["signal"] == "SIGKILL"
+    await until(lambda: box.count("sleep 1236") == 0)
+
+
 async def test_leaves_processes_behind_like_a_command(box: Box) -> None:
     await run(box.supervisor, "import subprocess; subprocess.Popen(['sleep', '1235'])")
     assert box.count("sleep 1235") == 1
@@ -321,6 +332,13 @@ async def test_refusals(supervisor: Supervisor, body: dict[str, object], field: 
     for _ in range(3):
         assert (await supervisor.refused("POST", "/python", body, wait=1))["field"] == field
     assert (await run(supervisor, "print('next')"))["stdout"] == "next\n"
+
+
+async def test_packages_that_are_not_there(supervisor: Supervisor) -> None:
+    for env in (None, 3, "../x", "missing"):
+        problem = await supervisor.refused("PUT", "/python/packages", {"env": env, "imports": ["os"]})
+        assert problem["field"] == "env"
+    assert (await run(supervisor, "import os; print('CARREL_ENV' in os.environ)"))["stdout"] == "False\n"
 
 
 async def test_nothing_starts_before_the_first_call(box: Box) -> None:

@@ -172,6 +172,15 @@ async def test_fork_in_a_cell(supervisor: Supervisor) -> None:
 async def test_closed_streams_are_opened_again(supervisor: Supervisor) -> None:
     await cell(supervisor, "import sys; sys.stdout.close()")
     assert (await cell(supervisor, "print('again')"))["stdout"] == "again\n"
+    await cell(supervisor, "import os; os.close(1); print('nowhere')")
+    assert (await cell(supervisor, "print('again')"))["stdout"] == "again\n"
+    for _ in range(2):
+        await cell(supervisor, "os.close(1); os.close(2); print('nowhere', file=sys.stderr)")
+        both = await cell(supervisor, "print('out'); print('err', file=sys.stderr); os.system('echo sub')")
+        assert (both["stdout"], both["stderr"]) == ("out\nsub\n", "err\n")
+    gone = "for fd in (1, 2, *range(64, 80)):\n    try: os.close(fd)\n    except OSError: pass"
+    await cell(supervisor, gone)
+    assert (await cell(supervisor, "print('nowhere for good')"))["status"] == "ok"
 
 
 async def test_large_results_are_cut(supervisor: Supervisor) -> None:

@@ -29,6 +29,8 @@ def made() -> Iterator[Kernel]:
     if made.loop is not None:
         made.loop.close()
     sys.meta_path[:] = before
+    for descriptor in made.streams.values():
+        os.close(descriptor)
     del builtins.display  # type: ignore[attr-defined]
 
 

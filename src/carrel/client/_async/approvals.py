@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from urllib.parse import quote
 
-import httpx
 from pydantic import ValidationError
 
 from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.wire import FAILED
 from carrel.errors import PlatformError
 from carrel.models import ApprovalBatchResult, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
 
@@ -82,7 +82,7 @@ class AsyncApprovals:
                 *lines, held = (held + piece).split(b"\n")
                 for line in lines:
                     yield _info(line)
-        except httpx.HTTPError as error:
+        except FAILED as error:
             raise connection.unreachable(error) from None
         finally:
             await response.aclose()

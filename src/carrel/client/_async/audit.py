@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from datetime import datetime
 
-import httpx
-
 from carrel.client._async.connection import AsyncConnection
+from carrel.client._async.wire import FAILED
 from carrel.models import AuditKey, AuditPage, AuditPruned, AuditRecord
 
 PAGE = 200
-READ_SIZE = 256 * 1024
 
 
 class AsyncAudit:
@@ -63,9 +61,9 @@ class AsyncAudit:
             "GET", "/v1/audit/export", query=query, timeout=self._connection.patience(None)
         )
         try:
-            async for piece in response.aiter_raw(READ_SIZE):
+            async for piece in response.aiter_raw():
                 yield piece
-        except httpx.HTTPError as error:
+        except FAILED as error:
             raise self._connection.unreachable(error) from None
         finally:
             await response.aclose()

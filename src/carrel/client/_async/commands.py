@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 
-import httpx
-
 from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.wire import FAILED, AsyncReply
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
 from carrel.errors import CarrelError, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandList, CommandResult
@@ -37,7 +36,7 @@ class AsyncOutputStream:
         self._ready: deque[Chunk] = deque()
         self._raw: AsyncIterator[bytes] | None = None
         self._over = False
-        self._response: httpx.Response | None = None
+        self._response: AsyncReply | None = None
 
     @property
     def info(self) -> CommandInfo | None:
@@ -54,13 +53,13 @@ class AsyncOutputStream:
             await self._more()
         return self._ready.popleft()
 
-    async def _more(self) -> None:
-        """Read on. No generator of our own: one that knew this object would keep an abandoned stream from being closed
-        at once, and the garbage collector may come to close it while the connection pool is locked.
+    async def open(self) -> str | None:
+        """Send the request, as the first step of iterating does: what it asks for has then begun, or it raises. Gives
+        the id of a command that it started.
         """
         connection = self._connection
         try:
-            if self._raw is None:
+            if self._response is None:
                 self._response = await connection.stream(
                     self._method,
                     self._path,
@@ -69,6 +68,21 @@ class AsyncOutputStream:
                     timeout=connection.patience(self._deadline),
                 )
                 self._raw = self._response.aiter_raw()
+        except FAILED as error:
+            await self.close()
+            raise connection.unreachable(error) from None
+        except CarrelError:
+            await self.close()
+            raise
+        return self._response.headers.get("carrel-command-id")
+
+    async def _more(self) -> None:
+        """Read on. No generator of our own: one that knew this object would keep an abandoned stream from being closed
+        at once, and the garbage collector may come to close it while the connection pool is locked.
+        """
+        await self.open()
+        assert self._raw is not None
+        try:
             self._ready.extend(self._decoder.feed(await self._raw.__anext__()))
         except StopAsyncIteration:
             await self.close()
@@ -76,9 +90,9 @@ class AsyncOutputStream:
                 raise SandboxLost(
                     "the output ended before the command did", hint="re-attach with commands.get(id)"
                 ) from None
-        except httpx.HTTPError as error:
+        except FAILED as error:
             await self.close()
-            raise connection.unreachable(error) from None
+            raise self._connection.unreachable(error) from None
         except CarrelError:
             await self.close()
             raise
@@ -219,8 +233,13 @@ class AsyncCommands:
         output_limit: int | None = None,
         interactive: bool = False,
         terminal: tuple[int, int] | None = None,
+        id: str | None = None,
     ) -> AsyncCommand:
-        """Start in the background. `interactive` keeps its input open; `terminal` is (rows, columns)."""
+        """Start in the background. `interactive` keeps its input open; `terminal` is (rows, columns).
+
+        An `id` of your own (`k` and 7 to 63 letters, digits, `_`, `-`) starts one command only: `AlreadyExists` says
+        that `get(id)` has it.
+        """
         body = _body(
             command,
             cwd=cwd,
@@ -230,6 +249,7 @@ class AsyncCommands:
             output_limit=output_limit,
             interactive=interactive,
             terminal=terminal,
+            id=id,
         )
         info = await self._connection.post(CommandInfo, f"{self._path}/start", body)
         return self.get(info.id)
@@ -253,6 +273,7 @@ def _body(
     output_limit: int | None,
     interactive: bool = False,
     terminal: tuple[int, int] | None = None,
+    id: str | None = None,
 ) -> bytes:
     return encoded(
         {
@@ -264,5 +285,6 @@ def _body(
             "output_limit": output_limit,
             "interactive": interactive or None,
             "terminal": None if terminal is None else {"rows": terminal[0], "cols": terminal[1]},
+            "id": id,
         }
     )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from typing import TypeVar
 from urllib.parse import quote, urlencode
 
-import httpx
 from pydantic import BaseModel, ValidationError
 
+from carrel.client._async.wire import FAILED, LATE, LOST, NOT_REACHED, AsyncReply, AsyncWire, Patience
 from carrel.client._io_async import Progress, Source, pieces
 from carrel.client.locate import START_HINT, Address
 from carrel.errors import CarrelError, InvalidRequest, PlatformError, ServerUnreachable, from_problem
@@ -24,9 +24,7 @@ Query = Mapping[str, str | int | None]
 CONNECT_S = 10.0
 # What the server needs on top of a command's own deadline: to kill the tree and to send the output.
 GRACE_S = 30.0
-READ_SIZE = 256 * 1024
 _JSON = {"content-type": "application/json"}
-_LOST = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 
 
 def encoded(body: Mapping[str, object]) -> bytes:
@@ -47,15 +45,10 @@ class AsyncConnection:
             self.headers["authorization"] = f"Bearer {address.token}"
         self.carried: dict[str, str] = {}
         self.wait_s = 0.0
-        self._default = httpx.Timeout(timeout, connect=min(CONNECT_S, timeout))
-        self._http = httpx.AsyncClient(
-            base_url=address.url,
-            headers=self.headers,
-            timeout=self._default,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=60),
-            # A proxy of the environment has no way to a server on this machine.
-            trust_env=not address.loopback,
-        )
+        connect = min(CONNECT_S, timeout)
+        self._default: Patience = {"connect": connect, "read": timeout, "write": timeout, "pool": timeout}
+        # A proxy of the environment has no way to a server on this machine.
+        self._wire = AsyncWire(address.url, self.headers, local=address.loopback)
 
     def carrying(self, headers: Mapping[str, str], *, wait_s: float = 0.0) -> AsyncConnection:
         """The same pool for requests that carry these headers too, and may take `wait_s` longer to be answered."""
@@ -66,12 +59,11 @@ class AsyncConnection:
 
     async def close(self) -> None:
         """Close every connection of the pool."""
-        await self._http.aclose()
+        await self._wire.close()
 
-    def patience(self, deadline: float | None) -> httpx.Timeout:
+    def patience(self, deadline: float | None) -> Patience:
         """Timeouts for a request that waits for a command; without a deadline the server decides how long."""
-        read = None if deadline is None else deadline + GRACE_S + self.wait_s
-        return httpx.Timeout(self._default.write, connect=self._default.connect, read=read)
+        return {**self._default, "read": None if deadline is None else deadline + GRACE_S + self.wait_s}
 
     async def get(self, model: type[Model], path: str, query: Query | None = None) -> Model:
         """GET a model."""
@@ -83,16 +75,16 @@ class AsyncConnection:
         path: str,
         body: bytes,
         *,
-        timeout: httpx.Timeout | None = None,
+        timeout: Patience | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Model:
         """POST JSON, get a model."""
         response = await self._send("POST", path, body=body, timeout=timeout, headers=headers)
         return self._parsed(model, response)
 
-    async def put(self, model: type[Model], path: str, body: bytes) -> Model:
+    async def put(self, model: type[Model], path: str, body: bytes, *, timeout: Patience | None = None) -> Model:
         """PUT JSON, get a model."""
-        return self._parsed(model, await self._send("PUT", path, body=body))
+        return self._parsed(model, await self._send("PUT", path, body=body, timeout=timeout))
 
     async def wait(self, model: type[Model], path: str) -> Model:
         """GET a model that the server gives when something has ended."""
@@ -122,14 +114,15 @@ class AsyncConnection:
     ) -> Model:
         """Send bytes of any size, get a model."""
         whole = isinstance(source, bytes) and progress is None
-        request = self._http.build_request(
-            method,
-            _target(path, query),
-            content=source if whole else pieces(source, progress),  # type: ignore[arg-type,unused-ignore]
-            headers={"content-type": "application/octet-stream", **self.carried},
-            timeout=self._usual(),
-        )
-        return self._parsed(model, await self._open(request, stream=False))
+        content = source if whole else pieces(source, progress)
+        headers = {"content-type": "application/octet-stream", **self.carried}
+        reply = await self._open(method, _target(path, query), headers, content, self._usual(), stream=False)  # type: ignore[arg-type,unused-ignore]
+        return self._parsed(model, reply)
+
+    async def exchange(self, path: str, source: Source, *, timeout: Patience | None = None) -> AsyncReply:
+        """POST bytes of any size and leave the body of the answer to be read; the caller closes it."""
+        headers = {"content-type": "application/octet-stream", **self.carried}
+        return await self._open("POST", path, headers, pieces(source), timeout or self._usual(), stream=True)
 
     async def stream(
         self,
@@ -138,20 +131,21 @@ class AsyncConnection:
         *,
         query: Query | None = None,
         body: bytes | None = None,
-        timeout: httpx.Timeout | None = None,
-    ) -> httpx.Response:
-        """Send a request and leave the body of the answer to be read; the caller closes the response."""
-        return await self._open(self._request(method, path, query=query, body=body, timeout=timeout), stream=True)
+        timeout: Patience | None = None,
+    ) -> AsyncReply:
+        """Send a request and leave the body of the answer to be read; the caller closes it."""
+        headers = self._with(None, json=body is not None)
+        return await self._open(method, _target(path, query), headers, body, timeout or self._usual(), stream=True)
 
     async def pieces(
-        self, path: str, query: Query | None = None, timeout: httpx.Timeout | None = None
+        self, path: str, query: Query | None = None, timeout: Patience | None = None
     ) -> AsyncGenerator[bytes, None]:
         """GET bytes of any size as they arrive."""
         response = await self.stream("GET", path, query=query, timeout=timeout)
         try:
-            async for piece in response.aiter_raw(READ_SIZE):
+            async for piece in response.aiter_raw():
                 yield piece
-        except httpx.HTTPError as error:
+        except FAILED as error:
             raise self.unreachable(error) from None
         finally:
             await response.aclose()
@@ -163,72 +157,58 @@ class AsyncConnection:
         *,
         query: Query | None = None,
         body: bytes | None = None,
-        timeout: httpx.Timeout | None = None,
+        timeout: Patience | None = None,
         headers: Mapping[str, str] | None = None,
         json: bool = True,
-    ) -> httpx.Response:
-        return await self._open(
-            self._request(method, path, query=query, body=body, timeout=timeout, headers=headers, json=json),
-            stream=False,
-        )
+    ) -> AsyncReply:
+        sent = self._with(headers, json=json and body is not None)
+        return await self._open(method, _target(path, query), sent, body, timeout or self._usual(), stream=False)
 
-    def _request(
+    def _with(self, headers: Mapping[str, str] | None, *, json: bool) -> Mapping[str, str]:
+        """The headers of one request, beyond those of all."""
+        if not headers and not self.carried:
+            return _JSON if json else {}
+        return {**(_JSON if json else {}), **(headers or {}), **self.carried}
+
+    def _usual(self) -> Patience:
+        """The timeouts of a request without a deadline of its own, and with the time that it may wait for a person."""
+        read = self._default["read"]
+        if not self.wait_s or read is None:
+            return self._default
+        return {**self._default, "read": read + self.wait_s}
+
+    async def _open(
         self,
         method: str,
-        path: str,
+        target: str,
+        headers: Mapping[str, str],
+        content: bytes | AsyncIterable[bytes] | None,
+        patience: Patience,
         *,
-        query: Query | None,
-        body: bytes | None,
-        timeout: httpx.Timeout | None,
-        headers: Mapping[str, str] | None = None,
-        json: bool = True,
-    ) -> httpx.Request:
-        sent: Mapping[str, str] | None = headers
-        if body is not None and json:
-            sent = {**_JSON, **headers} if headers else _JSON
-        if self.carried:
-            sent = {**(sent or {}), **self.carried}
-        return self._http.build_request(
-            method,
-            _target(path, query),
-            content=body,
-            headers=sent,
-            timeout=timeout or self._usual(),
-        )
-
-    def _usual(self) -> httpx.Timeout:
-        """The timeouts of a request without a deadline of its own, and with the time that it may wait for a person."""
-        usual = self._default
-        if not self.wait_s or usual.read is None:
-            return usual
-        return httpx.Timeout(usual.write, connect=usual.connect, read=usual.read + self.wait_s)
-
-    async def _open(self, request: httpx.Request, *, stream: bool) -> httpx.Response:
+        stream: bool,
+    ) -> AsyncReply:
         try:
             try:
-                response = await self._http.send(request, stream=stream)
-            except _LOST:
+                reply = await self._wire.send(method, target, headers, content, patience)
+            except LOST:
                 # The server may close an idle connection just as it is reused; only a GET can be sent twice.
-                if request.method != "GET":
+                if method != "GET":
                     raise
-                response = await self._http.send(request, stream=stream)
-            if response.is_success:
-                return response
-            if stream:
-                try:
-                    await response.aread()
-                finally:
-                    await response.aclose()
-        except httpx.HTTPError as error:
+                reply = await self._wire.send(method, target, headers, content, patience)
+            if not stream or not 200 <= reply.status < 300:
+                await reply.aread()
+        except FAILED as error:
             raise self.unreachable(error) from None
-        raise refused(response)
+        if 200 <= reply.status < 300:
+            return reply
+        raise refused(reply)
 
     def unreachable(self, error: Exception) -> CarrelError:
         """The error for a failed transport, in words that help."""
         url = self.address.url
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | OSError):
+        if isinstance(error, (*NOT_REACHED, OSError)):
             return ServerUnreachable(f"no carrel server answers at {url}", hint=START_HINT)
-        if isinstance(error, httpx.TimeoutException | TimeoutError):
+        if isinstance(error, (*LATE, TimeoutError)):
             return ServerUnreachable(
                 f"the server at {url} did not answer in time",
                 hint="is it busy? Client(timeout=…) waits longer",
@@ -238,10 +218,15 @@ class AsyncConnection:
         )
 
     @staticmethod
-    def _parsed(model: type[Model], response: httpx.Response) -> Model:
+    def _parsed(model: type[Model], response: AsyncReply) -> Model:
         try:
             return model.model_validate_json(response.content)
         except ValidationError:
+            pass
+        try:
+            # Names that are not UTF-8 come with surrogate escapes, which only this parser takes.
+            return model.model_validate(json.loads(response.content))
+        except (ValueError, RecursionError):
             raise PlatformError(
                 f"the server's answer is not a {model.__name__}",
                 hint="client and server may be of different versions, or CARREL_URL names something else",
@@ -256,9 +241,9 @@ def _target(path: str, query: Query | None) -> str:
     return f"{path}?{urlencode(given, errors='surrogateescape', quote_via=quote)}" if given else path
 
 
-def refused(response: httpx.Response) -> CarrelError:
+def refused(response: AsyncReply) -> CarrelError:
     """The error a response that is no success stands for."""
-    return problem_of(response.status_code, response.content)
+    return problem_of(response.status, response.content)
 
 
 def problem_of(status: int, body: bytes | bytearray) -> CarrelError:

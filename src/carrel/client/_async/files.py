@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from carrel.client._async.bundles import AsyncUnbundled, GivenFiles, bundled
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._io_async import Progress, Source, blocking
 from carrel.client.listing import Listing, local_target
-from carrel.errors import FileMissing, InvalidPath, InvalidRequest
-from carrel.models import EditResult, FileInfo, FileKind, FileList
+from carrel.errors import FileMissing, InvalidPath, InvalidRequest, from_problem
+from carrel.models import EditResult, FileInfo, FileKind, FileList, FilesWritten
+from carrel.models.bundles import MOST_FILES
 
 DIRECTORY_LIMIT = 10_000
 
@@ -71,9 +74,14 @@ class AsyncFiles:
             FileInfo, "PUT", self._content, query=query, source=whole, progress=progress
         )
 
-    async def edit(self, path: str, old: str, new: str, *, replace_all: bool = False) -> EditResult:
-        """Replace `old` by `new`. Raises `EditMismatch` unless `old` is there once (or `replace_all`)."""
-        body = encoded({"path": path, "old": old, "new": new, "replace_all": replace_all})
+    async def edit(
+        self, path: str, old: str, new: str, *, replace_all: bool = False, id: str | None = None
+    ) -> EditResult:
+        """Replace `old` by `new`. Raises `EditMismatch` unless `old` is there once (or `replace_all`).
+
+        With an `id` of your own (as of commands) the same edit twice is made once.
+        """
+        body = encoded({"path": path, "old": old, "new": new, "replace_all": replace_all, "id": id})
         return await self._connection.post(EditResult, f"{self._path}/edit", body)
 
     async def list(self, path: str = ".", *, recursive: bool = False, limit: int = 1000) -> Listing:
@@ -163,6 +171,28 @@ class AsyncFiles:
                 await blocking(_make_directory, place.parent)
                 await self._download_file(entry.path, entry, place, progress)
 
+    async def write_many(self, files: GivenFiles) -> FilesWritten:
+        """Make or replace many files in one request: paths in the workspace to bytes, or to the paths of local files.
+
+        Each is written whole or not at all. When one cannot be written, those before it are.
+        """
+        path = f"{self._path}/bundle"
+        return await self._connection.upload(FilesWritten, "POST", path, query={}, source=bundled(files))
+
+    async def download_many(self, paths: Iterable[str], local: str | os.PathLike[str]) -> Sequence[Path]:
+        """Copy many files beneath a local directory in one request; where each of them is now.
+
+        When one cannot be read, the others are copied before that is raised.
+        """
+        wanted = [*paths]
+        saved: list[Path] = []
+        for start in range(0, len(wanted), MOST_FILES):
+            body = encoded({"paths": wanted[start : start + MOST_FILES]})
+            response = await self._connection.stream("POST", f"{self._path}/read", body=body)
+            async with AsyncUnbundled(self._connection, response) as incoming:
+                saved += await save_all(incoming, Path(local))
+        return saved
+
     async def _download_file(self, path: str, info: FileInfo, target: Path, progress: Progress | None) -> None:
         executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
         await save(self.stream(path), target, 0o777 if executable else 0o666, progress)
@@ -181,6 +211,25 @@ async def save(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, pro
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+async def save_all(incoming: AsyncUnbundled, directory: Path) -> Sequence[Path]:
+    """Save every file of a bundle beneath a local directory as it arrives. What one of them could not be read for is
+    raised when all the others are there.
+    """
+    saved: list[Path] = []
+    problem: bytes | None = None
+    while (part := incoming.part()) is not None:
+        if part.kind != "file":
+            problem = await incoming.whole()
+            continue
+        target = local_target(directory, ".", part.path)  # the name comes from inside the sandbox
+        await blocking(_make_directory, target.parent)
+        await save(incoming.pieces(), target, 0o666, None)
+        saved.append(target)
+    if problem is not None:
+        raise from_problem(json.loads(problem))
+    return saved
 
 
 async def give(pieces: AsyncGenerator[bytes, None], file: IO[bytes], progress: Progress | None) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
-import httpx
-
 from carrel.client._async.connection import AsyncConnection
+from carrel.client._async.wire import FAILED
 from carrel.client._io_async import Progress, Source
 from carrel.client.requests import approved, waiting
 from carrel.models import ApprovalInfo, FilespaceFile, FilespacePage
 
 PAGE = 1000
-READ_SIZE = 256 * 1024
 
 
 class AsyncFilespace:
@@ -53,9 +51,9 @@ class AsyncFilespace:
         """The bytes of a file in pieces, for files of any size."""
         response = await self._connection.stream("GET", self._content, query={"path": path})
         try:
-            async for piece in response.aiter_raw(READ_SIZE):
+            async for piece in response.aiter_raw():
                 yield piece
-        except httpx.HTTPError as error:
+        except FAILED as error:
             raise self._connection.unreachable(error) from None
         finally:
             await response.aclose()

@@ -17,6 +17,7 @@ from carrel.client._async.commands import AsyncCommands
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.envs import AsyncSandboxEnvironments
 from carrel.client._async.files import AsyncFiles, give, save
+from carrel.client._async.mcp import AsyncMcp
 from carrel.client._async.python import AsyncPython
 from carrel.client._io_async import Progress
 from carrel.client.requests import approved, waiting
@@ -61,6 +62,7 @@ class AsyncSandbox:
         self.files = AsyncFiles(self._connection, self._path)
         self.python = AsyncPython(self._connection, self._path)
         self.envs = AsyncSandboxEnvironments(self._connection, self._path)
+        self.mcp = AsyncMcp(self._connection, self._path, self.context_id)
 
     def __repr__(self) -> str:
         label = f" {self.context_id}" if self.context_id else ""

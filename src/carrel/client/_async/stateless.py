@@ -1,12 +1,20 @@
-"""`client.python`: code without a sandbox of one's own. Knows only its route."""
+"""`client.python`: code without a sandbox of one's own. Knows only its routes."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
+from carrel.client._async.bundles import AsyncUnbundled, GivenFiles, bundled, encoded_files
 from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.files import save_all
+from carrel.errors import PlatformError
 from carrel.models import EnvironmentInfo, StatelessResult
+
+MOST_RETURNED = 8 * 1024 * 1024
 
 
 class AsyncStatelessPython:
@@ -23,14 +31,17 @@ class AsyncStatelessPython:
         requirements: Sequence[str] | None = None,
         template: str | None = None,
         timeout: float | None = None,
-        files: Mapping[str, bytes] | None = None,
+        files: GivenFiles | None = None,
+        into: str | os.PathLike[str] | None = None,
         index: str | None = None,
     ) -> StatelessResult:
-        """Run a code in some sandbox and wait. Nothing of it stays; `files` of the result has what it produced, base64.
+        """Run a code in some sandbox and wait. Nothing of it stays. Raises `LimitExceeded` when all sandboxes are busy
+        for too long.
 
-        Raises `LimitExceeded` when all sandboxes are busy for too long.
+        `files` are there when it runs: bytes, or the paths of local files. What it produced is saved beneath the local
+        directory `into`. Both may be of any size. Without `into`, `files` of the result has what is small, in base64.
         """
-        given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
+        given = None if files is None else encoded_files(files)
         body = encoded(
             {
                 "code": code,
@@ -43,4 +54,30 @@ class AsyncStatelessPython:
             }
         )
         patience = self._connection.patience(None)  # a sandbox or an environment may have to be made first
-        return await self._connection.post(StatelessResult, "/v1/execute", body, timeout=patience)
+        if into is None and (files is None or given is not None):
+            return await self._connection.post(StatelessResult, "/v1/execute", body, timeout=patience)
+        source = bundled({} if files is None or given is not None else files, body)
+        response = await self._connection.exchange("/v1/execute/bundle", source, timeout=patience)
+        async with AsyncUnbundled(self._connection, response) as incoming:
+            part = incoming.part()
+            if part is None or part.kind != "result":
+                raise PlatformError("the server's answer has no result", hint="client and server may differ in version")
+            result = StatelessResult.model_validate(json.loads(await incoming.whole()))
+            if into is not None:
+                await save_all(incoming, Path(into))
+                return result
+            return result.model_copy(update={"files": await _small(incoming)})
+
+
+async def _small(incoming: AsyncUnbundled) -> dict[str, str]:
+    """What was produced, as far as there is room for it in a result."""
+    found: dict[str, str] = {}
+    left = MOST_RETURNED
+    while (part := incoming.part()) is not None:
+        if part.kind == "file" and part.size <= left:
+            found[part.path] = base64.b64encode(await incoming.whole()).decode()
+            left -= part.size
+        else:
+            async for _ in incoming.pieces():
+                pass
+    return found

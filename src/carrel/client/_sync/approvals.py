@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from urllib.parse import quote
 
-import httpx
 from pydantic import ValidationError
 
 from carrel.client._sync.connection import Connection, encoded
+from carrel.client._sync.wire import FAILED
 from carrel.errors import PlatformError
 from carrel.models import ApprovalBatchResult, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
 
@@ -82,7 +82,7 @@ class Approvals:
                 *lines, held = (held + piece).split(b"\n")
                 for line in lines:
                     yield _info(line)
-        except httpx.HTTPError as error:
+        except FAILED as error:
             raise connection.unreachable(error) from None
         finally:
             response.close()

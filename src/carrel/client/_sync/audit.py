@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
-import httpx
-
 from carrel.client._sync.connection import Connection
+from carrel.client._sync.wire import FAILED
 from carrel.models import AuditKey, AuditPage, AuditPruned, AuditRecord
 
 PAGE = 200
-READ_SIZE = 256 * 1024
 
 
 class Audit:
@@ -63,8 +61,8 @@ class Audit:
             "GET", "/v1/audit/export", query=query, timeout=self._connection.patience(None)
         )
         try:
-            yield from response.iter_raw(READ_SIZE)
-        except httpx.HTTPError as error:
+            yield from response.iter_raw()
+        except FAILED as error:
             raise self._connection.unreachable(error) from None
         finally:
             response.close()

@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
-import httpx
-
 from carrel.client._sync.connection import Connection, encoded
+from carrel.client._sync.wire import FAILED, Reply
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
 from carrel.errors import CarrelError, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandList, CommandResult
@@ -38,7 +37,7 @@ class OutputStream:
         self._ready: deque[Chunk] = deque()
         self._raw: Iterator[bytes] | None = None
         self._over = False
-        self._response: httpx.Response | None = None
+        self._response: Reply | None = None
 
     @property
     def info(self) -> CommandInfo | None:
@@ -55,13 +54,13 @@ class OutputStream:
             self._more()
         return self._ready.popleft()
 
-    def _more(self) -> None:
-        """Read on. No generator of our own: one that knew this object would keep an abandoned stream from being closed
-        at once, and the garbage collector may come to close it while the connection pool is locked.
+    def open(self) -> str | None:
+        """Send the request, as the first step of iterating does: what it asks for has then begun, or it raises. Gives
+        the id of a command that it started.
         """
         connection = self._connection
         try:
-            if self._raw is None:
+            if self._response is None:
                 self._response = connection.stream(
                     self._method,
                     self._path,
@@ -70,6 +69,21 @@ class OutputStream:
                     timeout=connection.patience(self._deadline),
                 )
                 self._raw = self._response.iter_raw()
+        except FAILED as error:
+            self.close()
+            raise connection.unreachable(error) from None
+        except CarrelError:
+            self.close()
+            raise
+        return self._response.headers.get("carrel-command-id")
+
+    def _more(self) -> None:
+        """Read on. No generator of our own: one that knew this object would keep an abandoned stream from being closed
+        at once, and the garbage collector may come to close it while the connection pool is locked.
+        """
+        self.open()
+        assert self._raw is not None
+        try:
             self._ready.extend(self._decoder.feed(self._raw.__next__()))
         except StopIteration:
             self.close()
@@ -77,9 +91,9 @@ class OutputStream:
                 raise SandboxLost(
                     "the output ended before the command did", hint="re-attach with commands.get(id)"
                 ) from None
-        except httpx.HTTPError as error:
+        except FAILED as error:
             self.close()
-            raise connection.unreachable(error) from None
+            raise self._connection.unreachable(error) from None
         except CarrelError:
             self.close()
             raise
@@ -220,8 +234,13 @@ class Commands:
         output_limit: int | None = None,
         interactive: bool = False,
         terminal: tuple[int, int] | None = None,
+        id: str | None = None,
     ) -> Command:
-        """Start in the background. `interactive` keeps its input open; `terminal` is (rows, columns)."""
+        """Start in the background. `interactive` keeps its input open; `terminal` is (rows, columns).
+
+        An `id` of your own (`k` and 7 to 63 letters, digits, `_`, `-`) starts one command only: `AlreadyExists` says
+        that `get(id)` has it.
+        """
         body = _body(
             command,
             cwd=cwd,
@@ -231,6 +250,7 @@ class Commands:
             output_limit=output_limit,
             interactive=interactive,
             terminal=terminal,
+            id=id,
         )
         info = self._connection.post(CommandInfo, f"{self._path}/start", body)
         return self.get(info.id)
@@ -254,6 +274,7 @@ def _body(
     output_limit: int | None,
     interactive: bool = False,
     terminal: tuple[int, int] | None = None,
+    id: str | None = None,
 ) -> bytes:
     return encoded(
         {
@@ -265,5 +286,6 @@ def _body(
             "output_limit": output_limit,
             "interactive": interactive or None,
             "terminal": None if terminal is None else {"rows": terminal[0], "cols": terminal[1]},
+            "id": id,
         }
     )

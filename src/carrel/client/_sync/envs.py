@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
-import httpx
-
 from carrel.client._sync.connection import Connection, encoded
+from carrel.client._sync.wire import FAILED
 from carrel.errors import PlatformError, ServerUnreachable, from_problem
 from carrel.models import EnvironmentInfo, EnvironmentList
 
@@ -58,20 +57,22 @@ class SandboxEnvironments:
 
     def attach(
         self,
-        env: str | EnvironmentInfo | Sequence[str],
+        env: str | EnvironmentInfo | Sequence[str] | None = None,
         *,
         python: str | None = None,
         index: str | None = None,
         venv: bool = False,
         progress: Say | None = None,
     ) -> EnvironmentInfo:
-        """An environment for this sandbox, at `.path` in it: by its name or label, or a list of requirements.
+        """An environment for this sandbox, at `.path` in it: by its name or label, or a list of requirements. Without,
+        it is the packages of its template: they come by themselves too, but not with `progress`.
 
         With `venv` the workspace gets a virtual environment of its own, `/workspace/.venv`, on top of it.
         """
         named = env.name if isinstance(env, EnvironmentInfo) else env if isinstance(env, str) else None
-        requirements = None if named is not None or isinstance(env, EnvironmentInfo | str) else [*env]
+        requirements = None if env is None or isinstance(env, EnvironmentInfo | str) else [*env]
         body = {"env": named, "requirements": requirements, "python": python, "index": index, "venv": venv}
+        body["template"] = env is None
         return made(self._connection, self._path, body, progress)
 
     def list(self) -> list[EnvironmentInfo]:
@@ -101,7 +102,7 @@ def made(connection: Connection, path: str, body: Mapping[str, object], progress
                 if "problem" in event:
                     raise from_problem(event["problem"])
                 progress(str(event.get("progress", "")))
-    except httpx.HTTPError as error:
+    except FAILED as error:
         raise connection.unreachable(error) from None
     except ValueError:
         raise PlatformError("the server's answer is not a line of JSON") from None

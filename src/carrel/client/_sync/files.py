@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from carrel.client._io_sync import Progress, Source, blocking
+from carrel.client._sync.bundles import GivenFiles, Unbundled, bundled
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client.listing import Listing, local_target
-from carrel.errors import FileMissing, InvalidPath, InvalidRequest
-from carrel.models import EditResult, FileInfo, FileKind, FileList
+from carrel.errors import FileMissing, InvalidPath, InvalidRequest, from_problem
+from carrel.models import EditResult, FileInfo, FileKind, FileList, FilesWritten
+from carrel.models.bundles import MOST_FILES
 
 DIRECTORY_LIMIT = 10_000
 
@@ -70,9 +73,12 @@ class Files:
         whole = data.encode() if isinstance(data, str) else data
         return self._connection.upload(FileInfo, "PUT", self._content, query=query, source=whole, progress=progress)
 
-    def edit(self, path: str, old: str, new: str, *, replace_all: bool = False) -> EditResult:
-        """Replace `old` by `new`. Raises `EditMismatch` unless `old` is there once (or `replace_all`)."""
-        body = encoded({"path": path, "old": old, "new": new, "replace_all": replace_all})
+    def edit(self, path: str, old: str, new: str, *, replace_all: bool = False, id: str | None = None) -> EditResult:
+        """Replace `old` by `new`. Raises `EditMismatch` unless `old` is there once (or `replace_all`).
+
+        With an `id` of your own (as of commands) the same edit twice is made once.
+        """
+        body = encoded({"path": path, "old": old, "new": new, "replace_all": replace_all, "id": id})
         return self._connection.post(EditResult, f"{self._path}/edit", body)
 
     def list(self, path: str = ".", *, recursive: bool = False, limit: int = 1000) -> Listing:
@@ -162,6 +168,28 @@ class Files:
                 blocking(_make_directory, place.parent)
                 self._download_file(entry.path, entry, place, progress)
 
+    def write_many(self, files: GivenFiles) -> FilesWritten:
+        """Make or replace many files in one request: paths in the workspace to bytes, or to the paths of local files.
+
+        Each is written whole or not at all. When one cannot be written, those before it are.
+        """
+        path = f"{self._path}/bundle"
+        return self._connection.upload(FilesWritten, "POST", path, query={}, source=bundled(files))
+
+    def download_many(self, paths: Iterable[str], local: str | os.PathLike[str]) -> Sequence[Path]:
+        """Copy many files beneath a local directory in one request; where each of them is now.
+
+        When one cannot be read, the others are copied before that is raised.
+        """
+        wanted = [*paths]
+        saved: list[Path] = []
+        for start in range(0, len(wanted), MOST_FILES):
+            body = encoded({"paths": wanted[start : start + MOST_FILES]})
+            response = self._connection.stream("POST", f"{self._path}/read", body=body)
+            with Unbundled(self._connection, response) as incoming:
+                saved += save_all(incoming, Path(local))
+        return saved
+
     def _download_file(self, path: str, info: FileInfo, target: Path, progress: Progress | None) -> None:
         executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
         save(self.stream(path), target, 0o777 if executable else 0o666, progress)
@@ -180,6 +208,25 @@ def save(pieces: Generator[bytes, None], target: Path, mode: int, progress: Prog
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def save_all(incoming: Unbundled, directory: Path) -> Sequence[Path]:
+    """Save every file of a bundle beneath a local directory as it arrives. What one of them could not be read for is
+    raised when all the others are there.
+    """
+    saved: list[Path] = []
+    problem: bytes | None = None
+    while (part := incoming.part()) is not None:
+        if part.kind != "file":
+            problem = incoming.whole()
+            continue
+        target = local_target(directory, ".", part.path)  # the name comes from inside the sandbox
+        blocking(_make_directory, target.parent)
+        save(incoming.pieces(), target, 0o666, None)
+        saved.append(target)
+    if problem is not None:
+        raise from_problem(json.loads(problem))
+    return saved
 
 
 def give(pieces: Generator[bytes, None], file: IO[bytes], progress: Progress | None) -> None:

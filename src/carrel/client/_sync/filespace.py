@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import quote
 
-import httpx
-
 from carrel.client._io_sync import Progress, Source
 from carrel.client._sync.connection import Connection
+from carrel.client._sync.wire import FAILED
 from carrel.client.requests import approved, waiting
 from carrel.models import ApprovalInfo, FilespaceFile, FilespacePage
 
 PAGE = 1000
-READ_SIZE = 256 * 1024
 
 
 class Filespace:
@@ -53,8 +51,8 @@ class Filespace:
         """The bytes of a file in pieces, for files of any size."""
         response = self._connection.stream("GET", self._content, query={"path": path})
         try:
-            yield from response.iter_raw(READ_SIZE)
-        except httpx.HTTPError as error:
+            yield from response.iter_raw()
+        except FAILED as error:
             raise self._connection.unreachable(error) from None
         finally:
             response.close()

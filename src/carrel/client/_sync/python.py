@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import base64
+import os
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
+from carrel.client._sync.bundles import GivenFiles, encoded_files
 from carrel.client._sync.commands import Command, OutputStream
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.files import Files
@@ -20,9 +21,6 @@ from carrel.models import (
     EnvironmentInfo,
     PythonResult,
 )
-
-INLINE = 256 * 1024
-"""Files that are larger together go to the workspace on their own, as they are."""
 
 
 class Python:
@@ -40,7 +38,8 @@ class Python:
         env: str | EnvironmentInfo | None = None,
         requirements: Sequence[str] | None = None,
         timeout: float | None = None,
-        files: Mapping[str, bytes] | None = None,
+        files: GivenFiles | None = None,
+        into: str | os.PathLike[str] | None = None,
         args: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         cwd: str | None = None,
@@ -50,7 +49,8 @@ class Python:
     ) -> PythonResult:
         """Run a code in a fresh process and wait. What it raises is a result; with `check` it raises `CommandFailed`.
 
-        `env` names an environment, `requirements` make one; `files` are put into the workspace first.
+        `env` names an environment, `requirements` make one. `files` are put into the workspace first: bytes, or the
+        paths of local files. What was produced is saved beneath the local directory `into`. Both may be of any size.
         """
         inline = self._put(files)
         body = _body(
@@ -59,6 +59,8 @@ class Python:
         )  # fmt: skip
         patience = self._connection.patience(None)  # an interpreter or an environment may have to be made first
         result = self._connection.post(PythonResult, self._path, body, timeout=patience)
+        if into is not None and result.files_produced:
+            Files(self._connection, self._base).download_many(result.files_produced, into)
         return checked(result) if check else result
 
     def stream(
@@ -82,17 +84,19 @@ class Python:
         code: str,
         *,
         env: str | EnvironmentInfo | None = None,
+        requirements: Sequence[str] | None = None,
         timeout: float | None = None,
         args: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         cwd: str | None = None,
         stdin: str | None = None,
         interactive: bool = False,
+        id: str | None = None,
     ) -> Command:
-        """Start a code in the background: a command like any other."""
+        """Start a code in the background: a command like any other, also in what an `id` of your own means."""
         body = _body(
-            code, env, None, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin,
-            interactive=interactive or None,
+            code, env, requirements, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin,
+            interactive=interactive or None, id=id,
         )  # fmt: skip
         patience = self._connection.patience(None)
         info = self._connection.post(CommandInfo, f"{self._path}/start", body, timeout=patience)
@@ -113,15 +117,13 @@ class Python:
         """The code contexts of the sandbox."""
         return (self._connection.get(CodeContextList, f"{self._base}/code-contexts")).items
 
-    def _put(self, files: Mapping[str, bytes] | None) -> dict[str, str] | None:
+    def _put(self, files: GivenFiles | None) -> dict[str, str] | None:
         if not files:
             return None
-        if sum(map(len, files.values())) <= INLINE:
-            return {path: base64.b64encode(data).decode() for path, data in files.items()}
-        place = Files(self._connection, self._base)
-        for path, data in files.items():
-            place.write(path, data)
-        return None
+        inline = encoded_files(files)
+        if inline is None:
+            Files(self._connection, self._base).write_many(files)
+        return inline
 
 
 class CodeContext:

@@ -19,6 +19,7 @@ from carrel.client._sync.commands import Commands
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.envs import SandboxEnvironments
 from carrel.client._sync.files import Files, give, save
+from carrel.client._sync.mcp import Mcp
 from carrel.client._sync.python import Python
 from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
@@ -62,6 +63,7 @@ class Sandbox:
         self.files = Files(self._connection, self._path)
         self.python = Python(self._connection, self._path)
         self.envs = SandboxEnvironments(self._connection, self._path)
+        self.mcp = Mcp(self._connection, self._path, self.context_id)
 
     def __repr__(self) -> str:
         label = f" {self.context_id}" if self.context_id else ""

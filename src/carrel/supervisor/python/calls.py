@@ -11,8 +11,9 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from signal import SIGKILL
 
-from carrel.errors import InvalidRequest, NotFound, Unsupported
+from carrel.errors import Conflict, InvalidRequest, NotFound, Unsupported
 from carrel.supervisor import environment
 from carrel.supervisor.answers import result_of
 from carrel.supervisor.command import Command, Order
@@ -20,7 +21,7 @@ from carrel.supervisor.commands import Commands
 from carrel.supervisor.files import Files, Stamp
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.produced import Produced
-from carrel.supervisor.python.hosts import Host, Interpreters
+from carrel.supervisor.python.hosts import Host, Interpreters, imports_of, modules
 from carrel.supervisor.reaper import Stdio, find_program
 
 SCRIPT = "/etc/carrel/warm.py"
@@ -31,6 +32,7 @@ OUTPUT_LIMIT = 1024 * 1024
 TIMEOUT_S = 30.0
 MOST_CODE = 4 * 1024 * 1024
 MOST_SHOWN = 4096
+_OWN = f"{environment.VENV}/bin/python"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 Orders = Callable[[Json], Order]
@@ -50,6 +52,8 @@ class Python:
         self._isolated = True
         self.interpreters = Interpreters(commands, SCRIPT)
         self._env: dict[str, str] = {}
+        self._packages: str | None = None
+        self._ahead: list[str] = []
 
     def settle(self, env: dict[str, str], *, isolated: bool) -> None:
         """Take charge of a sandbox; `env` is what interpreters start with."""
@@ -58,10 +62,17 @@ class Python:
         if not isolated:
             here = os.path.dirname(os.path.abspath(__file__))
             self.interpreters = Interpreters(self._commands, os.path.join(here, "warm.py"))
+        self.interpreters.imports = self._imports
+
+    @property
+    def running(self) -> int:
+        """How many calls run."""
+        return sum(each.running and isinstance(each.runner, Host) for each in self._commands.all())
 
     def routes(self, router: Router) -> None:
-        """Add the route."""
+        """Add the routes."""
         router.add("POST", "/python", self._run)
+        router.add("PUT", "/python/packages", self._have)
 
     async def _run(self, request: Request) -> Response:
         body = await request.json()
@@ -71,7 +82,19 @@ class Python:
         async with self._produced.looking(given) as look:
             command = await self.start(body)
             await asyncio.shield(command.finished)
-        return json_response({**result_of(command), "files_produced": look.found})
+        return json_response({**result_of(command), "files_produced": look.found, "files_truncated": look.truncated})
+
+    async def _have(self, request: Request) -> Response:
+        """From now on the packages of an environment are there for all Python that names none, and for commands."""
+        body = await request.json()
+        programs = os.path.dirname(self._shared(body.get("env")))
+        given = os.path.dirname(programs), modules(body.get("imports"))
+        if given != (self._packages, self._ahead):
+            kept = [each for each in self._env["PATH"].split(os.pathsep) if each != f"{self._packages}/bin"]
+            self._packages, self._ahead = given
+            self._env.update(CARREL_ENV=given[0], PATH=os.pathsep.join([*kept, programs]))
+            self.interpreters.retire(_OWN, f"{programs}/python")
+        return Response(204)
 
     async def start(self, body: Json, *, live: bool = False) -> Command:
         """Start a call."""
@@ -100,12 +123,18 @@ class Python:
             self._release(order)
         command.pid = host.spare
         command.begun.set()
+        command.finished.add_done_callback(lambda _: self._end_bombs(command))
         return command
+
+    def _end_bombs(self, command: Command) -> None:
+        """What the kernel killed for want of memory left nothing that anybody wants, and perhaps a fork bomb."""
+        if command.status is not None and os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == SIGKILL:
+            self._commands.kill(command)
 
     def order(self, body: Json, code: str) -> Order:
         """What a code is asked for with, as an order; the caller releases it."""
         shown = code if len(code) <= MOST_SHOWN else code[:MOST_SHOWN] + "…"
-        fields = {name: body[name] for name in ("cwd", "stdin", "interactive") if body.get(name) is not None}
+        fields = {name: body[name] for name in ("cwd", "stdin", "interactive", "id") if body.get(name) is not None}
         fields["timeout"] = TIMEOUT_S if body.get("timeout") is None else body["timeout"]
         fields["output_limit"] = OUTPUT_LIMIT if body.get("output_limit") is None else body["output_limit"]
         order = self._order({"command": ["python3"], "env": body.get("variables"), **fields})
@@ -117,22 +146,35 @@ class Python:
 
     def _python(self, env: object) -> str:
         if env is not None:
-            name = env.removeprefix(f"{ENVIRONMENTS}/") if isinstance(env, str) else ""
-            if not _NAME.fullmatch(name):
-                raise InvalidRequest("'env' must be the name of an environment", field="env")
-            python = f"{ENVIRONMENTS}/{name}/bin/python"
-            if not os.access(python, os.X_OK):
-                raise NotFound(f"there is no environment '{name}' in this sandbox", field="env", hint="attach it first")
-            return python
-        own = f"{environment.VENV}/bin/python"
-        if self._isolated and os.access(own, os.X_OK):
-            return own
+            return self._shared(env)
+        if self._isolated and os.access(_OWN, os.X_OK):
+            return _OWN
+        if self._packages is not None:
+            if os.access(f"{self._packages}/bin/python", os.X_OK):
+                return f"{self._packages}/bin/python"
+            raise Conflict("the packages of this sandbox's template are gone", hint="stop the sandbox, then resume it")
         if os.access(SYSTEM_PYTHON, os.X_OK):
             return SYSTEM_PYTHON
         found = find_program("python3", self._env.get("PATH", ""), -1)
         if found is None:
             raise Unsupported("there is no Python in this sandbox", hint="use a template that has one")
         return found
+
+    @staticmethod
+    def _shared(env: object) -> str:
+        """The Python of an environment that this sandbox sees."""
+        name = env.removeprefix(f"{ENVIRONMENTS}/") if isinstance(env, str) else ""
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest("'env' must be the name of an environment", field="env")
+        python = f"{ENVIRONMENTS}/{name}/bin/python"
+        if not os.access(python, os.X_OK):
+            raise NotFound(f"there is no environment '{name}' in this sandbox", field="env", hint="attach it first")
+        return python
+
+    def _imports(self, python: str) -> list[str]:
+        """What is imported ahead: as the template says where its packages are seen, else as the environment says."""
+        seen = self._packages is not None and python in {_OWN, f"{self._packages}/bin/python"}
+        return self._ahead if seen else imports_of(python)
 
 
 def put_files(files: Files, given: object) -> list[Stamp]:

@@ -13,7 +13,8 @@ from carrel.supervisor.command import Order
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.python.calls import MOST_CODE, OUTPUT_LIMIT, Python
-from carrel.supervisor.python.contexts import RESULTS_LIMIT, Cell, CodeContext
+from carrel.supervisor.python.cell import Cell
+from carrel.supervisor.python.contexts import RESULTS_LIMIT, CodeContext
 from carrel.supervisor.python.hosts import Host
 
 MOST_CONTEXTS = 16
@@ -59,6 +60,15 @@ class CodeContexts:
     def busy(self) -> int:
         """How many have something to do."""
         return sum(context.busy for context in self._contexts.values())
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    async def close(self) -> None:
+        """End and forget all of them."""
+        while self._contexts:
+            _, context = self._contexts.popitem()
+            await context.close()
 
     def routes(self, router: Router) -> None:
         """Add the routes."""

@@ -13,14 +13,13 @@ import signal
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound
-from carrel.supervisor.command import signal_name
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
-from carrel.supervisor.output import STDERR, STDOUT, Output
+from carrel.supervisor.output import STDERR, STDOUT
+from carrel.supervisor.python.cell import Cell
 from carrel.supervisor.python.hosts import Host
 from carrel.supervisor.reaper import Reaper, kill_below, memory_file
 
@@ -33,95 +32,6 @@ MOST_BETWEEN = 64 * 1024
 STUBBORN_S = 3.0
 """How long a cell that was interrupted at its deadline may go on before its whole context is ended."""
 _SLACK = 1024 * 1024
-
-
-@dataclass(eq=False)
-class Cell:
-    """One cell, from when it was asked for until it is forgotten."""
-
-    id: str
-    code: str
-    figures: list[str]
-    timeout: float | None
-    output: Output
-    finished: asyncio.Future[None]
-    number: int = 0
-    pid: int | None = None
-    fresh: bool = False
-    asked_at: datetime = field(default_factory=lambda: datetime.now(UTC))
-    began: float | None = None
-    ended: float | None = None
-    status: str = "ok"
-    error: dict[str, Any] | None = None
-    results: list[dict[str, Any]] = field(default_factory=list)
-    results_size: int = 0
-    results_dropped: int = 0
-    wait_status: int | None = None
-    timed_out: bool = False
-    refusal: CarrelError | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether it waits or runs."""
-        return self.ended is None
-
-    def duration_ms(self) -> float:
-        """How long it has run."""
-        return 0.0 if self.began is None else round(((self.ended or time.monotonic()) - self.began) * 1000, 3)
-
-    def exit(self) -> tuple[int | None, str | None]:
-        """How its context ended with it."""
-        if self.wait_status is None:
-            return None, None
-        code = os.waitstatus_to_exitcode(self.wait_status)
-        return (code, None) if code >= 0 else (None, signal_name(-code))
-
-    def info(self) -> dict[str, Any]:
-        """The info object of a command, for whoever follows the output."""
-        code, name = self.exit()
-        if not self.running and self.wait_status is None:
-            code = 0 if self.status == "ok" else 1
-        return {
-            "id": self.id,
-            "command": ["python3", self.code[:4096]],
-            "running": self.running,
-            "pid": self.pid,
-            "terminal": False,
-            "started_at": self.asked_at.isoformat(),
-            "duration_ms": self.duration_ms(),
-            "exit_code": code,
-            "signal": name,
-            "timed_out": self.timed_out,
-            "output_bytes": len(self.output),
-            "dropped_bytes": self.output.dropped,
-        }
-
-    def result(self, context: str) -> dict[str, Any]:
-        """All of it."""
-        code, name = self.exit()
-        stdout, stderr = (data.decode(errors="replace") for data in self.output.whole())
-        dropped = self.output.dropped + self.results_dropped
-        return {
-            "id": self.id,
-            "context": context,
-            "number": self.number,
-            "status": self.status,
-            "stdout": stdout,
-            "stderr": stderr,
-            "results": self.results,
-            "error": self.error,
-            "exit_code": code,
-            "signal": name,
-            "timed_out": self.timed_out,
-            "fresh": self.fresh,
-            "duration_ms": self.duration_ms(),
-            "truncated": dropped > 0,
-            "dropped_bytes": dropped,
-        }
-
-
-def _text(value: object) -> str:
-    return str(value).encode(errors="replace").decode()
 
 
 class CodeContext:
@@ -317,25 +227,8 @@ class CodeContext:
             self._kill_later()
             return
         if cell is not None:
-            self._take(cell, message, size)
+            cell.take(message, size)
             self._finish(cell)
-
-    @staticmethod
-    def _take(cell: Cell, message: bytes, size: int) -> None:
-        """Believe what a context says of a cell, as far as it has the right form."""
-        try:
-            told = json.loads(message)
-            status, error, dropped = str(told["status"]), told["error"], int(told["dropped"])
-            results = [
-                {"kind": _text(each["kind"]), "data": {_text(key): _text(form) for key, form in each["data"].items()}}
-                for each in told["results"]
-            ]
-            fault = None if error is None else {key: _text(error[key]) for key in ("name", "value", "traceback")}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            cell.status, cell.results_dropped = "error", size
-            return
-        cell.status = status if status in {"ok", "error", "interrupted"} else "error"
-        cell.results, cell.error, cell.results_size, cell.results_dropped = results, fault, size, dropped
 
     def _read(self, descriptor: int) -> int:
         try:
@@ -367,17 +260,12 @@ class CodeContext:
             self._timer = None
         if self._current is cell:
             self._current = None
-        cell.ended = time.monotonic()
-        cell.output.end()
-        if not cell.finished.done():
-            cell.finished.set_result(None)
+        cell.end()
         self._next()
 
     def _refuse(self, cell: Cell, error: CarrelError) -> None:
-        cell.refusal, cell.status, cell.ended = error, "died", time.monotonic()
-        cell.output.end()
-        if not cell.finished.done():
-            cell.finished.set_result(None)
+        cell.refusal, cell.status = error, "died"
+        cell.end()
 
     def _on_host(self, reaper: Reaper, event: str, value: int) -> None:
         if event == "dead":

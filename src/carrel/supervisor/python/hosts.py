@@ -69,7 +69,15 @@ class Host(Reaper):
 class Interpreter(Reaper):
     """One warm interpreter and its hosts."""
 
-    def __init__(self, commands: Commands, python: str, script: str, env: dict[str, str], on_gone: Callable[[], None]):
+    def __init__(
+        self,
+        commands: Commands,
+        python: str,
+        script: str,
+        env: dict[str, str],
+        imports: list[str],
+        on_gone: Callable[[], None],
+    ):
         self.commands = commands
         self.python = python
         self._loop = asyncio.get_running_loop()
@@ -85,7 +93,7 @@ class Interpreter(Reaper):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        options = json.dumps({"imports": imports_of(python)})
+        options = json.dumps({"imports": imports})
         argv = (python, "-c", warm.RUN % (script, script), script, options)
         try:
             self.pid = commands.spawn(Program(argv, env, (theirs.fileno(), null, self._said)), root)
@@ -299,6 +307,8 @@ class Interpreters:
         self._commands = commands
         self._script = script
         self._by_python: dict[str, Interpreter] = {}
+        self.imports: Callable[[str], list[str]] = imports_of
+        """What an interpreter imports before code comes."""
 
     async def host(self, python: str, env: dict[str, str]) -> Host:
         """A host of this Python, which is started if need be."""
@@ -322,9 +332,22 @@ class Interpreters:
         raise AssertionError("unreachable")
 
     def _start(self, python: str, env: dict[str, str]) -> Interpreter:
-        interpreter = Interpreter(self._commands, python, self._script, env, lambda: self._forget(python, interpreter))
+        interpreter = Interpreter(
+            self._commands,
+            python,
+            self._script,
+            env,
+            self.imports(python),
+            lambda: self._forget(python, interpreter),
+        )
         self._by_python[python] = interpreter
         return interpreter
+
+    def retire(self, *pythons: str) -> None:
+        """Let these take no more calls: what they start with has changed."""
+        for python in pythons:
+            if (interpreter := self._by_python.pop(python, None)) is not None:
+                interpreter.retire()
 
     def _forget(self, python: str, interpreter: Interpreter) -> None:
         if self._by_python.get(python) is interpreter:
@@ -338,7 +361,13 @@ def imports_of(python: str) -> list[str]:
             listed = json.loads(file.read(1 << 20)).get("imports", [])
     except (OSError, ValueError, AttributeError):
         return []
-    return [name for name in listed if isinstance(name, str) and name.replace(".", "").isidentifier()][:64]
+    return modules(listed)
+
+
+def modules(listed: object) -> list[str]:
+    """The names of modules in what may be anything."""
+    found = listed if isinstance(listed, list) else []
+    return [name for name in found if isinstance(name, str) and name.replace(".", "").isidentifier()][:64]
 
 
 def _stamp(folder: str) -> int | None:

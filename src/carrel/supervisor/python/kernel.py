@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import base64
 import builtins
+import fcntl
 import inspect
 import io
 import json
@@ -25,6 +26,8 @@ from typing import Any
 INLINE = 60_000
 MOST_TEXT = 1024 * 1024
 MOST_ROWS = 1000
+FIRST_KEPT = 64
+"""Descriptors from here on are out of the way of what cells open and close."""
 FIGURES = "carrel_figures"
 _ALLOW_AWAIT = getattr(ast, "PyCF_ALLOW_TOP_LEVEL_AWAIT", 0)
 _FORMS = {
@@ -56,6 +59,7 @@ class Kernel:
         self.room = 0
         self.dropped = 0
         self.loop: Any = None
+        self.streams = {number: fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, FIRST_KEPT) for number in (1, 2)}
         builtins.display = self.display  # type: ignore[attr-defined]
         sys.meta_path.insert(0, Finder(self))
         choose_backend()
@@ -98,7 +102,7 @@ class Kernel:
         self.figures, self.results, self.room, self.dropped = cell["figures"], [], self.limit, 0
         status, error = "ok", None
         try:
-            reopen()
+            reopen(self.streams)
             self.execute(cell["code"], f"<cell {cell['number']}>")
             self.running = False
             self.show_figures()
@@ -207,13 +211,31 @@ class Kernel:
             pyplot.close(figure)
 
 
-def reopen() -> None:
-    """Let cells print again when an earlier one has closed the streams."""
+def reopen(kept: dict[int, int]) -> None:
+    """Let cells print again when an earlier one has closed the streams, or what is below them."""
     for number, name in ((1, "stdout"), (2, "stderr")):
+        if not is_open(number):
+            setattr(sys, name, None)  # what it held back has nowhere to go
+            if is_open(kept[number]):
+                os.dup2(kept[number], number)
+            else:
+                null = os.open(os.devnull, os.O_WRONLY)
+                if null != number:
+                    os.dup2(null, number)
+                    os.close(null)
         stream = getattr(sys, name)
         if stream is None or getattr(stream, "closed", False):
             raw = io.FileIO(number, "w", closefd=False)
             setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "replace", line_buffering=True))
+
+
+def is_open(descriptor: int) -> bool:
+    """Whether there is something behind a descriptor."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def forms_of(value: Any) -> dict[str, str]:

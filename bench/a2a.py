@@ -1,0 +1,97 @@
+"""A task of the A2A agent that runs `true`, through the official client, beside the same command by the SDK.
+
+The agent is `carrel agent --model shell` in a process of its own, with its tasks and checkpoints in SQLite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from a2a.client import Client, ClientConfig, ClientFactory
+from a2a.types.a2a_pb2 import Message, Part, Role, SendMessageRequest, TaskState
+
+from bench import ground
+from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, ratio, rounds
+from carrel.client import AsyncClient, AsyncSandbox
+
+ROUNDS = 150
+CONTEXT = "bench-a2a"
+
+
+async def run(progress: Progress) -> Report:
+    """Measure."""
+    async with ground.server() as server, AsyncClient(server.url, server.token) as carrel, _agent(server) as url:
+        headers = {"authorization": f"Bearer {server.token}"}
+        async with httpx.AsyncClient(headers=headers, timeout=60, trust_env=False) as http:
+            caller = await ClientFactory(ClientConfig(httpx_client=http, streaming=False)).create_from_url(url)
+            contenders = {"SDK": _sdk(await carrel.sandbox(CONTEXT)), "A2A": _a2a(caller)}
+            samples = await rounds(contenders, ROUNDS, warm_up=10, progress=progress)
+    table = Table(f"`true` in a running context, {ROUNDS} rounds", ("", "median ms", "p99 ms", "× SDK"))
+    for name, taken in samples.items():
+        table.add(name, median(taken) * 1e3, percentile(taken, 99) * 1e3, ratio(taken, samples["SDK"]))
+    figures = {
+        "a2a_roundtrip_ms": median(samples["A2A"]) * 1e3,
+        "a2a_roundtrip_p99_ms": percentile(samples["A2A"], 99) * 1e3,
+        "a2a_roundtrip_sdk_ms": median(samples["SDK"]) * 1e3,
+    }
+    return Report({**figures}, [table])
+
+
+@asynccontextmanager
+async def _agent(server: ground.Server) -> AsyncIterator[str]:
+    """The agent, in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARREL_")}
+    command = [sys.executable, "-m", "carrel", "agent", "--port", "0", "--log-level", "error"]
+    process = subprocess.Popen(
+        [*command, "--database", str(server.data.parent / "agent.db")],
+        env={**environment, "CARREL_URL": server.url},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.to_thread(process.stdout.readline)
+        if "listens on" not in line:
+            raise BenchFailed(f"the agent did not start: {line}")
+        yield line.split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _sdk(box: AsyncSandbox) -> Contender:
+    async def turn() -> float:
+        began = time.perf_counter()
+        result = await box.commands.run("true")
+        took = time.perf_counter() - began
+        assert result.exit_code == 0, result
+        return took
+
+    return turn
+
+
+def _a2a(caller: Client) -> Contender:
+    async def turn() -> float:
+        began = time.perf_counter()
+        part = Part(text="true")
+        message = Message(role=Role.ROLE_USER, message_id=uuid.uuid4().hex, context_id=CONTEXT, parts=[part])
+        [answer] = [each async for each in caller.send_message(SendMessageRequest(message=message))]
+        took = time.perf_counter() - began
+        assert answer.task.status.state == TaskState.TASK_STATE_COMPLETED, answer
+        return took
+
+    return turn

@@ -1,0 +1,99 @@
+"""A call of a tool of an MCP server that is hosted in a sandbox, by the SDK and by the official client at its URL,
+beside the official client that starts the same server itself and speaks to it over pipes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import httpx2
+from mcp import Client as McpClient
+from mcp import StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+
+from bench import ground
+from bench.measure import Contender, Progress, Report, Table, median, percentile, rounds
+from carrel.client import Client, Sandbox
+
+ROUNDS = 300
+SERVER = """
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" not in message:
+        continue
+    if message["method"] == "initialize":
+        result = {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}}}
+        result["serverInfo"] = {"name": "b", "version": "1"}
+    elif message["method"] == "tools/list":
+        result = {"tools": [{"name": "echo", "inputSchema": {"type": "object"}}]}
+    else:
+        result = {"content": [{"type": "text", "text": message["params"]["arguments"]["text"]}]}
+    sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}) + "\\n")
+    sys.stdout.flush()
+"""
+
+
+async def run(progress: Progress) -> Report:
+    """Measure."""
+    async with ground.scratch() as place, ground.server() as server:
+        file = place / "server.py"
+        file.write_text(SERVER)
+        with Client(server.url, server.token) as client:
+            box = client.sandbox("bench-mcp")
+            box.files.write("server.py", SERVER.encode())
+            added = box.mcp.add("echo", ["python3", "server.py"])
+            assert added.discovery_error is None, added
+            samples = await _measured(server, box, file, progress)
+            box.terminate(delete_files=True)
+    direct, sdk, url = samples.values()
+    table = Table(f"a call of a tool, {ROUNDS} rounds", ("", "median ms", "p99 ms", "above direct, ms"))
+    for name, taken in samples.items():
+        table.add(name, median(taken) * 1e3, percentile(taken, 99) * 1e3, (median(taken) - median(direct)) * 1e3)
+    figures = {
+        "mcp_direct_ms": median(direct) * 1e3,
+        "mcp_call_ms": median(sdk) * 1e3,
+        "mcp_overhead_ms": (median(sdk) - median(direct)) * 1e3,
+        "mcp_url_overhead_ms": (median(url) - median(direct)) * 1e3,
+    }
+    return Report({**figures}, [table])
+
+
+async def _measured(server: ground.Server, box: Sandbox, file: Path, progress: Progress) -> dict[str, list[float]]:
+    headers = {"authorization": f"Bearer {server.token}"}
+    started = StdioServerParameters(command=sys.executable, args=["-I", str(file)])
+    async with (
+        McpClient(started, mode="legacy") as direct,
+        httpx2.AsyncClient(headers=headers) as http,
+        McpClient(streamable_http_client(box.mcp.url("echo"), http_client=http)) as outside,
+    ):
+        contenders: dict[str, Contender] = {
+            "official client, stdio": _official(direct),
+            "carrel, SDK": _sdk(box),
+            "carrel, official client at the URL": _official(outside),
+        }
+        return await rounds(contenders, ROUNDS, warm_up=20, progress=progress)
+
+
+def _official(client: McpClient) -> Contender:
+    async def turn() -> float:
+        began = time.perf_counter()
+        told = await client.call_tool("echo", {"text": "hi"})
+        took = time.perf_counter() - began
+        assert not told.is_error, told
+        return took
+
+    return turn
+
+
+def _sdk(box: Sandbox) -> Contender:
+    async def turn() -> float:
+        began = time.perf_counter()
+        told = box.mcp.call("echo", "echo", text="hi")
+        took = time.perf_counter() - began
+        assert told.text == "hi", told
+        return took
+
+    return turn

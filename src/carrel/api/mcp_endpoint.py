@@ -1,0 +1,200 @@
+"""An MCP server of a context at a URL of its own: the official server side, which asks the control plane.
+
+Imported when a client first connects: the package takes long to import. Each request is served on its own, without a
+session to keep, so any server on the database can answer it. Lists come from the catalogue and wake nothing. What a
+hosted server asks of its client (sampling, roots, elicitation) is refused where it is hosted, and does not come here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from mcp import MCPError, types
+from mcp.server.lowlevel.server import Server
+from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from carrel.api.problems import UNEXPECTED
+from carrel.control.mcp_terms import REFUSED, TIMED_OUT, Json
+from carrel.control.plane import ControlPlane
+from carrel.errors import ApprovalNeeded, CarrelError, PlatformError
+from carrel.models import McpCatalogue, McpRequest
+
+log = logging.getLogger("carrel.api")
+for _noisy in ("mcp.server.streamable_http_manager", "mcp.server.streamable_http", "mcp.server.lowlevel.server"):
+    logging.getLogger(_noisy).setLevel(logging.WARNING)
+
+LONGEST_S = 600.0
+"""How long a call may take; a client that goes away breaks it off before."""
+Context = Any
+"""What the package hands to a handler."""
+M = TypeVar("M", bound=BaseModel)
+
+
+class McpResponse(Response):
+    """Answers one request of an MCP client."""
+
+    def __init__(self, plane: ControlPlane, sandbox: str, offered: McpCatalogue):
+        super().__init__()
+        self._plane = plane
+        self._served = served(plane, sandbox, offered)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve it."""
+        manager = StreamableHTTPSessionManager(
+            self._served, stateless=True, max_request_body_size=self._plane.settings.max_body
+        )
+        async with manager.run():
+            await manager.handle_request(scope, receive, send)
+
+
+def served(plane: ControlPlane, sandbox: str, offered: McpCatalogue) -> Server[Any]:
+    """A server that stands for one of a context."""
+    name = offered.server
+
+    async def list_tools(_context: Context, _params: object) -> types.ListToolsResult:
+        found = await _told(plane.mcp.catalogue(sandbox, name))
+        tools = [
+            {
+                "name": each.name,
+                "title": each.title,
+                "description": each.description,
+                "inputSchema": {"type": "object", **each.input_schema},
+                "outputSchema": each.output_schema,
+                "annotations": each.annotations,
+            }
+            for each in found.tools
+        ]
+        return types.ListToolsResult(tools=_valid(types.Tool, tools))
+
+    async def list_prompts(_context: Context, _params: object) -> types.ListPromptsResult:
+        found = await _told(plane.mcp.catalogue(sandbox, name))
+        return types.ListPromptsResult(prompts=_valid(types.Prompt, found.prompts))
+
+    async def list_resources(_context: Context, _params: object) -> types.ListResourcesResult:
+        found = await _told(plane.mcp.catalogue(sandbox, name))
+        return types.ListResourcesResult(resources=_valid(types.Resource, found.resources))
+
+    async def list_templates(_context: Context, _params: object) -> types.ListResourceTemplatesResult:
+        found = await _told(plane.mcp.catalogue(sandbox, name))
+        return types.ListResourceTemplatesResult(
+            resource_templates=_valid(types.ResourceTemplate, found.resource_templates)
+        )
+
+    async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
+        async def report(progress: float, total: float | None, message: str | None) -> None:
+            shown = None if message is None else await plane.secrets.clean_text(sandbox, message[:2000])
+            await context.session.report_progress(progress, total, shown)
+
+        try:
+            wanted = McpRequest(tool=params.name, arguments=params.arguments or {}, timeout=LONGEST_S)
+        except ValidationError:
+            raise MCPError(code=types.INVALID_PARAMS, message="this cannot be a tool") from None
+        try:
+            result = await plane.mcp.request(sandbox, name, wanted, progress=report)
+        except PlatformError as error:
+            raise _failure(error) from None
+        except CarrelError as error:
+            return _explained(error)
+        except Exception as error:
+            raise _unexpected(error) from None
+        if result.error is not None:
+            raise MCPError(code=result.error.code, message=result.error.message)
+        answer = {
+            "content": result.content,
+            "structuredContent": result.structured_content,
+            "isError": result.is_error,
+        }
+        return _one(types.CallToolResult, answer)
+
+    async def read_resource(_context: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
+        answer = await _told(plane.mcp.read_resource(sandbox, name, str(params.uri)))
+        return _one(types.ReadResourceResult, _given(answer))
+
+    async def get_prompt(_context: Context, params: types.GetPromptRequestParams) -> types.GetPromptResult:
+        answer = await _told(plane.mcp.get_prompt(sandbox, name, params.name, params.arguments))
+        return _one(types.GetPromptResult, _given(answer))
+
+    prompts, resources = bool(offered.prompts), bool(offered.resources or offered.resource_templates)
+    info = offered.server_info or {}
+    return Server(
+        str(info.get("name") or name),
+        version=str(info.get("version") or ""),
+        instructions=offered.instructions,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+        on_list_prompts=list_prompts if prompts else None,
+        on_get_prompt=get_prompt if prompts else None,
+        on_list_resources=list_resources if resources else None,
+        on_list_resource_templates=list_templates if resources else None,
+        on_read_resource=read_resource if resources else None,
+        get_tool_input_schema=lambda _tool: None,
+    )
+
+
+def _explained(error: CarrelError) -> types.CallToolResult:
+    """A refusal as a tool's result: words for the model, and the refusal object that every protocol shows."""
+    lines = [error.detail, *([error.hint] if error.hint else [])]
+    if isinstance(error, ApprovalNeeded):
+        lines.append(f"It waits as approval {error.approval}. Call again with the same arguments once it is approved.")
+    problem = json.loads(json.dumps(error.problem(), default=str))
+    text = "\n".join([*lines, json.dumps(problem)])
+    return types.CallToolResult(
+        content=[types.TextContent(type="text", text=text)], structured_content=problem, is_error=True
+    )
+
+
+def _failure(error: CarrelError) -> MCPError:
+    problem = json.loads(json.dumps(error.problem(), default=str))
+    code = types.INTERNAL_ERROR if error.status >= 500 else types.INVALID_REQUEST
+    return MCPError(code=code, message=str(error), data=problem)
+
+
+def _unexpected(error: Exception) -> MCPError:
+    log.error("an MCP request failed: %s", type(error).__name__)  # what it says may quote a secret
+    return _failure(UNEXPECTED)
+
+
+T = TypeVar("T")
+
+
+async def _told(asked: Awaitable[T]) -> T:
+    """An answer of the control plane; its errors as the protocol has them."""
+    try:
+        return await asked
+    except CarrelError as error:
+        raise _failure(error) from None
+    except Exception as error:
+        raise _unexpected(error) from None
+
+
+def _given(answer: Json) -> Json:
+    """An answer of a server that was given, or its error."""
+    if TIMED_OUT in answer:
+        raise MCPError(code=types.INTERNAL_ERROR, message="the MCP server did not answer in time")
+    if REFUSED in answer:
+        raise MCPError(**answer[REFUSED])
+    return answer
+
+
+def _valid(model: type[M], items: list[Json]) -> list[M]:
+    """Those that are what the protocol has."""
+    found: list[M] = []
+    for each in items:
+        try:
+            found.append(model.model_validate({key: value for key, value in each.items() if value is not None}))
+        except ValidationError:
+            continue
+    return found
+
+
+def _one(model: type[M], answer: Json) -> M:
+    try:
+        return model.model_validate({key: value for key, value in answer.items() if value is not None})
+    except ValidationError:
+        raise MCPError(code=types.INTERNAL_ERROR, message="the MCP server answered something else") from None

@@ -1,0 +1,64 @@
+"""`agent`: starts an A2A agent beside a server. Imports it only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def agent(
+    *,
+    model: Annotated[
+        str, typer.Option(help="shell: the message is the command; else a chat model, such as openai:gpt-5.5.")
+    ] = "shell",
+    base_url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible endpoint.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 7073,
+    public_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where callers reach it, for the agent card.")
+    ] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(help="A SQLite file or postgresql:// URL for tasks and conversations.", show_default="agent.db"),
+    ] = None,
+    approver_token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A person's token: what callers answer is decided with it."),
+    ] = None,
+    push_hosts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="A host that is not public and may be told of tasks; repeatable."),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Start an A2A agent: other agents send it tasks, which work in workspaces of carrel with the caller's own token.
+
+    \b
+    carrel agent
+    carrel agent --model openai:gpt-5.5 --database postgresql://localhost/agents
+    """
+    from carrel.client import data_dir, locate
+    from carrel.errors import Unsupported
+
+    if log_level not in {"debug", "info", "warning", "error"}:
+        raise typer.BadParameter(f"'{log_level}' is no log level", param_hint="--log-level")
+    try:
+        from carrel.integrations.a2a.server import AgentSettings, read_token, serve
+    except ModuleNotFoundError as error:
+        raise Unsupported(
+            f"an A2A agent needs the package '{error.name}'", hint="install carrel[a2a] beside carrel"
+        ) from None
+    settings = AgentSettings(
+        carrel_url=locate().url,
+        database=database or str(data_dir() / "agent.db"),
+        model=model,
+        base_url=base_url,
+        host=host,
+        port=port,
+        public_url=public_url,
+        approver_token=None if approver_token_file is None else read_token(approver_token_file),
+        push_hosts=tuple(push_hosts or ()),
+    )
+    serve(settings, log_level=log_level)

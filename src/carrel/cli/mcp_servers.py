@@ -1,0 +1,226 @@
+"""`mcp-servers`: add, list, start, stop, call and remove the MCP servers that run in a context's sandbox."""
+
+from __future__ import annotations
+
+import json as encoding
+import sys
+from typing import Annotated
+
+import typer
+
+from carrel.cli import options
+from carrel.errors import InvalidRequest
+
+app = typer.Typer(help="MCP servers that run inside the sandbox of a context.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="SERVER", help="What the server is called.")]
+Pairs = list[str]
+
+
+@app.command("ls")
+def ls(context: options.Context, json: options.Json = False) -> None:
+    """List the MCP servers of a context. Starts nothing.
+
+    \b
+    carrel mcp-servers ls conversation-42
+    """
+    from carrel.cli.shown import print_json, print_table
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.attach(client.find(context)).mcp.list()
+    if json:
+        print_json([each.model_dump(mode="json") for each in found])
+        return
+    rows = [
+        [
+            each.name,
+            each.state if each.enabled else "disabled",
+            str(each.tools),
+            " ".join(each.command)[:60] or "run by the operator",
+            (each.discovery_error or each.reason or "-")[:60],
+        ]
+        for each in found
+    ]
+    if rows:
+        print_table(["SERVER", "STATE", "TOOLS", "COMMAND", "PROBLEM"], rows)
+
+
+@app.command("add", context_settings={"allow_interspersed_args": False})
+def add(
+    context: options.Context,
+    server: Name,
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND…", help="The program and its arguments.")],
+    requirements: Annotated[
+        Pairs | None, typer.Option("--requirement", "-r", help="A Python package it needs, like 'mcp-server-time'.")
+    ] = None,
+    npm: Annotated[Pairs | None, typer.Option("--npm", "-n", help="An npm package it needs.")] = None,
+    variables: Annotated[Pairs | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="A variable.")] = None,
+    secrets: Annotated[
+        Pairs | None,
+        typer.Option("--secret", "-s", metavar="NAME[=SECRET]", help="A variable whose value is a secret."),
+    ] = None,
+    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="Where it starts, relative to the workspace.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Add an MCP server to a context, or replace the one of that name. Options come before the context.
+
+    \b
+    carrel mcp-servers add -r mcp-server-time conversation-42 clock mcp-server-time
+    carrel mcp-servers add -s API_KEY conversation-42 search python3 search.py
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.shown import plain, print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        box = client.attach(client.find(context))
+        info = box.mcp.add(
+            server, command, variables=_pairs(variables, "--env"),
+            secret_variables=_pairs([each if "=" in each else f"{each}={each}" for each in secrets or ()], "--secret"),
+            requirements=requirements or None, npm=npm or None, cwd=cwd,
+        )  # fmt: skip
+    if json:
+        print_json(info.model_dump(mode="json"))
+        return
+    if info.discovery_error is not None:
+        note(f"it could not be asked: {plain(info.discovery_error)}")
+    print(f"{info.name}: {info.tools} tools, {info.url}")
+
+
+@app.command("tools")
+def tools(
+    context: options.Context,
+    server: Annotated[str | None, typer.Argument(metavar="[SERVER]", help="Of one server only.")] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Ask the server anew.")] = False,
+    json: options.Json = False,
+) -> None:
+    """List the tools of MCP servers, as they are known. Starts nothing.
+
+    \b
+    carrel mcp-servers tools conversation-42
+    carrel mcp-servers tools conversation-42 clock --refresh
+    """
+    from carrel.cli.failures import note
+    from carrel.cli.shown import plain, print_json, print_table
+    from carrel.client import Client
+
+    with Client() as client:
+        box = client.attach(client.find(context))
+        if refresh:
+            for each in [server] if server else [known.name for known in box.mcp.list()]:
+                asked = box.mcp.refresh(each)
+                if asked.error is not None:
+                    note(f"{each}: {plain(asked.error)}")
+        found = box.mcp.tools(server)
+    if json:
+        print_json([each.model_dump(mode="json") for each in found])
+    elif found:
+        rows = [[each.qualified, (each.description or each.title or "-").partition("\n")[0][:80]] for each in found]
+        print_table(["TOOL", "WHAT IT SAYS OF ITSELF"], rows)
+
+
+@app.command("call")
+def call(
+    context: options.Context,
+    server: Name,
+    tool: Annotated[str, typer.Argument(metavar="TOOL", help="One of its tools.")],
+    arguments: Annotated[str, typer.Argument(metavar="[JSON]", help="The tool's arguments, an object.")] = "{}",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds it may take.")] = 60.0,
+    json: options.Json = False,
+) -> None:
+    """Call a tool. The exit code is 1 when the tool says that it failed.
+
+    \b
+    carrel mcp-servers call conversation-42 clock get_current_time '{"timezone": "Europe/Berlin"}'
+    """
+    from carrel.cli.shown import plain, print_json
+    from carrel.client import Client
+
+    try:
+        given = encoding.loads(arguments)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise InvalidRequest("the arguments must be a JSON object", field="JSON", hint="""such as '{"city": "Bonn"}'""")
+    with Client() as client:
+        result = client.attach(client.find(context)).mcp.request(server, tool, given, timeout=timeout)
+    if json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        for each in result.content:
+            print(_lines(str(each.get("text"))) if each.get("type") == "text" else plain(f"[{each.get('type')}]"))
+    if result.is_error:
+        sys.exit(1)
+
+
+@app.command("start")
+def start(context: options.Context, server: Name) -> None:
+    """Start an MCP server now; a stopped sandbox is resumed.
+
+    \b
+    carrel mcp-servers start conversation-42 clock
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        print(client.attach(client.find(context)).mcp.start(server).state)
+
+
+@app.command("stop")
+def stop(context: options.Context, server: Name) -> None:
+    """Stop an MCP server; calls are refused until it is started again.
+
+    \b
+    carrel mcp-servers stop conversation-42 clock
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        client.attach(client.find(context)).mcp.stop(server)
+
+
+@app.command("log")
+def log(context: options.Context, server: Name) -> None:
+    """Show what an MCP server wrote to its standard error.
+
+    \b
+    carrel mcp-servers log conversation-42 clock
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        box = client.attach(client.find(context))
+        offset = 0
+        while (page := box.mcp.log(server, offset)).text:
+            sys.stdout.write(_lines(page.text))
+            offset = page.next
+
+
+@app.command("rm")
+def rm(context: options.Context, server: Name) -> None:
+    """End an MCP server and forget it.
+
+    \b
+    carrel mcp-servers rm conversation-42 clock
+    """
+    from carrel.client import Client
+
+    with Client() as client:
+        client.attach(client.find(context)).mcp.remove(server)
+
+
+def _lines(text: str) -> str:
+    from carrel.cli.shown import plain
+
+    return "\n".join(plain(line) for line in text.split("\n"))
+
+
+def _pairs(given: Pairs | None, option: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for each in given or ():
+        name, equals, value = each.partition("=")
+        if not name or not equals:
+            raise InvalidRequest(f"{option} wants NAME=VALUE, not '{each[:80]}'", field=option, hint="add a value")
+        found[name] = value
+    return found

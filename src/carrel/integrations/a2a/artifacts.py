@@ -1,0 +1,118 @@
+"""Files of a workspace's `output/` as artifacts: those a task made or changed, small ones whole, large ones by address.
+
+What the sandbox says of its files is hostile: names are made harmless, sizes are counted as bytes arrive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mimetypes
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode
+
+from a2a.helpers import new_raw_part, new_text_part, new_url_part
+from a2a.types.a2a_pb2 import Artifact
+
+from carrel.client import AsyncSandbox
+from carrel.errors import CarrelError, Denied, FileMissing, InvalidPath, NotFound, TooLarge
+from carrel.models import FileInfo, FileKind
+
+log = logging.getLogger("carrel.a2a")
+
+DIRECTORY = "output"
+MOST_LISTED = 1000
+MOST_FILES = 32
+MOST_BYTES = 1024 * 1024
+"""Of one file; a larger one is named by its address."""
+MOST_TOGETHER = 4 * 1024 * 1024
+_GONE = (FileMissing, InvalidPath, NotFound, TooLarge)
+
+Listing = dict[str, str]
+"""Path → what changes when the file does."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of `output/` that are new or changed, and whether there were too many to look at."""
+
+    files: list[FileInfo]
+    truncated: bool = False
+
+
+async def listing(box: AsyncSandbox) -> tuple[list[FileInfo], bool]:
+    """The files in `output/`, without links; none when there is no such directory or it may not be seen."""
+    try:
+        found = await box.files.list(DIRECTORY, recursive=True, limit=MOST_LISTED)
+    except Denied as refusal:
+        log.info("output/ of %s is not given as artifacts: %s", box.context_id, refusal.detail)
+        return [], False
+    except _GONE:
+        return [], False
+    return [info for info in found if info.kind is FileKind.FILE], found.truncated
+
+
+def marks(files: list[FileInfo]) -> Listing:
+    """What tells later whether a file is still the same."""
+    return {harmless(info.path): f"{info.size} {info.modified_at.timestamp():.6f}" for info in files}
+
+
+async def changed(box: AsyncSandbox, before: Listing) -> Found:
+    """The files that were made or changed since `before` was taken."""
+    files, truncated = await listing(box)
+    now = marks(files)
+    return Found([info for info in files if before.get(harmless(info.path)) != now[harmless(info.path)]], truncated)
+
+
+async def artifacts(box: AsyncSandbox, url: str, found: Found) -> AsyncIterator[Artifact]:
+    """One artifact for each file, as many as are given; the last says how many were not."""
+    together = 0
+    for info in sorted(found.files, key=lambda info: info.path)[:MOST_FILES]:
+        artifact = Artifact(artifact_id=_id(info.path), name=harmless(info.path))
+        artifact.metadata.update({"path": harmless(info.path), "bytes": info.size})
+        data = None
+        if info.size <= MOST_BYTES and together + info.size <= MOST_TOGETHER:
+            try:
+                data = await _read(box, info.path)
+            except CarrelError as error:  # it went away, or may be listed and not read
+                artifact.parts.append(new_text_part(f"{harmless(info.path)} cannot be read: {error.detail}"))
+                yield artifact
+                continue
+        name, kind = harmless(info.path).rpartition("/")[2], _kind(info.path)
+        if data is not None:
+            together += len(data)
+            artifact.parts.append(new_raw_part(data, media_type=kind, filename=name))
+        else:
+            artifact.description = "too large to come along: read it at the address, with the same token"
+            artifact.parts.append(new_url_part(_address(box, url, info.path), media_type=kind, filename=name))
+        yield artifact
+    left = len(found.files) - MOST_FILES
+    if left > 0 or found.truncated:
+        words = f"{left} more files in {DIRECTORY}/" if not found.truncated else f"there are more files in {DIRECTORY}/"
+        yield Artifact(artifact_id="more-files", name="more files", parts=[new_text_part(words)])
+
+
+async def _read(box: AsyncSandbox, path: str) -> bytes | None:
+    """The bytes of a file; None when it has grown too large meanwhile."""
+    data = await box.files.read(path, length=MOST_BYTES + 1)
+    return data if len(data) <= MOST_BYTES else None
+
+
+def harmless(path: str) -> str:
+    """A name of the sandbox that every protocol can carry and every terminal can show."""
+    text = path.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _id(path: str) -> str:
+    return "file-" + hashlib.sha256(path.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _kind(path: str) -> str:
+    return mimetypes.guess_type(harmless(path))[0] or "application/octet-stream"
+
+
+def _address(box: AsyncSandbox, url: str, path: str) -> str:
+    query = urlencode({"path": path.encode("utf-8", "surrogateescape")})
+    return f"{url}/v1/sandboxes/{quote(box.context_id or box.id, safe='')}/files/content?{query}"

@@ -1,0 +1,48 @@
+"""Work that nobody waits for: it belongs to one owner, whose end ends it; a failure is logged and harms no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from types import TracebackType
+
+log = logging.getLogger("carrel.a2a")
+
+
+class Background:
+    """`async with` it; what still runs at the end is cancelled and waited for."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None] | None:
+        """Begin some work; None once the owner has ended."""
+        if self._closed:
+            work.close()
+            return None
+        task = asyncio.get_running_loop().create_task(self._watched(work, name), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @staticmethod
+    async def _watched(work: Coroutine[object, object, None], name: str) -> None:
+        try:
+            await work
+        except Exception:
+            log.exception("%s failed", name)
+
+    async def __aenter__(self) -> Background:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        while self._tasks:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,267 @@
+"""Between the SDK's tasks and runs of the graph: begins, waits, goes on, cancels. Many tasks at once, each on its own.
+
+Only `tasks/cancel` cancels. A caller who goes away changes nothing; a process that ends leaves its tasks as they are,
+for another to go on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from a2a.helpers import new_text_part
+from a2a.server.agent_execution import AgentExecutor, RequestContext
+from a2a.server.context import ServerCallContext
+from a2a.server.events import EventQueue
+from a2a.types.a2a_pb2 import Message, Task, TaskState
+
+from carrel.errors import (
+    CarrelError,
+    Denied,
+    InvalidRequest,
+    LimitExceeded,
+    PlatformError,
+    RunsElsewhere,
+    Unauthorized,
+)
+from carrel.integrations.a2a import shown
+from carrel.integrations.a2a.background import Background
+from carrel.integrations.a2a.callers import Caller, Callers, caller_of
+from carrel.integrations.a2a.inbox import Inbox
+from carrel.integrations.a2a.names import carrel_context, task_thread
+from carrel.integrations.a2a.replies import text_of
+from carrel.integrations.a2a.runs import Ask, Runs
+from carrel.integrations.a2a.tasks import TERMINAL, Kept
+from carrel.integrations.a2a.updates import Updates
+from carrel.integrations.langgraph import Checkpoints
+
+log = logging.getLogger("carrel.a2a")
+
+NUDGE = "carrel.nudge"
+"""Set in the context of a call that the agent makes to itself."""
+AT_ONCE = 32
+"""Tasks that run; more wait as `submitted`."""
+MOST_OF_ONE = 256
+"""Tasks of one caller that run or wait to run; one more is rejected."""
+LOOK_S = 2.0
+KILL_AGAIN_S = 1.0
+_TURNED_AWAY = (Denied, InvalidRequest, Unauthorized)
+
+Nudge = Callable[[Task, Caller, str], Awaitable[None]]
+
+
+@dataclass
+class _Job:
+    """A task that runs here."""
+
+    run: asyncio.Task[None]
+    canceled: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Executor(AgentExecutor):
+    """Runs the tasks of one process."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        checkpoints: Checkpoints,
+        kept: Kept,
+        callers: Callers,
+        inbox: Inbox,
+        background: Background,
+        *,
+        at_once: int = AT_ONCE,
+    ):
+        self._runs = runs
+        self._checkpoints = checkpoints
+        self._kept = kept
+        self._callers = callers
+        self._inbox = inbox
+        self._background = background
+        self._slots = asyncio.Semaphore(at_once)
+        self._jobs: dict[str, _Job] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._nudging: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self.nudge: Nudge | None = None
+        """Lets a task go on; the handler gives it."""
+
+    def knows(self, task_id: str) -> bool:
+        """Whether a task runs or waits for a person in this process."""
+        return task_id in self._jobs or task_id in self._watches or task_id in self._nudging
+
+    async def idle(self, task: Task) -> bool:
+        """Whether no process runs a task."""
+        try:
+            async with self._checkpoints.running(task_thread(carrel_context(task.context_id), task.id)):
+                return True
+        except RunsElsewhere:
+            return False
+
+    async def execute(self, context: RequestContext, event_queue: EventQueue) -> None:
+        """Do what a message asks for, until the task has ended or waits for a person."""
+        caller = caller_of(context.call_context)
+        nudged = context.call_context.state.get(NUDGE) is True
+        known = context.current_task
+        task_id = context.task_id or ""
+        context_id = known.context_id if known is not None else context.context_id or ""
+        updates = Updates(event_queue, task_id, context_id, None if known is None else known.status.state)
+        new = known is None
+        if known is None:
+            known = await self._begin(context, caller, updates)
+            if known is None:
+                return
+        self._stop_watching(task_id)
+        ask = Ask(known, carrel_context(context_id), None if nudged else context.message, updates, new)
+        self._counts[caller.name] += 1
+        job = _Job(asyncio.get_running_loop().create_task(self._run(ask, caller, nudged), name=f"run of {task_id}"))
+        self._jobs[task_id] = job
+        looking = self._background.start(self._look(task_id, job, context.call_context), f"look after {task_id}")
+        try:
+            await job.run
+        except asyncio.CancelledError:
+            if not job.canceled:  # the process ends: whoever comes next goes on
+                raise
+            await self._canceled(ask, caller)
+        finally:
+            if looking is not None:
+                looking.cancel()
+            del self._jobs[task_id]
+            self._counts[caller.name] -= 1
+            self._counts += Counter()
+            job.over.set()
+
+    async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
+        """End a task and every process it started."""
+        task_id, context_id = context.task_id or "", context.context_id or ""
+        self._stop_watching(task_id)
+        job = self._jobs.get(task_id)
+        if job is not None:
+            job.canceled = True
+            job.run.cancel()
+            await job.over.wait()
+            return
+        updates = Updates(event_queue, task_id, context_id)
+        task = context.current_task or Task(id=task_id, context_id=context_id)
+        await self._canceled(Ask(task, carrel_context(context_id), None, updates), caller_of(context.call_context))
+
+    async def kill_left(self, task: Task, caller: Caller) -> None:
+        """End what a task has running that no process here runs."""
+        context = carrel_context(task.context_id)
+        thread = task_thread(context, task.id)
+        async with self._callers.client(caller) as client:
+            await self._runs.kill(thread, context, client)
+
+    def wait_again(self, task: Task, caller: Caller) -> None:
+        """Wait for the inbox to decide about a task that waits for it."""
+        if task.id not in self._watches and task.id not in self._nudging:
+            waiting = self._background.start(self._watch(task, caller), f"wait for {task.id}")
+            if waiting is not None:
+                self._watches[task.id] = waiting
+
+    async def _begin(self, context: RequestContext, caller: Caller, updates: Updates) -> Task | None:
+        """Take a new task, or turn it away."""
+        message = context.message or Message()
+        try:
+            name = carrel_context(context.context_id or "")
+            text_of(message)
+            if self._counts[caller.name] >= MOST_OF_ONE:
+                raise LimitExceeded(f"{MOST_OF_ONE} of your tasks run already", hint="wait for some of them to end")
+        except (InvalidRequest, LimitExceeded) as error:
+            await updates.begin(message, TaskState.TASK_STATE_REJECTED, None, shown.failure(error))
+            return None
+        busy = self._slots.locked()
+        state = TaskState.TASK_STATE_SUBMITTED if busy else TaskState.TASK_STATE_WORKING
+        await updates.begin(message, state, name)
+        return Task(id=context.task_id or "", context_id=context.context_id or "", history=[message])
+
+    async def _run(self, ask: Ask, caller: Caller, nudged: bool) -> None:
+        """Run a task unless another process does."""
+        try:
+            async with self._checkpoints.running(ask.thread):
+                waits = await self._run_alone(ask, caller, nudged)
+        except RunsElsewhere:
+            if not nudged:
+                words = "The task is running: it takes no more messages until it waits for somebody."
+                await ask.updates.status(TaskState.TASK_STATE_WORKING, [new_text_part(words)])
+            return
+        except PlatformError as error:  # the database of the checkpoints went away
+            await self._fail(ask, error)
+            return
+        if waits:
+            self.wait_again(ask.task, caller)
+
+    async def _run_alone(self, ask: Ask, caller: Caller, nudged: bool) -> bool:
+        """Run a task to its end, or until it waits for a person; whether it does."""
+        try:
+            async with self._slots, self._callers.client(caller) as client:
+                if nudged and await self._ended(ask.task.id, caller):
+                    return False
+                if await self._runs.run(ask, client):
+                    return True
+        except CarrelError as error:
+            await self._fail(ask, error)
+        except Exception as error:
+            log.exception("task %s failed", ask.task.id)
+            words = f"the agent or its model failed ({type(error).__name__})"
+            await self._fail(ask, PlatformError(words, hint="the log of the agent says more"))
+        await self._forget(ask.thread)
+        return False
+
+    async def _forget(self, thread: str) -> None:
+        try:
+            await self._runs.forget(thread)
+        except Exception:  # the task has ended all the same
+            log.exception("the checkpoints of %s are not removed", thread)
+
+    async def _fail(self, ask: Ask, error: CarrelError) -> None:
+        refused = isinstance(error, _TURNED_AWAY) and not ask.task.HasField("status")
+        state = TaskState.TASK_STATE_REJECTED if refused else TaskState.TASK_STATE_FAILED
+        await ask.updates.status(state, shown.failure(error))
+
+    async def _canceled(self, ask: Ask, caller: Caller) -> None:
+        await self.kill_left(ask.task, caller)
+        await ask.updates.status(TaskState.TASK_STATE_CANCELED, [new_text_part("Canceled; all it ran was ended.")])
+        self._background.start(self._clear_up(ask, caller), f"clear up after {ask.task.id}")
+
+    async def _clear_up(self, ask: Ask, caller: Caller) -> None:
+        # A command whose start was on its way when the run was cancelled runs only now.
+        await asyncio.sleep(KILL_AGAIN_S)
+        await self.kill_left(ask.task, caller)
+        await self._forget(ask.thread)
+
+    async def _look(self, task_id: str, job: _Job, context: ServerCallContext) -> None:
+        """Notice that the task was cancelled through another process."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            stored = await self._kept.tasks.get(task_id, context)
+            if stored is not None and stored.task.status.state == TaskState.TASK_STATE_CANCELED:
+                job.canceled = True
+                job.run.cancel()
+                return
+
+    async def _ended(self, task_id: str, caller: Caller) -> bool:
+        stored = await self._kept.tasks.get(task_id, ServerCallContext(user=caller))
+        return stored is None or stored.task.status.state in TERMINAL
+
+    async def _watch(self, task: Task, caller: Caller) -> None:
+        waiting = await self._runs.waits(task_thread(carrel_context(task.context_id), task.id))
+        if waiting:
+            await self._inbox.decided(caller, [each.approval for each in waiting])
+        # From here to its next run the task is still ours, or somebody else would let it go on a second time.
+        self._nudging.add(task.id)
+        try:
+            self._watches.pop(task.id, None)
+            if self.nudge is not None:
+                await self.nudge(task, caller, "The inbox has decided; going on.")
+        finally:
+            self._nudging.discard(task.id)
+
+    def _stop_watching(self, task_id: str) -> None:
+        watch = self._watches.pop(task_id, None)
+        if watch is not None:
+            watch.cancel()

@@ -1,0 +1,168 @@
+"""The SDK's request handler, and what it lacks: tasks of a process that is no more go on when their caller asks for
+them, because only the caller has the token to go on with.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from a2a.helpers import new_text_part
+from a2a.server.context import ServerCallContext
+from a2a.server.events import Event
+from a2a.server.request_handlers import DefaultRequestHandlerV2
+from a2a.types.a2a_pb2 import (
+    AgentCard,
+    CancelTaskRequest,
+    GetTaskRequest,
+    ListTasksRequest,
+    ListTasksResponse,
+    Message,
+    Role,
+    SendMessageConfiguration,
+    SendMessageRequest,
+    SubscribeToTaskRequest,
+    Task,
+    TaskPushNotificationConfig,
+    TaskState,
+)
+from a2a.utils.errors import A2AError, InvalidParamsError
+
+from carrel.errors import CarrelError
+from carrel.integrations.a2a.background import Background
+from carrel.integrations.a2a.callers import Caller, caller_of
+from carrel.integrations.a2a.executor import NUDGE, Executor
+from carrel.integrations.a2a.names import LONGEST
+from carrel.integrations.a2a.push import Push
+from carrel.integrations.a2a.tasks import TERMINAL, Kept
+
+log = logging.getLogger("carrel.a2a")
+
+IDLE_S = 600.0
+"""How long a task that waits for a person stays in memory."""
+
+
+class Handler(DefaultRequestHandlerV2):
+    """Answers every request of the protocol."""
+
+    def __init__(self, executor: Executor, kept: Kept, card: AgentCard, push: Push, background: Background):
+        super().__init__(
+            executor,
+            kept.tasks,
+            card,
+            push_config_store=kept.push,
+            push_sender=push,
+            push_url_validator=push.check,
+            event_stream=kept.events,
+            interrupted_task_timeout=IDLE_S,
+        )
+        self._executor = executor
+        self._kept = kept
+        self._push = push
+        self._background = background
+        self._reviving: set[str] = set()
+        executor.nudge = self._nudge
+
+    async def on_message_send(self, params: SendMessageRequest, context: ServerCallContext) -> Message | Task:
+        """Take a message and wait for what becomes of it."""
+        await self._prepare(params, context)
+        sent: Message | Task = await super().on_message_send(params, context)
+        return sent
+
+    async def on_message_send_stream(
+        self, params: SendMessageRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        """Take a message and tell what becomes of it."""
+        await self._prepare(params, context)
+        async with aclosing(super().on_message_send_stream(params, context)) as events:
+            async for event in events:
+                yield event
+
+    async def on_get_task(self, params: GetTaskRequest, context: ServerCallContext) -> Task | None:
+        """A task as it is now."""
+        task: Task | None = await super().on_get_task(params, context)
+        if task is not None:
+            self._revive_soon(task, context)
+        return task
+
+    async def on_list_tasks(self, params: ListTasksRequest, context: ServerCallContext) -> ListTasksResponse:
+        """The caller's tasks."""
+        page: ListTasksResponse = await super().on_list_tasks(params, context)
+        for task in page.tasks:
+            self._revive_soon(task, context)
+        return page
+
+    async def on_subscribe_to_task(
+        self, params: SubscribeToTaskRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        """Follow a task from now on."""
+        stored = await self._kept.tasks.get(params.id, context)
+        if stored is not None:
+            await self._revive(stored.task, caller_of(context))
+        async with aclosing(super().on_subscribe_to_task(params, context)) as events:
+            async for event in events:
+                yield event
+
+    async def on_cancel_task(self, params: CancelTaskRequest, context: ServerCallContext) -> Task | None:
+        """Cancel a task, wherever it runs, and whether or not it still does."""
+        canceled: Task | None = await super().on_cancel_task(params, context)
+        if canceled is not None and not self._executor.knows(canceled.id) and await self._executor.idle(canceled):
+            await self._executor.kill_left(canceled, caller_of(context))
+        return canceled
+
+    async def on_create_task_push_notification_config(
+        self, params: TaskPushNotificationConfig, context: ServerCallContext
+    ) -> TaskPushNotificationConfig:
+        """Keep a URL that is told of a task."""
+        known = await self._kept.push.get_info(params.task_id, context)
+        if params.id not in {each.id for each in known}:
+            try:
+                self._push.room(len(known))
+            except CarrelError as error:
+                raise InvalidParamsError(message=str(error)) from None
+        stored: TaskPushNotificationConfig = await super().on_create_task_push_notification_config(params, context)
+        return stored
+
+    async def _prepare(self, params: SendMessageRequest, context: ServerCallContext) -> None:
+        if len(params.message.context_id) > LONGEST:
+            raise InvalidParamsError(message=f"a context id has at most {LONGEST} characters")
+        stored = await self._kept.tasks.get(params.message.task_id, context) if params.message.task_id else None
+        if stored is not None and not params.message.context_id:
+            # A task has one context; the SDK would make up another for a message that names the task alone.
+            params.message.context_id = stored.task.context_id
+
+    def _revive_soon(self, task: Task, context: ServerCallContext) -> None:
+        if task.status.state not in TERMINAL and not self._executor.knows(task.id):
+            self._background.start(self._revive(task, caller_of(context)), f"go on with {task.id}")
+
+    async def _revive(self, task: Task, caller: Caller) -> None:
+        """Let a task go on that no process has in its hands."""
+        if task.status.state in TERMINAL or self._executor.knows(task.id) or task.id in self._reviving:
+            return
+        self._reviving.add(task.id)
+        try:
+            if task.status.state == TaskState.TASK_STATE_INPUT_REQUIRED:
+                self._executor.wait_again(task, caller)
+            elif await self._executor.idle(task):
+                await self._nudge(task, caller, "The process that ran this task is no more; going on in another.")
+        finally:
+            self._reviving.discard(task.id)
+
+    async def _nudge(self, task: Task, caller: Caller, words: str) -> None:
+        """Send a task a message of our own, after which it looks for itself how to go on."""
+        message = Message(
+            role=Role.ROLE_AGENT,
+            message_id=str(uuid.uuid4()),
+            task_id=task.id,
+            context_id=task.context_id,
+            parts=[new_text_part(words)],
+        )
+        state: dict[str, Any] = {NUDGE: True}
+        request = SendMessageRequest(message=message, configuration=SendMessageConfiguration(return_immediately=True))
+        try:
+            await super().on_message_send(request, ServerCallContext(user=caller, state=state))
+        except A2AError as error:  # it has ended meanwhile
+            log.info("task %s does not go on: %s", task.id, error.message)

@@ -1,0 +1,121 @@
+"""Waits for carrel's inbox to decide: one stream of approvals for each caller, however many of their tasks wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from carrel.client import AsyncClient
+from carrel.errors import CarrelError, PlatformError
+from carrel.integrations.a2a.background import Background
+from carrel.integrations.a2a.callers import Caller, Callers
+from carrel.models import ApprovalState
+
+log = logging.getLogger("carrel.a2a")
+
+LONGEST_PAUSE_S = 30.0
+LOOK_S = 2.0
+
+
+class _Watch:
+    """What is waited for with one caller's token."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, set[asyncio.Event]] = {}
+        self.shown: set[str] = set()
+        """Pending in the stream: it will say when that changes."""
+        self.lost = False
+        self.task: asyncio.Task[None] | None = None
+
+    def tell(self, approval: str) -> None:
+        for event in self.waiting.get(approval, ()):
+            event.set()
+
+    def tell_all(self) -> None:
+        for approval in self.waiting:
+            self.tell(approval)
+
+
+class Inbox:
+    """The inbox as callers see it. Decides nothing."""
+
+    def __init__(self, callers: Callers, background: Background, *, pause_s: float = 0.5):
+        self._callers = callers
+        self._background = background
+        self._pause_s = pause_s
+        self._watches: dict[str, _Watch] = {}
+
+    async def decided(self, caller: Caller, approvals: Iterable[str]) -> None:
+        """Return once one of the approvals no longer waits, or cannot be seen any more."""
+        watch = self._watches.get(caller.name)
+        if watch is None or watch.lost:
+            watch = self._watches[caller.name] = _Watch()
+        event, names = asyncio.Event(), list(approvals)
+        for name in names:
+            watch.waiting.setdefault(name, set()).add(event)
+        if watch.task is None:
+            watch.task = self._background.start(self._follow(caller, watch), f"inbox of {caller!r}")
+        try:
+            async with self._callers.client(caller) as client:
+                if await self._any_decided(client, names):  # it may be from before the stream began
+                    return
+            await event.wait()
+        finally:
+            for name in names:
+                watch.waiting[name].discard(event)
+                if not watch.waiting[name]:
+                    del watch.waiting[name]
+            if not watch.waiting:
+                if self._watches.get(caller.name) is watch:
+                    del self._watches[caller.name]
+                if watch.task is not None:
+                    watch.task.cancel()
+
+    async def _any_decided(self, client: AsyncClient, names: Iterable[str]) -> bool:
+        for name in names:
+            try:
+                if (await client.approvals.get(name)).state is not ApprovalState.PENDING:
+                    return True
+            except PlatformError:
+                return False
+            except CarrelError:  # gone, or out of reach: whoever waits has to look
+                return True
+        return False
+
+    async def _follow(self, caller: Caller, watch: _Watch) -> None:
+        pause = self._pause_s
+        while True:
+            try:
+                async with self._callers.client(caller) as client, asyncio.TaskGroup() as group:
+                    looking = group.create_task(self._look(client, watch))
+                    await self._read(client, watch)
+                    looking.cancel()
+                pause = self._pause_s
+            except* PlatformError as errors:
+                log.info("the inbox cannot be followed for now: %s", errors.exceptions[0])
+            except* CarrelError as errors:
+                log.info("the inbox cannot be followed by %r: %s", caller, errors.exceptions[0])
+                watch.lost = True
+            if watch.lost:
+                watch.tell_all()
+                return
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_PAUSE_S, pause * 2)
+
+    async def _read(self, client: AsyncClient, watch: _Watch) -> None:
+        watch.shown.clear()
+        async for info in client.approvals.watch():
+            if info.state is ApprovalState.PENDING:
+                watch.shown.add(info.id)
+            else:
+                watch.shown.discard(info.id)
+                watch.tell(info.id)
+
+    async def _look(self, client: AsyncClient, watch: _Watch) -> None:
+        """Look at what the stream has not shown: it was decided before the stream began, or is about to be shown."""
+        while True:
+            for name in [name for name in watch.waiting if name not in watch.shown]:
+                if await self._any_decided(client, [name]):
+                    watch.tell(name)
+            await asyncio.sleep(LOOK_S)

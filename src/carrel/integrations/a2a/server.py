@@ -1,0 +1,255 @@
+"""The agent as a process: puts graph, stores and routes together behind one socket, and takes them down again.
+
+It holds no token of its own but, if it is given one, the approver's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import uvicorn
+from a2a.server.routes import create_agent_card_routes, create_jsonrpc_routes, create_rest_routes
+from a2a.utils.constants import AGENT_CARD_WELL_KNOWN_PATH
+from langchain_core.language_models import BaseChatModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from carrel.client import AsyncClient
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.integrations.a2a.background import Background
+from carrel.integrations.a2a.callers import Callers
+from carrel.integrations.a2a.card import REST_PATH, RPC_PATH, agent_card
+from carrel.integrations.a2a.conversations import Conversations
+from carrel.integrations.a2a.executor import AT_ONCE, Executor
+from carrel.integrations.a2a.gate import CallContexts, Gate
+from carrel.integrations.a2a.handler import Handler
+from carrel.integrations.a2a.inbox import Inbox
+from carrel.integrations.a2a.push import Destinations, Push
+from carrel.integrations.a2a.runs import Runs
+from carrel.integrations.a2a.tasks import Kept, open_tasks
+from carrel.integrations.langgraph import ModelMetrics, build_graph, open_checkpointer, resolve_model
+
+log = logging.getLogger("carrel.a2a")
+
+PRUNE_S = 3600.0
+GRACE_S = 5
+TABLES, TABLES_S = "the tables of tasks", 30.0
+HEALTH, METRICS, OLD_CARD = "/healthz", "/metrics", "/.well-known/agent.json"
+OPEN_PATHS = frozenset({AGENT_CARD_WELL_KNOWN_PATH, OLD_CARD, HEALTH})
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What an agent is started with."""
+
+    carrel_url: str
+    database: str
+    model: str = "shell"
+    base_url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 7073
+    public_url: str | None = None
+    approver_token: str | None = field(default=None, repr=False)
+    push_hosts: tuple[str, ...] = ()
+    at_once: int = AT_ONCE
+
+
+@dataclass(frozen=True)
+class RunningAgent:
+    """An agent that takes requests."""
+
+    url: str
+    card_url: str
+
+
+class _HttpServer(uvicorn.Server):
+    """Runs inside the loop of its owner, to whom signals belong."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take connections from now on."""
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+@asynccontextmanager
+async def running(settings: AgentSettings, model: BaseChatModel | None = None) -> AsyncIterator[RunningAgent]:
+    """An agent while the block runs. Afterwards its tasks are as they were, for another process to go on with.
+
+    A `model` of your own is used in place of the one that the settings name.
+    """
+    destinations = Destinations(settings.push_hosts)
+    metrics = ModelMetrics()
+    if model is None:
+        model = resolve_model(settings.model, base_url=settings.base_url, metrics=metrics)
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(_bound(settings))
+        host, port = settings.host, int(listener.getsockname()[1])
+        url = (settings.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/")
+        card = agent_card(url, model=settings.model, version=version("carrel"))
+        checkpoints = await stack.enter_async_context(open_checkpointer(settings.database))
+        async with checkpoints.running(TABLES, wait_s=TABLES_S):  # two that start at once do not make them twice
+            kept = await stack.enter_async_context(open_tasks(settings.database))
+        callers = Callers(settings.carrel_url)
+        stack.push_async_callback(callers.close)
+        approver = None
+        if settings.approver_token is not None:
+            approver = await stack.enter_async_context(AsyncClient(settings.carrel_url, settings.approver_token))
+        background = await stack.enter_async_context(Background())
+        background.start(_prune(kept), "prune")
+        graph = build_graph(model, checkpointer=checkpoints.saver)
+        conversations = Conversations(graph, checkpoints)
+        runs = Runs(graph, conversations, kept, approver=approver, speaks=settings.model != "shell")
+        inbox = Inbox(callers, background)
+        executor = Executor(runs, checkpoints, kept, callers, inbox, background, at_once=settings.at_once)
+        push = Push(kept.push, destinations, background)
+        stack.push_async_callback(push.close)
+        handler = Handler(executor, kept, card, push, background)
+        stack.push_async_callback(handler.aclose)
+        routes: list[BaseRoute] = [
+            *create_agent_card_routes(card),
+            *create_agent_card_routes(card, card_url=OLD_CARD),
+            Route(HEALTH, _healthy),
+            Route(METRICS, _metrics(metrics)),
+            *create_jsonrpc_routes(handler, RPC_PATH, CallContexts(), enable_v0_3_compat=True),
+            *create_rest_routes(handler, CallContexts(), enable_v0_3_compat=True, path_prefix=REST_PATH),
+        ]
+        gate = Gate(Starlette(routes=routes), callers, OPEN_PATHS)
+        await stack.enter_async_context(_serving(gate, listener))
+        yield RunningAgent(url, url + AGENT_CARD_WELL_KNOWN_PATH)
+
+
+@asynccontextmanager
+async def _serving(app: Gate, listener: socket.socket) -> AsyncIterator[None]:
+    server = _HttpServer(
+        uvicorn.Config(
+            app,
+            loop="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+    serving = asyncio.get_running_loop().create_task(server.serve([listener]), name="agent")
+    try:
+        await server.up.wait()
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@contextmanager
+def _bound(settings: AgentSettings) -> Iterator[socket.socket]:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, OverflowError):
+        raise InvalidRequest(f"'{settings.host}' is no address to listen on", field="host") from None
+    with socket.socket(family, kind, proto) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except (OSError, OverflowError) as error:
+            raise PlatformError(
+                f"cannot listen on {settings.host}:{settings.port}: {getattr(error, 'strerror', error)}",
+                field="port",
+                hint="choose another with --port, or 0 for any",
+            ) from None
+        listener.listen(1024)
+        listener.setblocking(False)
+        yield listener
+
+
+async def _prune(kept: Kept) -> None:
+    while True:
+        await asyncio.sleep(PRUNE_S)
+        try:
+            await kept.prune()
+        except PlatformError as error:
+            log.warning("old tasks cannot be cleared up: %s", error.detail)
+
+
+async def _healthy(_request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+def _metrics(metrics: ModelMetrics) -> Callable[[Request], Awaitable[Response]]:
+    async def show(_request: Request) -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+
+    return show
+
+
+def read_token(path: Path) -> str:
+    """The token in a file."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"cannot read the token in {path}: {error}", field="approver_token_file") from None
+    if not token or len(token) > 512 or any(each.isspace() for each in token):
+        raise InvalidRequest(f"{path} holds no token", field="approver_token_file")
+    return token
+
+
+async def _serve(settings: AgentSettings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with running(settings) as agent:
+        print(_welcome(agent, settings), flush=True)  # noqa: T201 - what a person who starts the agent needs to see
+        await stop.wait()
+
+
+def _welcome(agent: RunningAgent, settings: AgentSettings) -> str:
+    decides = "answers to tasks are given to the inbox" if settings.approver_token else "the inbox alone decides"
+    return (
+        f"carrel agent listens on {agent.url}\n"
+        f"  card      {agent.card_url}\n"
+        f"  model     {settings.model}\n"
+        f"  carrel    {settings.carrel_url}\n"
+        f"  approvals {decides}"
+    )
+
+
+def serve(settings: AgentSettings, *, log_level: str = "info") -> None:
+    """Run an agent until SIGTERM or SIGINT."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if log_level != "debug":
+        for name in ("a2a", "uvicorn", "httpx"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=_loop()) as runner:
+        runner.run(_serve(settings))
+
+
+def _loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # it comes with the server, which may be on another machine
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop

@@ -1,0 +1,132 @@
+"""Where the state of graphs is kept: a SQLite file, or PostgreSQL for several processes on several machines.
+
+The savers are LangGraph's own. Added here: tables that two processes may make at once, and the lock of a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import psycopg
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
+from psycopg.rows import DictRow, dict_row
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.integrations.langgraph.locks import FileLocks, Locks, PostgresLocks, held
+
+BUSY_S = 30.0
+CONNECT_S = 10.0
+MOST_CONNECTIONS = 8
+_SETUP = "carrel: make the tables"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """An open database of checkpoints."""
+
+    saver: BaseCheckpointSaver[Any]
+    locks: Locks
+
+    def running(self, thread_id: str, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[None]:
+        """Be the one that runs a thread; `RunsElsewhere` when another still does after `wait_s`.
+
+        The lock ends with the process that holds it, so a thread whose process was killed can go on at once elsewhere.
+        """
+        return held(self.locks, f"thread {thread_id}", wait_s)
+
+
+@asynccontextmanager
+async def open_checkpointer(database: str | Path) -> AsyncIterator[Checkpoints]:
+    """Open the checkpoints at a path, a `sqlite:///` URL or a `postgresql://` URL; the tables are made if need be."""
+    where = os.fspath(database)
+    scheme, separator, rest = where.partition("://")
+    if separator and scheme in {"postgresql", "postgres"}:
+        opening = _postgres(where)
+    elif not separator or scheme == "sqlite":
+        opening = _sqlite(rest.removeprefix("/") if separator else where)
+    else:
+        raise InvalidRequest(
+            f"checkpoints cannot be kept in '{scheme}'", field="database", hint="give a path, or a postgresql:// URL"
+        )
+    async with opening as checkpoints:
+        yield checkpoints
+
+
+@asynccontextmanager
+async def _sqlite(path: str) -> AsyncIterator[Checkpoints]:
+    if not path:
+        raise InvalidRequest("the database has no name", field="database", hint="write sqlite:////path/to/file")
+    locks = FileLocks(f"{path}.locks")
+    try:
+        _private(path)
+        connection = await aiosqlite.connect(path, timeout=BUSY_S)
+    except (OSError, aiosqlite.Error) as error:
+        raise _unusable(path, error) from error
+    try:
+        saver = AsyncSqliteSaver(connection)
+        try:
+            async with held(locks, _SETUP, BUSY_S):
+                await saver.setup()
+        except (OSError, aiosqlite.Error) as error:
+            raise _unusable(path, error) from error
+        yield Checkpoints(saver, locks)
+    finally:
+        await connection.close()
+
+
+def _unusable(path: str, error: Exception) -> PlatformError:
+    return PlatformError(
+        f"the checkpoints in {path} cannot be used: {error}", field="database", hint="name another file"
+    )
+
+
+def _private(path: str) -> None:
+    """Make the file, readable by its owner only: it holds what was said."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+@asynccontextmanager
+async def _postgres(url: str) -> AsyncIterator[Checkpoints]:
+    pool: AsyncConnectionPool[psycopg.AsyncConnection[DictRow]] = AsyncConnectionPool(
+        url,
+        min_size=1,
+        max_size=MOST_CONNECTIONS,
+        open=False,
+        timeout=CONNECT_S,
+        kwargs={"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row, "connect_timeout": int(CONNECT_S)},
+    )
+    locks = PostgresLocks(url)
+    watching = asyncio.create_task(locks.watch())
+    try:
+        await _made(pool, locks)
+        yield Checkpoints(AsyncPostgresSaver(pool), locks)
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        await locks.close()
+        await pool.close()
+
+
+async def _made(pool: AsyncConnectionPool[psycopg.AsyncConnection[DictRow]], locks: PostgresLocks) -> None:
+    """Open the pool and make the tables, one process at a time."""
+    try:
+        # Waiting for the lock inside the database would keep its own indexes from being built.
+        async with held(locks, _SETUP, BUSY_S):
+            await pool.open(wait=True, timeout=CONNECT_S)
+            await AsyncPostgresSaver(pool).setup()
+    except (psycopg.Error, PoolTimeout) as error:
+        raise PlatformError(
+            "the database of the checkpoints cannot be used", field="database", hint="is it running, and may we?"
+        ) from error

@@ -1,0 +1,178 @@
+"""At most one process runs a thread. Locks that end with their holder, in a file or in PostgreSQL.
+
+Knows names of threads and nothing of what is done under a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+import psycopg
+
+from carrel.errors import PlatformError, RunsElsewhere
+
+LOOK_EVERY_S = 0.1
+PING_EVERY_S = 5.0
+PING_S = 5.0
+
+Lost = Callable[[], None]
+"""Called when a lock is no longer held, though nobody let it go."""
+
+
+class Locks(Protocol):
+    """Where locks are taken."""
+
+    async def take(self, number: int, lost: Lost) -> bool:
+        """Take a lock if nobody has it."""
+
+    async def release(self, number: int) -> None:
+        """Let a lock go."""
+
+
+@asynccontextmanager
+async def held(locks: Locks, name: str, wait_s: float = 0.0) -> AsyncIterator[None]:
+    """Hold the lock of a name; `RunsElsewhere` when another has it for longer than `wait_s`.
+
+    If the lock is lost, what runs under it is cancelled and `PlatformError` raised.
+    """
+    number, until, loop = _number(name), time.monotonic() + wait_s, asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(None) as ending:
+
+            def lost() -> None:
+                ending.reschedule(loop.time())
+
+            while not await locks.take(number, lost):
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise RunsElsewhere(
+                        f"thread '{name[:128]}' is being run already", field="thread_id", hint="wait until it pauses"
+                    )
+                await asyncio.sleep(min(left, LOOK_EVERY_S))
+            try:
+                yield
+            finally:
+                await asyncio.shield(locks.release(number))
+    except TimeoutError as error:
+        if not ending.expired():
+            raise
+        raise PlatformError(
+            f"the lock of thread '{name[:128]}' was lost: its database went away", hint="run it again: it goes on"
+        ) from error
+
+
+def _number(name: str) -> int:
+    """A number for a name, so large that no two names have the same."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") >> 2
+
+
+class FileLocks:
+    """Locks on bytes of one file, which the kernel lets go when a process ends, however it ends."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._files: dict[int, int] = {}
+
+    async def take(self, number: int, lost: Lost) -> bool:
+        """Take a lock if nobody has it, also nobody in this process."""
+        del lost  # it cannot be
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            return False
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._files[number] = descriptor
+        return True
+
+    async def release(self, number: int) -> None:
+        """Let a lock go."""
+        os.close(self._files.pop(number))
+
+
+class PostgresLocks:
+    """Advisory locks, all on one connection; when it breaks, all of them are lost at once."""
+
+    def __init__(self, url: str):
+        self._url = url
+        self._connection: psycopg.AsyncConnection[Any] | None = None
+        self._connecting = asyncio.Lock()
+        self._held: dict[int, Lost] = {}
+
+    async def take(self, number: int, lost: Lost) -> bool:
+        """Take a lock if nobody has it, also nobody in this process."""
+        connection = await self._connected()
+        if number in self._held:
+            return False
+        self._held[number] = lost
+        taken = False
+        try:
+            cursor = await connection.execute("SELECT pg_try_advisory_lock(%s)", (number,))
+            row = await cursor.fetchone()
+            taken = bool(row and row[0])
+        except psycopg.Error as error:
+            raise PlatformError("the database of the locks does not answer", hint="is it running?") from error
+        finally:
+            if not taken:
+                self._held.pop(number, None)
+        return taken
+
+    async def release(self, number: int) -> None:
+        """Let a lock go; one that was lost is gone already."""
+        if self._held.pop(number, None) is None or self._connection is None:
+            return
+        with suppress(psycopg.Error):
+            await self._connection.execute("SELECT pg_advisory_unlock(%s)", (number,))
+
+    async def watch(self) -> None:
+        """Look after the connection for as long as locks are needed, and tell who holds one when it breaks."""
+        while True:
+            await asyncio.sleep(PING_EVERY_S)
+            connection = self._connection
+            if connection is None:
+                continue
+            try:
+                async with asyncio.timeout(PING_S):
+                    await connection.execute("SELECT 1")
+            except (psycopg.Error, TimeoutError):
+                await self._drop()
+
+    async def close(self) -> None:
+        """Close the connection; every lock goes with it."""
+        await self._drop()
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        told, self._held = self._held, {}
+        for lost in told.values():
+            lost()
+        if connection is not None:
+            await connection.close()
+
+    async def _connected(self) -> psycopg.AsyncConnection[Any]:
+        async with self._connecting:
+            if self._connection is not None and self._connection.closed:
+                await self._drop()
+            if self._connection is None:
+                try:
+                    self._connection = await psycopg.AsyncConnection.connect(
+                        self._url, autocommit=True, connect_timeout=10
+                    )
+                except psycopg.Error as error:
+                    raise PlatformError(
+                        "the database of the locks cannot be reached", field="database", hint="is it running?"
+                    ) from error
+            return self._connection

@@ -1,0 +1,74 @@
+"""Whose workspace a run uses: the client, the context, and who may decide. Never part of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from carrel.client import AsyncClient, AsyncCommand, AsyncSandbox
+from carrel.errors import CarrelError, InvalidRequest
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """The `context=` of a run of the graph. It stays in the process, so a token in it never reaches the database.
+
+    `client` acts with the caller's token. `context_id` is the context whose sandbox the tools use, by default the
+    `thread_id` of the run. `approver` is a client with a token that may approve: with it the answer to an interrupt is
+    given to the inbox; without it the inbox alone decides.
+    """
+
+    client: AsyncClient
+    context_id: str | None = None
+    approver: AsyncClient | None = None
+    template: str | None = None
+    _running: dict[str, AsyncCommand] = field(default_factory=dict, init=False, repr=False)
+
+    def context(self, thread_id: str | None) -> str:
+        """The context of a thread."""
+        name = self.context_id or thread_id
+        if not name:
+            raise InvalidRequest(
+                "the run has no context",
+                field="thread_id",
+                hint='pass {"configurable": {"thread_id": …}}, or a Workspace with a context_id',
+            )
+        return name
+
+    async def sandbox(self, context_id: str) -> AsyncSandbox:
+        """The running sandbox of a context, made or resumed if need be."""
+        return await self.client.sandbox(context_id, template=self.template)
+
+    def client_of_its_own(self) -> AsyncClient:
+        """Another client for the same server with the same token, for another event loop. The caller closes it."""
+        return AsyncClient(self.client.url, self.client._connection.address.token)
+
+    def follow(self, command: AsyncCommand) -> None:
+        """Remember a command while it runs."""
+        self._running[command.id] = command
+
+    def unfollow(self, command: AsyncCommand) -> None:
+        """Forget a command that has ended."""
+        self._running.pop(command.id, None)
+
+    async def kill(self) -> None:
+        """End what the tools of this run have running, with all it started. For a run that is cancelled for good."""
+        for command in list(self._running.values()):
+            try:
+                await command.kill()
+            except CarrelError:  # its sandbox may be gone, and the command with it
+                continue
+
+
+def own_id(thread_id: str | None, *parts: str | None) -> str:
+    """The id under which one tool call runs its command: the same whenever and wherever it is tried again."""
+    return commands_of(thread_id) + _digest(*parts)[:24]
+
+
+def commands_of(thread_id: str | None) -> str:
+    """How the ids of all commands of a thread begin: who cancels it finds those that a killed process left."""
+    return f"k{_digest(thread_id)[:16]}"
+
+
+def _digest(*parts: str | None) -> str:
+    return hashlib.sha256("\0".join(part or "" for part in parts).encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,108 @@
+"""What a tool answers: text for the model, the same as a value for programs, images; and refusals in words that help.
+
+Pure: values in, MCP results out. Every error of carrel has one shape here, so that a model learns it once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mcp import types
+
+from carrel.errors import ApprovalNeeded, CarrelError, Denied, LimitExceeded, PlatformError
+
+_LEFT_OUT = {"type", "title", "status"}
+
+
+@dataclass(frozen=True)
+class Image:
+    """A picture, base64."""
+
+    data: str
+    media_type: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool has to say. `note` is said after the text, apart from it, where the text is exactly a file's."""
+
+    text: str
+    value: Mapping[str, object] | None = None
+    images: Sequence[Image] = field(default_factory=tuple)
+    note: str | None = None
+
+    def result(self) -> types.CallToolResult:
+        """As MCP sends it."""
+        content: list[types.ContentBlock] = []
+        if self.text or not self.images:
+            content.append(types.TextContent(text=shown(self.text)))
+        content += [types.ImageContent(data=image.data, mime_type=image.media_type) for image in self.images]
+        if self.note is not None:
+            content.append(types.TextContent(text=shown(self.note)))
+        if self.value is None:
+            return types.CallToolResult(content=content)
+        return types.CallToolResult(content=content, structured_content=_clean(self.value))
+
+
+def refused(error: CarrelError, tool: str) -> types.CallToolResult:
+    """An error as a tool's answer: words first, then the object that every protocol shows."""
+    value = refusal(error)
+    text = f"{_words(error, tool)}\n\n{json.dumps(value, default=str)}"
+    return types.CallToolResult(
+        content=[types.TextContent(text=shown(text))], structured_content=_clean(value), is_error=True
+    )
+
+
+def refusal(error: CarrelError) -> dict[str, object]:
+    """The refusal object: what happened, by which rule, why, and whether asking again makes sense."""
+    value = {key: part for key, part in error.problem().items() if key not in _LEFT_OUT}
+    value.setdefault("reason", error.detail)
+    value.setdefault("retry", isinstance(error, PlatformError | LimitExceeded))
+    value.setdefault("approval", None)
+    value.setdefault("rule", None)
+    value.setdefault("hint", None)
+    return value
+
+
+def _words(error: CarrelError, tool: str) -> str:
+    if isinstance(error, ApprovalNeeded):
+        until = error.extra.get("expires_at")
+        return (
+            f"A person has to decide this first: {error.reason}\n"
+            f"Approval {error.approval} waits" + (f" until {until}" if isinstance(until, str) else "") + ".\n"
+            f"What happens next: a person approves it (`carrel approve {error.approval}`) or denies it; you cannot. "
+            f"Tell the person, do something else meanwhile, then call {tool} again with exactly the same arguments "
+            f'and "approval": "{error.approval}". It then runs once.' + _hint(error)
+        )
+    if isinstance(error, Denied):
+        rule = f" (rule {error.rule})" if error.rule else ""
+        again = "" if error.extra.get("retry") else "\nAsking again changes nothing: choose another way."
+        return f"Denied: {error.reason}{rule}{again}" + _hint(error)
+    if isinstance(error, PlatformError):
+        return (
+            f"carrel itself failed, not what you asked for: {error.detail}\n"
+            "It is not known whether anything was done. Try again later, or tell the person." + _hint(error)
+        )
+    where = f" [{error.field}]" if error.field else ""
+    return f"Not done: {error.detail}{where}" + _hint(error)
+
+
+def _hint(error: CarrelError) -> str:
+    return f"\nHint: {error.hint}" if error.hint else ""
+
+
+def shown(text: str) -> str:
+    """A text that can be sent: names that are not UTF-8 reach Python with surrogate escapes, which JSON has not."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _clean(value: object) -> object:
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, Mapping):
+        return {shown(str(key)): _clean(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(part) for part in value]
+    return value if isinstance(value, int | float | bool | None) else str(value)

@@ -1,0 +1,160 @@
+"""What a tool is, and what it has during a call: the place it works in, the approval it was given, a way to tell how
+far it is. Knows no tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from mcp import types
+from pydantic import Field, ValidationError
+
+from carrel.errors import InvalidRequest
+from carrel.integrations.mcp.answers import Answer
+from carrel.integrations.mcp.reach import Place, T, Work
+from carrel.models.base import Request
+
+EVERY_S = 1.0
+
+Tell = Callable[[float, str], Awaitable[None]]
+"""Hears how far a call is: a number that grows, and words."""
+
+
+class Parameters(Request):
+    """What every tool takes that may have to wait for a person."""
+
+    approval: str | None = Field(
+        default=None,
+        max_length=64,
+        description="The id of an approval that an earlier answer named, once a person has approved it.",
+    )
+
+
+@dataclass
+class Call:
+    """One call of a tool."""
+
+    place: Place
+    approval: str | None = None
+    tell: Tell | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    async def do(self, work: Work[T]) -> T:
+        """Do the operation the tool is for: the one that may have been approved."""
+        return await self.place.do(work, self.approval)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the call came."""
+        return time.monotonic() - self.began
+
+    @asynccontextmanager
+    async def telling(self, words: Callable[[], str]) -> AsyncIterator[None]:
+        """While this lasts the caller hears every second how it goes, if they want to."""
+        if self.tell is None:
+            yield
+            return
+        ticking = asyncio.ensure_future(self._tick(self.tell, words))
+        try:
+            yield
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+
+    async def _tick(self, tell: Tell, words: Callable[[], str]) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await tell(self.elapsed, words())
+
+
+P = TypeVar("P", bound=Request)
+
+
+@dataclass(frozen=True)
+class Tool(Generic[P]):
+    """A tool: what a model is told of it, what it takes, and what it does."""
+
+    name: str
+    title: str
+    description: str
+    parameters: type[P]
+    run: Callable[[Call, P], Awaitable[Answer]]
+    read_only: bool = False
+    destructive: bool = False
+    idempotent: bool = False
+    open_world: bool = False
+    output: dict[str, Any] | None = None
+    """The properties of the structured answer. None is required: a refusal has others."""
+
+    def declared(self) -> types.Tool:
+        """As MCP lists it."""
+        return types.Tool(
+            name=self.name,
+            title=self.title,
+            description=self.description,
+            input_schema=schema_of(self.parameters),
+            output_schema=None if self.output is None else {"type": "object", "properties": self.output},
+            annotations=types.ToolAnnotations(
+                title=self.title,
+                read_only_hint=self.read_only,
+                destructive_hint=self.destructive,
+                idempotent_hint=self.idempotent or self.read_only,
+                open_world_hint=self.open_world,
+            ),
+        )
+
+    def parse(self, arguments: dict[str, Any] | None) -> P:
+        """The arguments of a call, checked. Raises `InvalidRequest`."""
+        try:
+            return self.parameters.model_validate(arguments or {})
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))[:100]
+            raise InvalidRequest(
+                f"{self.name}: {first['msg']}",
+                field=where or None,
+                hint=f"it takes {', '.join(schema_of(self.parameters)['properties']) or 'nothing'}",
+            ) from None
+
+    async def call(self, call: Call, parameters: P) -> Answer:
+        """Run it."""
+        return await self.run(call, parameters)
+
+
+def schema_of(model: type[Request]) -> dict[str, Any]:
+    """The JSON schema of a tool's parameters, as simple as clients and models like it: what is refused all the same is
+    told then.
+    """
+    whole = model.model_json_schema()
+    properties = {name: _simple(value) for name, value in whole.get("properties", {}).items()}
+    if "approval" in properties:  # what is seldom given comes last
+        properties["approval"] = properties.pop("approval")
+    schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    if "required" in whole:
+        schema["required"] = whole["required"]
+    return schema
+
+
+_SIMPLE = ("type", "description", "enum", "default", "minimum", "maximum")
+_LARGE = 10**6
+
+
+def _simple(value: dict[str, Any]) -> dict[str, Any]:
+    """A property without what only guards against nonsense, and without null where it stands for not given."""
+    options = [each for each in value.get("anyOf", ()) if each.get("type") != "null"]
+    if options:
+        assert len(options) == 1, "one type for each parameter"
+        value = {**options[0], **value}
+    simple = {key: value[key] for key in _SIMPLE if value.get(key) is not None}
+    if simple.get("maximum", 0) > _LARGE:
+        del simple["maximum"]
+    if "items" in value:
+        simple["items"] = _simple(value["items"])
+    if simple["type"] == "object":
+        simple["additionalProperties"] = {"type": "string"}
+    return simple

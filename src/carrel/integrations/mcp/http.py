@@ -1,0 +1,166 @@
+"""The MCP server over streamable HTTP: a front that knows the caller's token and context, and the addresses it may be
+reached by.
+
+The token is only passed on: carrel decides what it may do.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Collection
+from ipaddress import ip_address
+
+from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+from mcp.server.auth.provider import AccessToken
+from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.server.transport_security import TransportSecurityMiddleware, TransportSecuritySettings
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from carrel.errors import CarrelError, InvalidRequest, NotFound, Unauthorized
+from carrel.integrations.mcp.server import CALLER, Caller, Workspaces
+
+CONTEXT_HEADER = "carrel-context"
+KNOWN_S = 60.0
+MOST_KNOWN = 4096
+_CONTEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def application(
+    workspaces: Workspaces, *, hosts: Collection[str] = (), context_id: str | None = None, host: str = "127.0.0.1"
+) -> Starlette:
+    """The ASGI application. `hosts` are more names it may be reached by; `context_id` is for those who name none."""
+    manager = StreamableHTTPSessionManager(workspaces.server)
+    front = Front(workspaces, manager, allowed(hosts, host), context_id)
+    routes = [Route("/mcp", endpoint=front), Route("/{context}/mcp", endpoint=front)]
+    return Starlette(routes=routes, lifespan=lambda _app: manager.run())
+
+
+def allowed(hosts: Collection[str], host: str) -> TransportSecuritySettings:
+    """The Host and Origin headers that are let in: a page of another site whose name was made to point here names that
+    site.
+    """
+    names = [*_LOOPBACK, *hosts]
+    if not is_wildcard(host):
+        names.append(f"[{host}]" if ":" in host else host)
+    return TransportSecuritySettings(
+        allowed_hosts=[form for name in names for form in (name, f"{name}:*")],
+        allowed_origins=[
+            form for name in names for kind in ("http", "https") for form in (f"{kind}://{name}", f"{kind}://{name}:*")
+        ],
+    )
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether an address to listen on means all of them."""
+    try:
+        return not host or ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is for this machine only."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def url_of(host: str, port: int) -> str:
+    """The address a client on this machine may use."""
+    name = "127.0.0.1" if is_wildcard(host) else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}"
+
+
+class Front:
+    """Finds out who calls and where, before anything of a request is read."""
+
+    def __init__(
+        self,
+        workspaces: Workspaces,
+        manager: StreamableHTTPSessionManager,
+        security: TransportSecuritySettings,
+        context_id: str | None,
+    ):
+        self._workspaces = workspaces
+        self._manager = manager
+        self._security = TransportSecurityMiddleware(security)
+        self._context_id = context_id
+        self._known: OrderedDict[str, float] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or answer it."""
+        request = Request(scope)
+        refusal: Response | None = await self._security.validate_request(request)
+        if refusal is None:
+            try:
+                caller = Caller(_token(request), self._context(request))
+                await self._check(caller)
+            except CarrelError as error:
+                refusal = _problem(error)
+            else:
+                # An MCP session is for the token and the context that opened it, and for no other.
+                access = AccessToken(token=caller.token or "", client_id=caller.digest, scopes=[])
+                inner = {**scope, "user": AuthenticatedUser(access), CALLER: caller}
+                await self._manager.asgi_app(inner, receive, send)
+                return
+        await refusal(scope, receive, send)
+
+    def _context(self, request: Request) -> str:
+        named = request.path_params.get("context")
+        given = request.headers.get(CONTEXT_HEADER)
+        if named is not None and given is not None and named != given:
+            raise InvalidRequest(
+                "the path and the header name different contexts", field="Carrel-Context", hint="name one of them"
+            )
+        context_id = named or given or self._context_id
+        if context_id is None:
+            raise InvalidRequest(
+                "no context is named",
+                field="Carrel-Context",
+                hint="use the path /CONTEXT/mcp, or send the header Carrel-Context",
+            )
+        if _CONTEXT.fullmatch(context_id) is None:
+            raise InvalidRequest(
+                "this cannot be a context",
+                field="Carrel-Context",
+                hint="1 to 128 letters, digits, `.`, `_`, `:`, `-`, a letter or digit first",
+            )
+        return str(context_id)
+
+    async def _check(self, caller: Caller) -> None:
+        """Refuse a token that carrel does not know, or that does not reach the context: told at once, and not first by
+        a tool. What it may do is decided anew at each call.
+        """
+        now = time.monotonic()
+        if self._known.get(caller.digest, -KNOWN_S) > now - KNOWN_S:
+            return
+        async with self._workspaces.reach.place(caller.token, caller.context_id) as place:
+            try:
+                await place.client.find(caller.context_id)
+            except NotFound:
+                pass  # the context is made by the first call
+        self._known[caller.digest] = now
+        self._known.move_to_end(caller.digest)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _token(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    token = token.strip()
+    if scheme.lower() != "bearer" or not token or not token.isascii() or not token.isprintable():
+        raise Unauthorized("a token is needed", hint="send the header Authorization: Bearer TOKEN")
+    return token
+
+
+def _problem(error: CarrelError) -> Response:
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    return JSONResponse(error.problem(), error.status, headers, media_type="application/problem+json")

@@ -1,0 +1,221 @@
+"""Making a sandbox as new, between two calls that must not know of one another.
+
+The first time it is asked it remembers what there is; from then on it ends what runs, removes what was added, and says
+whether all else is as it was. It repairs nothing that was changed: then the sandbox is not to be used again. It goes by
+what the supervisor knows; nothing that an agent's process says is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import resource
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from carrel.errors import CarrelError, Unsupported
+from carrel.supervisor.commands import Commands
+from carrel.supervisor.http import Json, Request, Response, Router, json_response
+from carrel.supervisor.load import Load
+from carrel.supervisor.python.calls import Python
+from carrel.supervisor.python.cells import CodeContexts
+from carrel.supervisor.trees import remove_tree
+
+PLACES = ("/tmp", "/dev/shm")
+"""Where everybody may write, beside the workspace and the home. `/var/tmp` is a link to the first."""
+MOST_KEPT = 2000
+"""How many files and directories a new sandbox may have."""
+TIME_S = 2.0
+"""How long it may take. A sandbox that has more to be removed is quicker made anew."""
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_BREATH = 256
+_IPC_RMID = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_REMOVE: dict[str, Callable[[int], int]] = {
+    "shm": lambda number: int(_libc.shmctl(number, _IPC_RMID, None)),
+    "msg": lambda number: int(_libc.msgctl(number, _IPC_RMID, None)),
+    "sem": lambda number: int(_libc.semctl(number, 0, _IPC_RMID)),
+}
+
+
+class _Changed(Exception):
+    """Something is not as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A file or directory that was there at the start. A file that a program changes has another `stamp` afterwards."""
+
+    stamp: tuple[int, ...]
+    attributes: tuple[str, ...]
+    times: tuple[int, int]
+    below: dict[bytes, _Kept] | None
+
+
+class Emptying:
+    """`/empty`."""
+
+    def __init__(
+        self,
+        commands: Commands,
+        contexts: CodeContexts,
+        python: Python,
+        load: Callable[[], Load],
+        places: Sequence[str],
+    ):
+        self._commands = commands
+        self._contexts = contexts
+        self._python = python
+        self._load = load
+        self._places = places
+        self._kept: list[tuple[int, _Kept]] | None = None
+        self._busy = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def routes(self, router: Router) -> None:
+        """Add the route."""
+        router.add("POST", "/empty", self._empty)
+
+    async def _empty(self, _request: Request) -> Response:
+        if not self._places:
+            raise Unsupported("what is not isolated has the host's files and cannot be emptied")
+        async with self._busy:
+            reason = self._begin() if self._kept is None else await self._again()
+        load = self._load()
+        if reason is None and load.stopped:
+            reason = "a process is stopped"
+        answer: Json = {"clean": reason is None, "reason": reason}
+        return json_response({**answer, "processes": load.processes, "memory_bytes": load.memory_bytes})
+
+    def _begin(self) -> str | None:
+        """Nothing has run yet: what there is now is what there is to be. Python is started, so that nobody waits."""
+        # A message queue has a name and outlives its maker, and nothing lists them here: so there are none.
+        resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
+        self._kept = []
+        try:
+            for place in self._places:
+                top = os.open(place, _OPEN)
+                self._kept.append((top, _look(top, os.fstat(top), [MOST_KEPT])))
+        except (_Changed, OSError) as error:
+            return f"it could not be looked at: {error}"
+        task = asyncio.get_running_loop().create_task(self._warm())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return None
+
+    async def _warm(self) -> None:
+        try:
+            host = await self._python.host(None)
+        except CarrelError:
+            return  # whoever calls is told
+        host.interpreter.give_back(host)
+
+    async def _again(self) -> str | None:
+        assert self._kept is not None
+        try:
+            async with asyncio.timeout(TIME_S):
+                await self._contexts.close()
+                await self._end_commands()
+                _remove_shared_memory()
+                for top, kept in self._kept:
+                    os.fchmod(top, stat.S_IMODE(kept.stamp[0]))
+                    # Opened anew: through a descriptor, btrfs shows no more than was there when it was opened.
+                    handle = os.open(".", _OPEN, dir_fd=top)
+                    try:
+                        await _restore(handle, kept)
+                    finally:
+                        os.close(handle)
+        except TimeoutError:
+            return "it took too long"
+        except (_Changed, OSError) as error:
+            return str(error)
+        return None if len(self._kept) == len(self._places) else "it was not looked at when it was new"
+
+    async def _end_commands(self) -> None:
+        for command in self._commands.all():
+            self._commands.forget(command)
+        pause = 0.0005
+        while self._commands.left_behind:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+
+def _look(handle: int, status: os.stat_result, left: list[int]) -> _Kept:
+    """What is in an open directory, all the way down."""
+    below: dict[bytes, _Kept] = {}
+    with os.scandir(handle) as found:
+        names = [os.fsencode(entry.name) for entry in found]
+    for name in names:
+        left[0] -= 1
+        if left[0] < 0:
+            raise _Changed(f"there are more than {MOST_KEPT} files")
+        inner = os.stat(name, dir_fd=handle, follow_symlinks=False)
+        if stat.S_ISDIR(inner.st_mode):
+            child = os.open(name, _OPEN, dir_fd=handle)
+            try:
+                below[name] = _look(child, inner, left)
+            finally:
+                os.close(child)
+        else:
+            below[name] = _Kept(_stamp(inner), (), (0, 0), None)
+    return _Kept(_stamp(status), tuple(os.listxattr(handle)), (status.st_atime_ns, status.st_mtime_ns), below)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    stamp = (status.st_mode, status.st_uid, status.st_gid, status.st_ino)
+    return stamp if stat.S_ISDIR(status.st_mode) else (*stamp, status.st_size, status.st_nlink, status.st_ctime_ns)
+
+
+async def _restore(handle: int, kept: _Kept) -> None:
+    """Remove from an open directory what it did not have; `_Changed` when something of what it had is another."""
+    assert kept.below is not None
+    for attribute in set(os.listxattr(handle)).difference(kept.attributes):
+        os.removexattr(handle, attribute)
+    await _remove_others(handle, kept.below)
+    for name, each in kept.below.items():
+        status = os.stat(name, dir_fd=handle, follow_symlinks=False)
+        if _stamp(status) != each.stamp:
+            raise _Changed(f"{os.fsdecode(name)} was changed")
+        if each.below is not None:
+            child = os.open(name, _OPEN, dir_fd=handle)
+            try:
+                await _restore(child, each)
+            finally:
+                os.close(child)
+    os.utime(handle, ns=kept.times)
+
+
+async def _remove_others(handle: int, kept: dict[bytes, _Kept]) -> None:
+    more = True
+    while more:  # what is removed while a directory is read may hide something from the reader
+        more = False
+        with os.scandir(handle) as found:
+            for number, entry in enumerate(found, 1):
+                if number % _BREATH == 0:
+                    await asyncio.sleep(0)
+                name = os.fsencode(entry.name)
+                if name in kept:
+                    continue
+                more = True
+                if entry.is_dir(follow_symlinks=False):
+                    await remove_tree(handle, name)
+                else:
+                    os.unlink(name, dir_fd=handle)
+
+
+def _remove_shared_memory() -> None:
+    """Remove what System V calls left: it belongs to no process, and has no name in a file system."""
+    for kind, remove in _REMOVE.items():
+        try:
+            with open(f"/proc/sysvipc/{kind}", "rb") as file:
+                lines = file.readlines()[1:]
+        except FileNotFoundError:
+            continue  # a kernel without them
+        for line in lines:
+            number = int(line.split()[1])
+            if remove(number) != 0:
+                code = ctypes.get_errno()
+                raise _Changed(f"a {kind} of System V could not be removed: {os.strerror(code)}")

@@ -1,0 +1,65 @@
+"""What goes into a command while it runs: bytes for its standard input or its terminal, and the terminal's size.
+
+Knows nothing of how a command started or how it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import struct
+import termios
+
+from carrel.errors import InvalidRequest, NotRunning
+from carrel.supervisor.command import Command
+
+
+async def send(command: Command, data: bytes) -> None:
+    """Write to standard input or to the terminal; waits while the program does not read."""
+    descriptor = command.terminal_fd if command.order.terminal else command.stdin_fd
+    if not command.running:
+        raise NotRunning(f"command {command.id} has ended")
+    if descriptor < 0:
+        raise NotRunning(
+            f"standard input of command {command.id} is closed",
+            hint="start it with interactive=true to feed it",
+        )
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            await _writable(command, descriptor)
+            if descriptor not in {command.terminal_fd, command.stdin_fd} or not command.running:
+                raise NotRunning(f"command {command.id} ended while it was fed") from None
+        except OSError:
+            raise NotRunning(f"command {command.id} no longer reads its input") from None
+
+
+async def _writable(command: Command, descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_writer(descriptor, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await asyncio.wait({ready, command.finished}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if descriptor in {command.terminal_fd, command.stdin_fd}:
+            loop.remove_writer(descriptor)
+
+
+def close_stdin(command: Command, loop: asyncio.AbstractEventLoop) -> None:
+    """Close standard input, so that the program sees its end."""
+    if command.stdin_fd >= 0:
+        loop.remove_writer(command.stdin_fd)  # its number may soon be another's
+        os.close(command.stdin_fd)
+        command.stdin_fd = -1
+
+
+def resize(command: Command, rows: int, cols: int) -> None:
+    """Tell a terminal its size; the programs in it get SIGWINCH."""
+    if command.order.terminal is None:
+        raise InvalidRequest(f"command {command.id} has no terminal", field="terminal")
+    if command.terminal_fd < 0:
+        raise NotRunning(f"terminal {command.id} has ended")
+    fcntl.ioctl(command.terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))

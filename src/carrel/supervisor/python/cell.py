@@ -1,0 +1,130 @@
+"""One cell of a code context: what was asked for, what it wrote, what it showed, how it ended.
+
+Believes of what a context says only what has the right form. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from carrel.errors import CarrelError
+from carrel.supervisor.command import signal_name
+from carrel.supervisor.output import Output
+
+
+@dataclass(eq=False)
+class Cell:
+    """One cell, from when it was asked for until it is forgotten."""
+
+    id: str
+    code: str
+    figures: list[str]
+    timeout: float | None
+    output: Output
+    finished: asyncio.Future[None]
+    number: int = 0
+    pid: int | None = None
+    fresh: bool = False
+    asked_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    began: float | None = None
+    ended: float | None = None
+    status: str = "ok"
+    error: dict[str, Any] | None = None
+    results: list[dict[str, Any]] = field(default_factory=list)
+    results_size: int = 0
+    results_dropped: int = 0
+    wait_status: int | None = None
+    timed_out: bool = False
+    refusal: CarrelError | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it waits or runs."""
+        return self.ended is None
+
+    def duration_ms(self) -> float:
+        """How long it has run."""
+        return 0.0 if self.began is None else round(((self.ended or time.monotonic()) - self.began) * 1000, 3)
+
+    def exit(self) -> tuple[int | None, str | None]:
+        """How its context ended with it."""
+        if self.wait_status is None:
+            return None, None
+        code = os.waitstatus_to_exitcode(self.wait_status)
+        return (code, None) if code >= 0 else (None, signal_name(-code))
+
+    def info(self) -> dict[str, Any]:
+        """The info object of a command, for whoever follows the output."""
+        code, name = self.exit()
+        if not self.running and self.wait_status is None:
+            code = 0 if self.status == "ok" else 1
+        return {
+            "id": self.id,
+            "command": ["python3", self.code[:4096]],
+            "running": self.running,
+            "pid": self.pid,
+            "terminal": False,
+            "started_at": self.asked_at.isoformat(),
+            "duration_ms": self.duration_ms(),
+            "exit_code": code,
+            "signal": name,
+            "timed_out": self.timed_out,
+            "output_bytes": len(self.output),
+            "dropped_bytes": self.output.dropped,
+        }
+
+    def result(self, context: str) -> dict[str, Any]:
+        """All of it."""
+        code, name = self.exit()
+        stdout, stderr = (data.decode(errors="replace") for data in self.output.whole())
+        dropped = self.output.dropped + self.results_dropped
+        return {
+            "id": self.id,
+            "context": context,
+            "number": self.number,
+            "status": self.status,
+            "stdout": stdout,
+            "stderr": stderr,
+            "results": self.results,
+            "error": self.error,
+            "exit_code": code,
+            "signal": name,
+            "timed_out": self.timed_out,
+            "fresh": self.fresh,
+            "duration_ms": self.duration_ms(),
+            "truncated": dropped > 0,
+            "dropped_bytes": dropped,
+        }
+
+    def take(self, message: bytes, size: int) -> None:
+        """Believe what a context says of the cell, as far as it has the right form."""
+        try:
+            told = json.loads(message)
+            status, error, dropped = str(told["status"]), told["error"], int(told["dropped"])
+            results = [
+                {"kind": _text(each["kind"]), "data": {_text(key): _text(form) for key, form in each["data"].items()}}
+                for each in told["results"]
+            ]
+            fault = None if error is None else {key: _text(error[key]) for key in ("name", "value", "traceback")}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.status, self.results_dropped = "error", size
+            return
+        self.status = status if status in {"ok", "error", "interrupted"} else "error"
+        self.results, self.error, self.results_size, self.results_dropped = results, fault, size, dropped
+
+    def end(self) -> None:
+        """Let whoever waits for it know that there is nothing more to come."""
+        self.ended = time.monotonic()
+        self.output.end()
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+
+def _text(value: object) -> str:
+    return str(value).encode(errors="replace").decode()

@@ -1,0 +1,154 @@
+"""Code that goes wrong in every way there is, as a call, as a cell and as a call without a sandbox of one's own: each is
+answered for what it is, and the next one works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from carrel.client import Sandbox
+from servers import SMALL, Server
+
+Way = Literal["call", "cell", "stateless"]
+WAYS: tuple[Way, ...] = ("call", "cell", "stateless")
+
+
+@dataclass
+class Outcome:
+    """What came of a code, whichever way it ran."""
+
+    way: Way
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    signal: str | None
+    timed_out: bool
+    truncated: bool
+    oom_killed: bool
+    status: str
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Killed for it, or refused more and told so."""
+        return self.oom_killed or "MemoryError" in self.stderr
+
+
+@dataclass
+class Place:
+    """Where codes run in one way."""
+
+    way: Way
+    server: Server
+    opened: list[Sandbox] = field(default_factory=list)
+
+    def run(self, code: str, timeout: float = 20) -> Outcome:
+        if self.way == "stateless":
+            got = self.server.client.python.run(code, template=SMALL, timeout=timeout)
+            ended = (got.exit_code, got.signal, got.timed_out, got.truncated, got.oom_killed)
+            return Outcome(self.way, got.output, got.stderr, *ended, status="ok")
+        if not self.opened:
+            self.opened.append(self.server.client.sandbox(template=SMALL))
+        box = self.opened[0]
+        if self.way == "call":
+            done = box.python.run(code, timeout=timeout)
+            ended = (done.exit_code, done.signal, done.timed_out, done.truncated, done.oom_killed)
+            return Outcome(self.way, done.stdout, done.stderr, *ended, status="ok")
+        cell = box.python.context("work").run(code, timeout=timeout)
+        said = cell.stderr + (cell.error.traceback if cell.error else "")
+        ended = (cell.exit_code, cell.signal, cell.timed_out, cell.truncated, cell.oom_killed)
+        return Outcome(self.way, cell.stdout, said, *ended, status=cell.status)
+
+
+Judge = Callable[[Outcome], bool]
+
+
+def _deadline(got: Outcome) -> bool:
+    ended = got.status == "interrupted" if got.way == "cell" else got.signal == "SIGKILL"
+    return got.timed_out and ended and got.stdout == "up\n"
+
+
+def _left(got: Outcome) -> bool:
+    return got.exit_code == 7 and got.status == ("died" if got.way == "cell" else "ok")
+
+
+def _killed(got: Outcome) -> bool:
+    """It may be quicker than what it killed, or not."""
+    return "survived" in got.stdout or got.signal == "SIGKILL" or got.status == "died"
+
+
+FAULTS: dict[str, tuple[str, float, Judge]] = {
+    "deadline": ("import time; print('up', flush=True); time.sleep(60)", 1.0, _deadline),
+    "memory bomb": (
+        "def bomb():\n    held = []\n    while True: held.append(bytearray(1 << 24))\nbomb()",
+        20.0,
+        lambda got: got.out_of_memory and not got.timed_out,
+    ),
+    "endless output": (
+        "while True: print('y' * 1000)",
+        1.0,
+        lambda got: got.timed_out and got.truncated and len(got.stdout) >= 1 << 20,
+    ),
+    "fork bomb": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        1.0,
+        lambda got: got.timed_out or got.oom_killed,  # many small ones are much together
+    ),
+    "os._exit": ("import os; os._exit(7)", 20.0, _left),
+    "closed streams": (
+        "import os, sys; sys.stdout.flush(); os.close(1); os.close(2); print('nowhere')",
+        20.0,
+        lambda got: got.stdout == "" and not got.timed_out,
+    ),
+    "broken UTF-8": (
+        r"import sys; sys.stdout.buffer.write(b'\xff\xfe\xc3ok'); sys.stdout.flush()",
+        20.0,
+        lambda got: got.stdout.endswith("ok") and got.status == "ok",
+    ),
+    "a result of 100 MB": (
+        "import sys\nfor _ in range(100): sys.stdout.write('x' * 1_000_000)\n'z' * 100_000_000",
+        20.0,
+        lambda got: got.truncated and len(got.stdout) == 1 << 20 and not got.timed_out,
+    ),
+    "kills its host": (
+        "import os; os.kill(os.getppid(), 9); print('survived', flush=True)",
+        20.0,
+        _killed,
+    ),
+    "kills its interpreter": (
+        "import os\nstat = open(f'/proc/{os.getppid()}/stat').read()\n"
+        "os.kill(int(stat.rpartition(')')[2].split()[1]), 9); print('survived', flush=True)",
+        20.0,
+        _killed,
+    ),
+    "kills all": ("import os; os.kill(-1, 9); print('survived', flush=True)", 20.0, _killed),
+    "stops itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", 1.0, lambda got: got.timed_out),
+    "a null pointer": ("import ctypes; ctypes.string_at(0)", 20.0, lambda got: got.signal == "SIGSEGV"),
+}
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[dict[tuple[int, Way], Place]]:
+    """A sandbox for all faults of one way: whatever one leaves, the next must not notice."""
+    made: dict[tuple[int, Way], Place] = {}
+    yield made
+    for each in made.values():
+        for box in each.opened:
+            box.terminate()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_is_answered_and_the_next_call_works(
+    scientific: Server, places: dict[tuple[int, Way], Place], way: Way, fault: str
+) -> None:
+    place = places.setdefault((scientific.pid, way), Place(way, scientific))
+    code, timeout, judge = FAULTS[fault]
+    got = place.run(code, timeout)
+    assert judge(got), got
+    for number in range(2):
+        after = place.run(f"import json; print(json.dumps({number}))")
+        assert (after.stdout, after.stderr, after.timed_out) == (f"{number}\n", "", False), after

@@ -1,0 +1,114 @@
+"""The agent as others reach it: by JSON-RPC and REST, with the protocol of today and the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import uuid
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from a2a.client.errors import A2AClientError
+from a2a.utils.constants import TransportProtocol
+from a2a_ground import Ground, Process, answer, caller, state
+
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.integrations.a2a.server import AgentSettings, read_token, running
+
+
+@pytest.mark.parametrize("binding", [TransportProtocol.JSONRPC, TransportProtocol.HTTP_JSON])
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_every_binding(ground: Ground, binding: str, streaming: bool) -> None:
+    async with ground.agent() as agent, caller(agent.url, ground.token, streaming=streaming, binding=binding) as one:
+        task = await one.send("echo hello", context=ground.context)
+        assert (state(task), answer(task)) == ("completed", "hello")
+        waits = await one.send("uname -s", context=ground.context)
+        assert state(waits) == "input_required"
+        assert state(await one.cancel(waits.id)) == "canceled"
+
+
+async def test_the_protocol_of_before(ground: Ground) -> None:
+    async with ground.agent() as agent, httpx.AsyncClient(base_url=agent.url, trust_env=False, timeout=30) as http:
+        message = {"role": "user", "messageId": uuid.uuid4().hex, "contextId": ground.context, "kind": "message",
+                   "parts": [{"kind": "text", "text": "echo hello"}]}  # fmt: skip
+        body = {"jsonrpc": "2.0", "id": 1, "method": "message/send", "params": {"message": message}}
+        answer = await http.post("/", json=body, headers={"authorization": f"Bearer {ground.token}"})
+        result = answer.json()["result"]
+        assert result["status"]["state"] == "completed"
+        assert result["artifacts"][0]["parts"][0]["text"] == "hello"
+        body = {"jsonrpc": "2.0", "id": 2, "method": "tasks/get", "params": {"id": result["id"]}}
+        answer = await http.post("/", json=body, headers={"authorization": f"Bearer {ground.token}"})
+        assert answer.json()["result"]["id"] == result["id"]
+
+
+async def test_card_and_health_are_public_and_nothing_else(ground: Ground) -> None:
+    async with ground.agent() as agent, httpx.AsyncClient(base_url=agent.url, trust_env=False) as http:
+        card = (await http.get("/.well-known/agent-card.json")).json()
+        assert card["supportedInterfaces"][0]["url"] == agent.url + "/"
+        assert card["securitySchemes"]["carrel"]
+        assert (await http.get("/healthz")).json() == {"status": "ok"}
+        for path in ("/metrics", "/rest/tasks", "/extendedAgentCard", "/x"):
+            assert (await http.get(path)).status_code == 401
+        assert (await http.post("/", json={})).status_code == 401
+        shown = await http.get("/metrics", headers={"authorization": f"Bearer {ground.token}"})
+        assert "carrel_llm" in shown.text
+
+
+async def test_a_caller_without_token_gets_nothing(ground: Ground) -> None:
+    async with ground.agent() as agent, caller(agent.url, None) as nobody:
+        with pytest.raises(A2AClientError, match="401"):
+            await nobody.send("true", context=ground.context)
+
+
+async def test_the_address_on_the_card(ground: Ground) -> None:
+    async with ground.agent(public_url="https://agents.example.org/x/") as agent:
+        assert agent.card_url == "https://agents.example.org/x/.well-known/agent-card.json"
+
+
+async def test_several_start_at_once_on_an_empty_database(ground: Ground, database: str) -> None:
+    async with AsyncExitStack() as stack:
+        agents = [stack.enter_async_context(ground.agent(database=database)) for _ in range(3)]
+        one, *_ = await asyncio.gather(*agents)
+        async with caller(one.url, ground.token) as found:
+            assert state(await found.send("true", context=ground.context)) == "completed"
+
+
+async def test_an_address_that_is_taken(ground: Ground) -> None:
+    async with ground.agent() as agent:
+        port = int(agent.url.rpartition(":")[2])
+        with pytest.raises(PlatformError, match="cannot listen"):
+            async with running(ground.settings(port=port, database=str(ground.directory / "other.db"))):
+                pass
+    with pytest.raises(InvalidRequest):
+        async with running(ground.settings(host="not an address")):
+            pass
+
+
+def test_the_approvers_token_is_read_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("carrel_secret\n")
+    settings = AgentSettings("http://x", "db", approver_token=read_token(tmp_path / "token"))
+    assert settings.approver_token == "carrel_secret"
+    assert "carrel_secret" not in repr(settings)
+    (tmp_path / "odd").write_text("two words")
+    for name in ("odd", "missing"):
+        with pytest.raises(InvalidRequest):
+            read_token(tmp_path / name)
+
+
+def test_the_example_runs(ground: Ground, server: dict[str, str]) -> None:
+    example = Path(__file__).parents[3] / "examples" / "a2a_client.py"
+    environment = {**os.environ, "CARREL_URL": server["url"], "CARREL_TOKEN": server["token"]}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", str(example)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "output/sum.txt: b'42\\n'" in run.stdout
+    assert run.stdout.rstrip().endswith("answer: Linux\n  [completed]")
+
+
+def test_a_process_ends_when_it_is_told_to(ground: Ground) -> None:
+    assert Process(ground).stop() == 0

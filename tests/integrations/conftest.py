@@ -1,0 +1,78 @@
+"""A real server, real tokens, and a context with a policy for each test."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "langgraph"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+from langgraph_ground import POLICY, Ground, Nursery, Served
+from postgres import Postgres
+
+from carrel.client import AsyncClient
+from carrel.errors import NotFound
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where a server listens, and the token of its owner."""
+    served = Served(tmp_path_factory.mktemp("server") / "data")
+    yield {"url": served.url, "token": served.token}
+    served.close()
+
+
+@pytest.fixture
+async def owner(server: dict[str, str]) -> AsyncIterator[AsyncClient]:
+    """A client that may do everything."""
+    async with AsyncClient(server["url"], server["token"]) as client:
+        yield client
+
+
+@pytest.fixture
+async def ground(server: dict[str, str], owner: AsyncClient) -> AsyncIterator[Ground]:
+    """A place for one test."""
+    name = f"graph-{uuid.uuid4().hex[:12]}"
+    await owner.policy(name).put(settings=POLICY)
+    agent = await owner.tokens.create(f"agent-{name}", kind="agent", scopes=["operate"])
+    person = await owner.tokens.create(f"person-{name}", kind="person", scopes=["approve"])
+    async with AsyncClient(server["url"], agent.token) as one, AsyncClient(server["url"], person.token) as other:
+        yield Ground(server["url"], name, agent.token, owner, one, other)
+    try:
+        await owner.attach(await owner.find(name)).terminate(delete_files=True)
+    except NotFound:
+        pass
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where agents come from."""
+    found = Nursery()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One database server for these tests."""
+    found = Postgres()
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """An empty database for checkpoints."""
+    if request.param == "sqlite":
+        yield str(tmp_path / "checkpoints.db")
+        return
+    postgres: Postgres = request.getfixturevalue("postgres")
+    schema = f"t{uuid.uuid4().hex}"
+    await postgres.execute(f"CREATE SCHEMA {schema}")
+    yield postgres.url(options=f"-csearch_path={schema}")
+    await postgres.execute(f"DROP SCHEMA {schema} CASCADE")

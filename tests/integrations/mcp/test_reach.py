@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from carrel.client import AsyncSandbox, Client
+from carrel.errors import FileMissing, ServerUnreachable, Unauthorized
+from carrel.integrations.mcp import reach as module
+from carrel.integrations.mcp.reach import Reach
+
+
+async def _echo(box: AsyncSandbox) -> str:
+    return (await box.commands.run("echo hi")).stdout
+
+
+async def test_a_sandbox_that_was_stopped_is_resumed(ground: Any, context: str, admin: Client) -> None:
+    reach = Reach(ground.url)
+    async with reach.place(ground.token, context) as place:
+        assert await place.do(_echo) == "hi\n"
+        await asyncio.to_thread(admin.attach(admin.find(context)).stop)
+        assert await place.do(_echo) == "hi\n"
+        asked = 0
+
+        async def missing(box: AsyncSandbox) -> bytes:
+            nonlocal asked
+            asked += 1
+            return await box.files.read("none")
+
+        with pytest.raises(FileMissing):
+            await place.do(missing)
+        assert asked == 1
+    await reach.close()
+
+
+async def test_each_token_has_a_client_and_each_context_a_place(ground: Any) -> None:
+    reach = Reach(ground.url)
+    async with reach.place(ground.token, "a") as one, reach.place(ground.token, "b") as two:
+        assert one is not two and one.client is two.client
+        async with reach.place("carrel_other", "a") as other:
+            assert other.client is not one.client
+            with pytest.raises(Unauthorized):
+                await other.sandbox()
+        async with reach.place(ground.token, "a") as again:
+            assert again is one
+    await reach.close()
+
+
+async def test_clients_that_nobody_uses_are_let_go(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(module, "MOST_PLACES", 2)
+    reach = Reach(ground.url)
+    async with reach.place("t0", "c") as used:
+        for number in range(1, 6):
+            async with reach.place(f"t{number}", "c"):
+                pass
+        async with reach.place("t0", "c") as again:
+            assert again is used, "one that is in use stays"
+    async with reach.place("t5", "c") as newest:
+        pass
+    async with reach.place("t5", "c") as same:
+        assert same is newest
+        for name in ("d", "e", "f"):
+            async with reach.place("t5", name):
+                pass
+    await reach.close()
+
+
+async def test_a_server_that_is_back_elsewhere_is_found(
+    ground: Any, context: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CARREL_URL", "CARREL_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
+    reach = Reach()
+    with pytest.raises(ServerUnreachable):
+        async with reach.place(None, context):
+            pass
+    (tmp_path / "server.json").write_text('{"url": "http://127.0.0.1:9"}')
+    (tmp_path / "token").write_text(ground.token)
+    with pytest.raises(ServerUnreachable):
+        async with reach.place(None, context) as place:
+            await place.sandbox()
+    (tmp_path / "server.json").write_text(f'{{"url": "{ground.url}"}}')
+    async with reach.place(None, context) as place:
+        assert await place.do(_echo) == "hi\n"
+    await reach.close()
