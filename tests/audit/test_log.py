@@ -75,10 +75,10 @@ async def test_many_at_once_share_transactions_and_keep_their_order(store: Audit
         written = 0
         append = store.append
 
-        async def counted(*args: object) -> None:
+        async def counted(*args: object, **named: object) -> None:
             nonlocal written
             written += 1
-            await append(*args)  # type: ignore[arg-type]
+            await append(*args, **named)  # type: ignore[arg-type]
 
         store.append = counted  # type: ignore[method-assign]
 

@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.store import Database, SessionRecord, SessionStore
+from carrel.store.database import Occupied
 from carrel.store.tables import metadata
 
 
@@ -106,6 +107,61 @@ async def test_a_locked_file_is_told_of_in_time(tmp_path: Path, base: SessionRec
         await SessionStore(database).insert(base)
     finally:
         other.close()
+        await database.close()
+
+
+async def test_a_short_write_happens_at_once_or_not_at_all(tmp_path: Path) -> None:
+    database = await Database.open(str(tmp_path / "carrel.db"))
+    await database.write(lambda connection: connection.execute(text("CREATE TABLE t (n INTEGER)")))
+    count = text("SELECT count(*) FROM t")
+
+    def put(connection: Connection) -> None:
+        connection.execute(text("INSERT INTO t VALUES (1)"))
+
+    def fails(connection: Connection) -> None:
+        put(connection)
+        raise ValueError
+
+    database.write_here(put)
+    with pytest.raises(ValueError):
+        database.write_here(fails)
+    assert await database.read(lambda connection: connection.execute(count).scalar()) == 1
+    other = sqlite3.connect(tmp_path / "carrel.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(Occupied):
+        database.write_here(put)
+    other.execute("ROLLBACK")
+    other.close()
+    database.write_here(put)
+    assert await database.read(lambda connection: connection.execute(count).scalar()) == 2
+    await database.close()
+    assert os.listdir(tmp_path) == ["carrel.db"]
+
+
+async def test_short_writes_leave_some_to_the_thread_that_empties_the_log(tmp_path: Path) -> None:
+    database = await Database.open(str(tmp_path / "carrel.db"))
+    await database.write(lambda connection: connection.execute(text("CREATE TABLE t (data BLOB)")))
+
+    def put(connection: Connection) -> None:
+        connection.execute(text("INSERT INTO t VALUES (zeroblob(100000))"))
+
+    handed_on = 0
+    for _ in range(500):
+        try:
+            database.write_here(put)
+        except Occupied:
+            handed_on += 1
+            await database.write(put)
+    assert handed_on >= 4
+    assert (tmp_path / "carrel.db-wal").stat().st_size < 30_000_000, "50 MB were written"
+    await database.close()
+
+
+async def test_a_server_elsewhere_is_never_here(postgres: Postgres, where: str, kind: str) -> None:
+    if kind == "postgresql":
+        database = await Database.open(where)
+        with pytest.raises(Occupied):
+            database.write_here(lambda connection: None)
         await database.close()
 
 

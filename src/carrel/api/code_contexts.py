@@ -22,6 +22,21 @@ _ID_HEADER = {"Carrel-Cell-Id": {"description": "id of the cell", "schema": {"ty
 _TOLD = problems(404, 409, 422, 429, 502)
 
 
+@router.post(
+    "/{name}/cells",
+    operation_id="run_cell",
+    summary="Run a cell to its end",
+    response_model=None,
+    responses={200: {"model": CellResult}, **FAILS},
+    openapi_extra=described(CellRequest, "id", "name"),
+)
+async def run_cell(request: Request) -> Response:
+    """After the cells that came before it. The code context is made when there is none of this name."""
+    wanted, names = await body_of(request, CellRequest), request.path_params
+    result = await plane_of(request).operations.code_contexts.run_cell(names["id"], names["name"], wanted)
+    return Response(result.model_dump_json(), media_type="application/json")
+
+
 @router.get(
     "",
     operation_id="list_code_contexts",
@@ -87,21 +102,6 @@ async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Res
 async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """What runs is ended, what waits is not run, the variables are gone."""
     return as_json(await plane.operations.code_contexts.restart(id, name))
-
-
-@router.post(
-    "/{name}/cells",
-    operation_id="run_cell",
-    summary="Run a cell to its end",
-    response_model=None,
-    responses={200: {"model": CellResult}, **FAILS},
-    openapi_extra=described(CellRequest, "id", "name"),
-)
-async def run_cell(request: Request) -> Response:
-    """After the cells that came before it. The code context is made when there is none of this name."""
-    wanted, names = await body_of(request, CellRequest), request.path_params
-    result = await plane_of(request).operations.code_contexts.run_cell(names["id"], names["name"], wanted)
-    return Response(result.model_dump_json(), media_type="application/json")
 
 
 @router.post(

@@ -33,6 +33,10 @@ HEAD_S = 300.0
 FLUSH_S = 0.05
 """How long the end of an operation may wait for company."""
 MAX_BATCH = 2000
+FEW = 4
+"""So few records are written at once, where the database can: the operation that waits for them would wait longer for
+another thread.
+"""
 MAX_QUEUED = 50_000
 MAX_CHAIN = 200
 _MAX_CHAINS = 10_000
@@ -44,7 +48,9 @@ UNKNOWN = Ending("unknown", reason="the server ended")
 class LogStore(ExportStore, SearchStore, Protocol):
     """What the log needs of a store; `store.audit.AuditStore` is one, and says what the methods do."""
 
-    async def append(self, unknown: Collection[str], build: Callable[[Mapping[str, Tip]], Batch]) -> None:
+    async def append(
+        self, unknown: Collection[str], build: Callable[[Mapping[str, Tip]], Batch], *, short: bool = False
+    ) -> None:
         """Write what `build` makes of the ends of chains."""
 
     async def unclean(self, node: str) -> Sequence[tuple[str, str, int, bool]]:
@@ -348,7 +354,8 @@ class AuditLog:
                 self.key, self.node, known, self._open, items, seal, self._taken, self._head_records, self._clock()
             )
             try:
-                await self._store.append(touched - known.keys(), plan.build)
+                unknown = touched - known.keys()
+                await self._store.append(unknown, plan.build, short=len(items) <= FEW and not seal and not unknown)
             except Conflict:
                 for name in touched:
                     self._chains.pop(name, None)

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Connection, Engine
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from carrel.config import DATABASES
 from carrel.errors import InvalidRequest, PlatformError
@@ -40,6 +40,10 @@ _PRAGMAS = (
 )
 
 
+_IN_A_ROW = 100
+"""After so many writes here one goes to the writer's thread, so that the log of changes is emptied now and then."""
+
+
 class _Cursor(Protocol):
     def execute(self, statement: str, /) -> object: ...
     def close(self) -> None: ...
@@ -53,6 +57,14 @@ def _prepare(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     cursor.close()
 
 
+def _never_wait(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    """Neither for another writer, nor for the disk: the writer's thread brings what was written into the file."""
+    cursor: _Cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout=0")
+    cursor.execute("PRAGMA wal_autocheckpoint=0")
+    cursor.close()
+
+
 def _begin(connection: Connection) -> None:
     # A writer takes its lock at once: one that reads first could find later that it may not write any more.
     # A reader is one statement, which needs no transaction.
@@ -62,28 +74,43 @@ def _begin(connection: Connection) -> None:
         cursor.close()
 
 
+class Occupied(Exception):
+    """Nothing can be written right here and now; `write` waits until it can."""
+
+
 class _Runner(Protocol):
     failures: tuple[type[Exception], ...]
     """What the driver raises when the database cannot be used, besides what the toolkit makes of it."""
 
     async def read(self, query: Query[T]) -> T: ...
     async def write(self, query: Query[T]) -> T: ...
+    def write_here(self, query: Query[T]) -> T: ...
     async def close(self) -> None: ...
 
 
 class _Sqlite:
-    """One thread that writes and one that reads, so that a reader never queues behind a waiting writer."""
+    """One thread that writes and one that reads, so that a reader never queues behind a waiting writer.
+
+    What is short is written here, in the thread of the caller, while nobody else writes: it goes to the page cache in a
+    fraction of the time that the way to another thread and back takes.
+    """
 
     failures: tuple[type[Exception], ...] = (sqlite3.Error,)
 
     def __init__(self, path: str):
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        self._engine = create_engine(
-            URL.create("sqlite", database=path), pool_size=2, max_overflow=0, hide_parameters=True
+        url = URL.create("sqlite", database=path)
+        self._engine = create_engine(url, pool_size=2, max_overflow=0, hide_parameters=True)
+        self._here = create_engine(
+            url, poolclass=StaticPool, connect_args={"check_same_thread": False}, hide_parameters=True
         )
-        event.listen(self._engine, "connect", _prepare)
-        event.listen(self._engine, "begin", _begin)
+        for engine in (self._engine, self._here):
+            event.listen(engine, "connect", _prepare)
+            event.listen(engine, "begin", _begin)
+        event.listen(self._here, "connect", _never_wait)
         self._writing = self._engine.execution_options(carrel_writes=True)
+        self._connection: Connection | None = None
+        self._until_thread = _IN_A_ROW
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-reader")
 
@@ -93,9 +120,35 @@ class _Sqlite:
     async def write(self, query: Query[T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writing, query)
 
+    def write_here(self, query: Query[T]) -> T:
+        if self._until_thread == 0:
+            self._until_thread = _IN_A_ROW
+            raise Occupied
+        if self._connection is None:
+            self._connection = self._here.connect().execution_options(carrel_writes=True)
+        try:
+            transaction = self._connection.begin()
+        except (sqlite3.OperationalError, OperationalError):
+            self._let_go()
+            raise Occupied from None
+        try:
+            with transaction:
+                self._until_thread -= 1
+                return query(self._connection)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
     async def close(self) -> None:
         for executor in (self._writer, self._reader):
             await asyncio.to_thread(executor.shutdown)
+        self._let_go()
+        self._here.dispose()
         self._engine.dispose()
 
 
@@ -153,6 +206,11 @@ class Database:
         """
         with _words(self._name, self._field, self._runner.failures):
             return await self._runner.write(query)
+
+    def write_here(self, query: Query[T]) -> T:
+        """The same for a short query, now and without waiting for anything. Raises `Occupied` when that cannot be."""
+        with _words(self._name, self._field, self._runner.failures):
+            return self._runner.write_here(query)
 
     async def close(self) -> None:
         """Finish what runs and close every connection."""
