@@ -77,6 +77,8 @@ async def _sqlite(path: str) -> AsyncIterator[Checkpoints]:
         try:
             async with held(locks, _SETUP, BUSY_S):
                 await saver.setup()
+            # A killed process loses nothing; only a power cut may take the last steps.
+            await connection.execute("PRAGMA synchronous=NORMAL")
         except (OSError, aiosqlite.Error) as error:
             raise _unusable(path, error) from error
         yield Checkpoints(saver, locks)
