@@ -12,8 +12,8 @@ setup:  ## make .venv with everything
 serve: setup  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more flags)
 	@$(PY) -m carrel serve $(ARGS)
 
-test: setup  ## run every test (ARGS="-k name" to choose)
-	@$(PY) -m pytest $(ARGS)
+test: setup  ## run every test, two halves at a time (ARGS="-k name" to choose)
+	@scripts/test $(ARGS)
 
 kills: setup  ## kill the server 200 times under load on each database
 	@CARREL_KILLS=$${CARREL_KILLS:-200} $(PY) -m pytest -q tests/end_to_end/test_kills.py $(ARGS)

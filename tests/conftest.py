@@ -27,6 +27,9 @@ from servers import ROOT, Server, science
 def pytest_configure(config: pytest.Config) -> None:
     leaks = Leaks()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is told to end still tears down
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a run in the background ignores it, and so would children
     os.environ["TMPDIR"] = tempfile.tempdir = str(leaks.directory)
     if config.option.basetemp is None:
         config.option.basetemp = str(leaks.directory / "t")

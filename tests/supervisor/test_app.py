@@ -22,8 +22,8 @@ async def test_health(supervisor: Supervisor) -> None:
 
     async def settled() -> bool:
         answer = await supervisor.ask("GET", "/health")
-        assert (answer["python_calls"], answer["code_contexts"]) == (1, 1) and answer["processes"] > 5
-        return answer["commands_running"] == 2
+        assert (answer["python_calls"], answer["code_contexts"]) == (1, 1)
+        return answer["commands_running"] == 2 and answer["processes"] > 5
 
     await until(settled)
 
