@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.reaper import descendants
+from carrel.supervisor.reaper import descendants, doomed
 from sandboxes import KINDS, Box, House, Supervisor, parent, status, until
 
 isolated = pytest.mark.parametrize("house", [kind for kind in KINDS if kind != "process"], indirect=True)
@@ -93,7 +94,7 @@ async def test_a_fork_bomb_is_bounded_and_ended(houses: dict[str, House]) -> Non
             supervisor = box.supervisor
             other = await supervisor.start("exec sleep 8888")
             await supervisor.run("true")  # a runner is ready
-            bomb = await supervisor.start("b() { b | b & }; b; exec sleep 7777", timeout=1)
+            bomb = await supervisor.start("b() { b | b & }; b & exec sleep 7777", timeout=1)
             most = 0
 
             async def over() -> bool:
@@ -105,6 +106,7 @@ async def test_a_fork_bomb_is_bounded_and_ended(houses: dict[str, House]) -> Non
             assert most <= 70
             assert (await supervisor.result(bomb))["timed_out"]
             await until(lambda: box.count("/bin/sh") == 0, 20, "the end of its processes")
+            await until(lambda: box.count("") < 16, 20, "room for others")
             left = await supervisor.start("for i in $(seq 40); do (setsid sleep 6543 &); done")
             await supervisor.result(left)
             await until(lambda: box.count("sleep 6543") == 40, 20, "forty leftovers")
@@ -208,3 +210,18 @@ def test_descendants_are_what_leads_up_to_the_root(parents: dict[int, int], stop
         return True
 
     assert set(found) == {pid for pid in tree if belongs(pid)}
+
+
+def test_who_is_doomed() -> None:
+    assert not doomed(os.getpid())
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    try:
+        assert not doomed(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert doomed(pid), "whether it has come to its end or not"
+    finally:
+        os.waitpid(pid, 0)
+    assert doomed(pid)

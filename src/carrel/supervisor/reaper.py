@@ -93,6 +93,9 @@ def processes() -> dict[int, int]:
     return found
 
 
+_KILL = 1 << (signal.SIGKILL - 1)
+
+
 def descendants(root: int, parents: dict[int, int], stop: Sequence[int] = ()) -> list[int]:
     """The processes below `root`, not entering (nor counting) those in `stop`."""
     children: dict[int, list[int]] = {}
@@ -115,6 +118,24 @@ def children(pid: int) -> list[int]:
         return [int(child) for child in os.read(descriptor, 65536).split()]
     finally:
         os.close(descriptor)
+
+
+def doomed(pid: int) -> bool:
+    """Whether a process is gone, or killed and only has not come to its end yet: then nobody was told so far."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        told = os.read(descriptor, 8192)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    if b"\nState:\tZ" in told or b"\nState:\tX" in told:
+        return True
+    pending = [told.partition(name)[2][:16] for name in (b"\nSigPnd:\t", b"\nShdPnd:\t")]
+    return any(mask and int(mask, 16) & _KILL for mask in pending)
 
 
 def kill_below(root: int, stop: Sequence[int] = ()) -> int:

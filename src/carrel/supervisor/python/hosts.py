@@ -17,7 +17,7 @@ from typing import Any
 from carrel.errors import CarrelError, Conflict, LimitExceeded
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.python import warm
-from carrel.supervisor.reaper import Program, Reaper, Stdio, memory_file
+from carrel.supervisor.reaper import Program, Reaper, Stdio, doomed, memory_file
 
 READY = 2
 """How many hosts are kept ready: while one ends a call and prepares the next, another has its turn."""
@@ -128,8 +128,11 @@ class Interpreter(Reaper):
         for host in list(self._ready):
             host.on_readable()  # it may have died just now
         self._rest_later()
-        if self._ready:
-            return self._ready.popleft()
+        while self._ready:
+            host = self._ready.popleft()
+            if not doomed(host.pid) and not doomed(host.spare):
+                return host
+            # Code that killed all it could killed it too: its end is on the way to be heard of.
         if self.retired:
             raise Conflict(f"{self.python} was ended", hint="call again")
         future: asyncio.Future[Host] = self._loop.create_future()
