@@ -147,11 +147,13 @@ async def test_too_much_is_told(emptied: Box) -> None:
 
 async def test_the_load(emptied: Box) -> None:
     before = await empty(emptied)
-    await call(emptied, "open('/dev/shm/x', 'wb').write(bytes(4 << 20))")
+    await call(emptied, "open('/dev/shm/x', 'wb').write(bytes(32 << 20))")
     held = await emptied.supervisor.ask("GET", "/health")
-    assert held["memory_bytes"] > before["memory_bytes"] + (3 << 20)
+    assert held["memory_bytes"] > before["memory_bytes"] + (16 << 20)
     after = await empty(emptied)
-    assert after["clean"] and after["memory_bytes"] < held["memory_bytes"] - (3 << 20)
+    assert after["clean"] and after["memory_bytes"] < held["memory_bytes"] - (
+        16 << 20
+    )  # interpreters come and go meanwhile
 
 
 NAMES = st.sampled_from(["a", "b", "scripts", "é\udcff", ".hidden"])
