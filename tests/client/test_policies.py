@@ -5,7 +5,7 @@ import uuid
 import pytest
 
 from carrel import Client
-from carrel.errors import Conflict, InvalidRequest
+from carrel.errors import Conflict, Denied, InvalidRequest
 from governed import POLICY
 
 
@@ -26,3 +26,20 @@ def test_get_put_explain_delete(client: Client) -> None:
         policy.put(settings={"permissions": {"allow": ["shell("]}})
     policy.delete()
     assert policy.get().settings is None
+
+
+def test_an_agent_does_not_get_rid_of_its_rules_by_deleting_its_context(client: Client) -> None:
+    context = f"p-{uuid.uuid4().hex[:12]}"
+    policy = client.policy(context)
+    policy.put(settings=POLICY)
+    token = client.tokens.create(f"agent-{context}", kind="agent", scopes=["operate"])
+    try:
+        with Client(client.url, token.token) as agent:
+            agent.sandbox(context).terminate(delete_files=True)
+            box = agent.sandbox(context)
+            with pytest.raises(Denied):
+                box.commands.run("curl x")
+            box.terminate(delete_files=True)
+    finally:
+        client.tokens.revoke(token.id)
+        policy.delete()

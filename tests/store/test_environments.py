@@ -30,7 +30,6 @@ async def test_kept_labelled_and_forgotten(database: Database) -> None:
     assert await store.answers() == {"k1": "n1", "k2": "n2"} and await other.answers() == {}
     await store.used("n1", 9.0)
     assert [each.name for each in await store.all()] == ["n1", "n2"]
-    assert await store.unlabel("data") and not await store.unlabel("data")
     await store.forget(["n1", "absent"])
     assert [each.name for each in await store.all()] == ["n2"]
     assert await store.answers() == {"k2": "n2"}

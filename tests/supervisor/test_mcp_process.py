@@ -58,8 +58,8 @@ async def ground(tmp_path: Path) -> AsyncIterator[Ground]:
     await ground.close()
 
 
-async def frames(process: Process) -> list[tuple[int, bytes]]:
-    data, found = b"".join([bytes(chunk) async for chunk in process.messages()]), []
+async def frames(messages: AsyncIterator[bytes | memoryview]) -> list[tuple[int, bytes]]:
+    data, found = b"".join([bytes(chunk) async for chunk in messages]), []
     while data:
         size = int.from_bytes(data[1:5], "big")
         found.append((data[0], data[5 : 5 + size]))
@@ -75,8 +75,9 @@ async def test_from_start_to_end(ground: Ground) -> None:
     process = ground.start("sh", "-c", 'read line; echo "$line"; echo words >&2; exit 3')
     await process.begun
     assert process.exit() == (None, None)
+    messages = process.messages()  # before there is a reason to end: of one that is over, nothing is kept for nobody
     await process.send(b'{"a": 1}\n', 5)
-    (opened, which), (kind, message), (end, how) = await frames(process)
+    (opened, which), (kind, message), (end, how) = await frames(messages)
     assert (opened, kind, end) == (OPENED, MESSAGE, END)
     assert json.loads(which) == {"incarnation": 7, "pid": process.pid}
     assert message == b'{"a": 1}'
@@ -99,10 +100,10 @@ async def test_there_must_be_a_program(ground: Ground) -> None:
 async def test_lines_of_all_servers_share_what_memory_there_is(ground: Ground) -> None:
     code = "import os, sys\nos.write(1, b'{')\nfor _ in range(int(sys.argv[1])): os.write(1, b'x' * 65536)\nos.write(1, b'}\\n')"
     enough = ground.start(sys.executable, "-c", code, "32")
-    found = await frames(enough)
+    found = await frames(enough.messages())
     assert [(kind, len(data)) for kind, data in found[1:-1]] == [(MESSAGE, 32 * 65536 + 2)]
     too_much = ground.start(sys.executable, "-c", code, "128")
-    found = await frames(too_much)
+    found = await frames(too_much.messages())
     assert json.loads(found[-1][1])["reason"] == NO_ROOM
     assert ground.room.left == ROOM
 

@@ -51,10 +51,15 @@ def asked(request: CommandRequest) -> dict[str, object]:
 def edited(request: EditRequest) -> dict[str, object]:
     """Everything of an edit that decides what it does: the texts as far as a person reads them, and a digest of all."""
     texts = f"{len(request.old)}:{request.old}{request.new}".encode("utf-8", "surrogatepass")
-    arguments: dict[str, object] = {"path": request.path, "old": request.old[:_SHOWN], "new": request.new[:_SHOWN]}
+    arguments: dict[str, object] = {"path": request.path, "old": _cut(request.old), "new": _cut(request.new)}
     if request.replace_all:
         arguments["replace_all"] = True
     return arguments | {"digest": blake3(texts).hexdigest()}
+
+
+def _cut(text: str) -> str:
+    left = len(text) - _SHOWN
+    return text if left <= 0 else f"{text[:_SHOWN]} […] and {left} characters more"
 
 
 def command_body(request: CommandRequest, default: float | None) -> tuple[bytes, float]:

@@ -153,7 +153,8 @@ class ControlPlane:
             place=lambda sandbox_id: box.workspace if (box := live.get(sandbox_id)) is not None else None,
         )
         self.approvals.door = door or governor
-        self.sessions.on_deleted += [self.secrets.forget, self.policies.forget, self.approvals.forget]
+        # Not its policy: whoever may delete a context may not loosen what holds for the next one of its name.
+        self.sessions.on_deleted += [self.secrets.forget, self.approvals.forget]
         self.operations = Operations(self.sessions, door or governor, self.metrics, self.secrets.redactor)
         self.secrets.deliver = self.operations.deliver_secrets
         self.sessions.on_moved(self._adopt_chain)

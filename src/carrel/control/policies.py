@@ -227,11 +227,6 @@ class Policies:
         self._cache.pop(context_id, None)
         await self.on_changed(context_id)
 
-    async def forget(self, context_id: str) -> None:
-        """Forget the policy of a context that is gone."""
-        await self._store.delete(context_id)
-        self._cache.pop(context_id, None)
-
     async def copy(self, origin: str, context_id: str) -> None:
         """Give a fork the policy of its origin."""
         record = await self._store.get(origin)

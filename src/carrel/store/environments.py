@@ -173,12 +173,6 @@ class EnvironmentStore:
 
         await self._database.write(run)
 
-    async def unlabel(self, label: str) -> bool:
-        """Take a label away; False when there is none."""
-        mine = and_(environment_labels.c.node == self._node, environment_labels.c.label == label)
-        statement = delete(environment_labels).where(mine)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
-
     async def forget(self, names: Iterable[str]) -> None:
         """Forget environments, with their labels and uses, and the requests that came to them."""
         gone = list(names)
