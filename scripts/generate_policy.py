@@ -43,8 +43,10 @@ _RULES = """\
   the rule says `:*` or `*`; where it could make a deny rule match, it asks. So does a command that has the words of a
   deny rule with options between them (`git -C x push`).
 - **file** means operations on files and redirections in shell text. `**` is any depth, and a trailing `/**` or `:*`
-  means the folder itself too. Paths are compared as written, without `.` and `..`; links are held by the mounts of
-  the sandbox.
+  means the folder itself too. Paths are compared as written, without `.` and `..`; links, and
+  what programs do, are held where the sandbox hides a file or mounts it read-only. So is a path without patterns that
+  must not be written, if it is there when the sandbox starts; other deny rules for writing or deleting inside of what
+  may be written hold for operations alone, and `carrel policy set` says so.
 - **network** means a host (`a.org`), every host below it (`*.a.org`), an address or a network (`10.0.0.0/8`), and a
   port when one is given.
 - **mcp** means a tool of a server.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Test folders are no packages: what they share is found by its plain name.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,6 +23,12 @@ from leaks import Leaks, Watch
 from s3 import S3Server
 from sandboxes import KINDS, Box, House, Supervisor, parent
 from servers import ROOT, Server, science
+
+# A machine that stands still for a moment is no failure: no example has a deadline.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+# The whole suite says the same every time it is run; whoever runs a part of it looks for more.
+settings.register_profile("same", derandomize=True, database=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -24,7 +24,7 @@ import pytest
 
 _GROUP = re.compile(r"^carrel-(\d+)-(\d+)$")
 _PR_SET_CHILD_SUBREAPER = 36
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 Process = tuple[int, int]  # pid and start time: together they name a process for good
 

@@ -28,6 +28,9 @@ for line in sys.stdin:
     print(json.dumps({"echo": asked, "pid": os.getpid()}), flush=True)
 """
 """Answers every line, exits or prints when it is told to."""
+READS = "for line in sys.stdin: pass"
+WAITING = {"backing_off", "failed"}
+"""What a server is after it ended by itself, before and after it may start again."""
 
 
 def python(code: str) -> list[str]:
@@ -66,7 +69,7 @@ class Link:
 
     async def frame(self) -> tuple[int, bytes]:
         """The next frame."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(self._held) < 5 or len(self._held) < 5 + int.from_bytes(self._held[1:5], "big"):
                 self._held += await anext(self.chunks)
         size = int.from_bytes(self._held[1:5], "big")

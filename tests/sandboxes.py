@@ -30,7 +30,7 @@ SANDBOX_UID = 1000
 _count = itertools.count(1)
 
 
-async def until(condition: Callable[[], Awaitable[Any] | Any], timeout: float = 10, what: str = "a condition") -> Any:
+async def until(condition: Callable[[], Awaitable[Any] | Any], timeout: float = 30, what: str = "a condition") -> Any:
     """Wait for a condition to hold, and give its value."""
     deadline = time.monotonic() + timeout
     while True:
@@ -105,7 +105,7 @@ class Supervisor:
                     held = held[5 + size :]
             assert held == b""
 
-    async def shows(self, name: str, words: str, timeout: float = 10) -> str:
+    async def shows(self, name: str, words: str, timeout: float = 30) -> str:
         """Wait for words in a command's output."""
 
         async def there() -> str | None:

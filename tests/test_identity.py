@@ -370,6 +370,11 @@ async def test_nobody_gives_more_than_they_have(tokens: Tokens) -> None:
             await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], contexts=contexts), few)
     _, token = await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], contexts=["b"]), few)
     assert token.created_by == "person:f"
+    short = Identity("person:s", Kind.PERSON, frozenset({Scope.ADMINISTER}), expires_at=2000.0)
+    for expires in (None, 2000.1):
+        with pytest.raises(InvalidRequest, match="outlive"):
+            await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], expires_at=expires), short)
+    await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], expires_at=2000.0), short)
 
 
 async def test_what_a_newer_carrel_wrote_gives_no_rights(tokens: Tokens, store: TokenStore) -> None:

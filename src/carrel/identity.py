@@ -77,10 +77,11 @@ SCOPES = (
             "search_audit", "export_audit", "get_audit_key", "get_host", "get_metrics", "healthz", "readyz",
             "list_templates", "list_envs", "get_env", "list_sandbox_envs", "list_code_contexts", "get_code_context",
             "get_cell", "get_cell_output", "list_mcp_servers", "get_mcp_server", "get_mcp_catalogue", "get_mcp_log",
+            "get_identity",
         ),
         listed=(
             "list_sandboxes", "list_approvals", "watch_approvals", "get_audit_key", "get_host", "healthz", "readyz",
-            "list_templates", "list_envs", "get_env",
+            "list_templates", "list_envs", "get_env", "get_identity",
         ),
     ),
     Declaration(
@@ -359,6 +360,10 @@ class Tokens:
         if by.contexts is not None and not (grant.contexts is not None and by.contexts >= set(grant.contexts)):
             raise InvalidRequest(
                 "you can give tokens for your own contexts only", field="contexts", hint="name some of them"
+            )
+        if by.expires_at is not None and (grant.expires_at is None or grant.expires_at > by.expires_at):
+            raise InvalidRequest(
+                "a token does not outlive the one it is made with", field="expires_at", hint="name an earlier moment"
             )
         for context in grant.contexts or ():
             if not _CONTEXT.fullmatch(context):

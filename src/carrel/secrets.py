@@ -15,16 +15,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pydantic import SecretBytes, SecretStr
 
-from carrel.errors import InvalidRequest, PlatformError, TooLarge
+from carrel.errors import Conflict, InvalidRequest, PlatformError, TooLarge
 
 ScopeKind = Literal["context", "template"]
 """What a secret belongs to."""
@@ -33,6 +33,8 @@ SHORTEST, LARGEST = 4, 64 * 1024
 """Bytes of a value. What is shorter would be found everywhere when it is taken out of outputs."""
 
 KEY_FILE = "secret.key"
+NEXT_KEY_FILE = "secret.key.new"
+"""Beside `KEY_FILE` while the key is being changed."""
 _KEY_BYTES, _NONCE_BYTES = 32, 12
 OVERHEAD = _NONCE_BYTES + 16
 """Bytes that sealing adds to a value."""
@@ -94,9 +96,14 @@ class Vault:
     @classmethod
     def open(cls, data_dir: str, key: SecretStr | None = None) -> Vault:
         """A vault with the key of the settings, or the one kept in `secret.key` of the data directory, made on first
-        use. `PlatformError` when that file cannot be used or others may read it.
+        use. `PlatformError` when that file cannot be used or others may read it, `Conflict` while it is being changed.
         """
         return cls(decoded_key(key.get_secret_value(), "secret_key") if key else _kept_key(data_dir))
+
+    @classmethod
+    def of_file(cls, path: str, field: str) -> Vault:
+        """A vault with the key that a file holds. `PlatformError` as for the kept one."""
+        return cls(_read_key(path, field))
 
     def derived(self, purpose: str) -> bytes:
         """A key for another purpose, the same on every server that has this one."""
@@ -144,31 +151,106 @@ class SealedRecord(Protocol):
     def version(self) -> int: ...  # noqa: D102
 
 
+class FormerRecord(SealedRecord, Protocol):
+    """A stored value that a secret had."""
+
+    @property
+    def id(self) -> int: ...  # noqa: D102
+
+
 class SealedStore(Protocol):
     """Where sealed values are kept, as far as changing their key has to know it."""
 
-    async def sealed_with(self, key_id: str, *, limit: int) -> Sequence[SealedRecord]:
-        """Some secrets that this key sealed."""
+    async def sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Sequence[SealedRecord]:
+        """Some secrets that this key sealed, without the first `skip`."""
 
     async def reseal(self, kind: ScopeKind, scope: str, name: str, *, version: int, sealed: bytes, key_id: str) -> bool:
         """Replace the sealed bytes of that version; False when it has changed since."""
 
+    async def former_sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Sequence[FormerRecord]:
+        """Some former values that this key sealed, without the first `skip`."""
 
-async def rewrap(store: SealedStore, old: Vault, new: Vault, *, batch: int = 100) -> int:
-    """Seal with `new` everything that `old` sealed, and say how many. Values and versions stay; may be done twice."""
+    async def reseal_former(self, id: int, *, sealed: bytes, key_id: str) -> bool:
+        """Replace the sealed bytes of a former value; False when it is forgotten since."""
+
+
+class Resealed(NamedTuple):
+    """How many were sealed again."""
+
+    secrets: int
+    former: int
+
+
+async def rewrap(store: SealedStore, old: Vault, new: Vault, *, batch: int = 100) -> Resealed:
+    """Seal with `new` everything that `old` sealed, former values too, and say how many. Values and versions stay; may
+    be done twice, and ended anywhere. What was damaged and does not open is left as it is.
+    """
+    done, former = 0, 0
     if old.key_id == new.key_id:
-        return 0
-    done = 0
-    while records := await store.sealed_with(old.key_id, limit=batch):
+        return Resealed(done, former)
+    skip = 0
+    while records := await store.sealed_with(old.key_id, limit=batch, skip=skip):
         for record in records:
-            kind, scope, name = record.kind, record.scope, record.name
-            value = old.unseal(kind, scope, name, Sealed(record.key_id, record.sealed))
-            again = new.seal(kind, scope, name, value.get_secret_value())
+            if (again := _again(record, old, new)) is None:
+                skip += 1
+                continue
             # One that was put anew meanwhile is found again if the old key sealed it.
             done += await store.reseal(
-                kind, scope, name, version=record.version, sealed=again.data, key_id=again.key_id
+                record.kind,
+                record.scope,
+                record.name,
+                version=record.version,
+                sealed=again.data,
+                key_id=again.key_id,
             )
-    return done
+    skip = 0
+    while remembered := await store.former_sealed_with(old.key_id, limit=batch, skip=skip):
+        for each in remembered:
+            if (again := _again(each, old, new)) is None:
+                skip += 1
+                continue
+            former += await store.reseal_former(each.id, sealed=again.data, key_id=again.key_id)
+    return Resealed(done, former)
+
+
+def _again(record: SealedRecord, old: Vault, new: Vault) -> Sealed | None:
+    kind, scope, name = record.kind, record.scope, record.name
+    try:
+        value = old.unseal(kind, scope, name, Sealed(record.key_id, record.sealed))
+    except PlatformError:
+        return None
+    return new.seal(kind, scope, name, value.get_secret_value())
+
+
+def next_key(data_dir: str, given: str | None = None) -> Vault:
+    """The key that is to replace the kept one: the one in the file `given`, or a new one. It is in a file beside the
+    kept one before this returns; what an interrupted change has left there is taken, and `Conflict` when another is
+    given.
+    """
+    path = os.path.join(data_dir, NEXT_KEY_FILE)
+    wanted = None if given is None else _read_key(given, "new_key")
+    with _usable(path, "data_dir"):
+        if not os.path.lexists(path):
+            _make_key(path, wanted)
+    found = Vault.of_file(path, "data_dir")
+    if wanted is not None and Vault(wanted).key_id != found.key_id:
+        raise Conflict(
+            f"a change to another key was begun: {path} holds it",
+            field="new_key",
+            hint="finish that one first: carrel secret rekey without --new-key",
+        )
+    return found
+
+
+def replace_key(data_dir: str) -> None:
+    """Make the next key the kept one. The one before is gone."""
+    path = os.path.join(data_dir, KEY_FILE)
+    with _usable(path, "data_dir"):
+        for name in os.listdir(data_dir):
+            if re.fullmatch(rf"{re.escape(NEXT_KEY_FILE)}\.[0-9a-f]{{8}}", name):  # somebody was killed who made it
+                os.unlink(os.path.join(data_dir, name))
+        os.replace(os.path.join(data_dir, NEXT_KEY_FILE), path)
+        _sync_directory(path)
 
 
 def decoded_key(text: str, field: str) -> bytes:
@@ -196,50 +278,75 @@ def _place(kind: ScopeKind, scope: str, name: str) -> bytes:
 
 def _kept_key(data_dir: str) -> bytes:
     path = os.path.join(data_dir, KEY_FILE)
-    try:
+    if os.path.lexists(os.path.join(data_dir, NEXT_KEY_FILE)):
+        raise Conflict(
+            "the key of the secrets is being changed, and some may be sealed with the new one already",
+            field="data_dir",
+            hint="finish it: carrel secret rekey",
+        )
+    with _usable(path, "data_dir"):
         if not os.path.lexists(path):
             _make_key(path)
+    return _read_key(path, "data_dir")
+
+
+def _read_key(path: str, field: str) -> bytes:
+    with _usable(path, field):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in {0, os.geteuid()}:
                 raise PlatformError(
                     f"{path} must be a file that only the user who runs carrel may read",
-                    field="data_dir",
-                    hint=f"chmod 600 {path}, and find out who has read it",
+                    field=field,
+                    hint=f"chmod 600 {path}, and find out who has read it"
+                    if found.st_uid in {0, os.geteuid()}
+                    else "run carrel as the user it belongs to",
                 )
             text = os.read(fd, 200)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise PlatformError(
-            f"the key of the secrets, {path}, cannot be used: {error.strerror}",
-            field="data_dir",
-            hint="check its mode and owner; without it stored secrets cannot be opened",
-        ) from None
     try:
-        return decoded_key(text.decode("ascii", "replace"), "data_dir")
+        return decoded_key(text.decode("ascii", "replace"), field)
     except InvalidRequest:
         raise PlatformError(
             f"{path} holds no key",
-            field="data_dir",
-            hint="bring it back from a backup; without it stored secrets cannot be opened",
+            field=field,
+            hint="bring it back from a backup; without it stored secrets cannot be opened"
+            if field == "data_dir"
+            else "it must be 32 bytes in base64, as `head -c 32 /dev/urandom | base64` makes them",
         ) from None
 
 
-def _make_key(path: str) -> None:
+@contextmanager
+def _usable(path: str, field: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PlatformError(
+            f"the key of the secrets, {path}, cannot be used: {error.strerror}",
+            field=field,
+            hint="check its mode and owner; without it stored secrets cannot be opened",
+        ) from None
+
+
+def _make_key(path: str, key: bytes | None = None) -> None:
     """Make the file whole or not at all; of two that make it at once, one wins."""
     temporary = f"{path}.{os.urandom(4).hex()}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(base64.b64encode(os.urandom(_KEY_BYTES)) + b"\n")
+            file.write(base64.b64encode(key or os.urandom(_KEY_BYTES)) + b"\n")
             file.flush()
             os.fsync(fd)
         with suppress(FileExistsError):
             os.link(temporary, path)
     finally:
         os.unlink(temporary)
+    _sync_directory(path)
+
+
+def _sync_directory(path: str) -> None:
     directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

@@ -14,6 +14,7 @@ import logging
 import os
 import resource
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ from carrel.workspaces.volumes.doctor import disk_quota
 
 if TYPE_CHECKING:
     from carrel.control.plane import ControlPlane
+    from carrel.control.rekeying import Rekeyed
 
 log = logging.getLogger("carrel.server")
 
@@ -209,6 +211,21 @@ def local_host_report(allow_process: bool = False) -> HostReport:
     return report.model_copy(update={"checks": [*report.checks, disk_quota()]})
 
 
+def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
+    """Change the key of the secrets; `Conflict` while a server runs on this data directory."""
+    from carrel.control.rekeying import rekey as change
+
+    try:
+        with _locked(settings.data_dir):
+            return asyncio.run(change(settings, old_key=old_key, new_key=new_key))
+    except OSError as error:
+        raise PlatformError(
+            f"the data directory {settings.data_dir} cannot be used: {error.strerror}",
+            field="data_dir",
+            hint="name the one of the server with --data-dir or CARREL_DATA_DIR",
+        ) from None
+
+
 def _welcome(server: Running) -> str:
     lines = [f"carrel {carrel.__version__} listens on {server.url}", f"docs   {server.url}/docs"]
     if server.token is None:
@@ -217,7 +234,8 @@ def _welcome(server: Running) -> str:
         lines.append(f"token  {server.token}  (kept in {os.path.join(server.data_dir, 'token')})")
     if server.plane.recovered.adopted:
         lines.append(f"found  {server.plane.recovered.adopted} running sandboxes of the server before")
-    lines.append("try    carrel run 'echo hello from $(hostname)'")
+    command = "carrel" if shutil.which("carrel") else os.path.join(os.path.dirname(sys.executable), "carrel")
+    lines.append(f"try    {command} run 'echo hello from $(hostname)'")
     return "\n".join(lines)
 
 

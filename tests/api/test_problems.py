@@ -28,6 +28,7 @@ def finding(model: type[BaseModel], body: str) -> InvalidRequest:
         (SandboxRequest, '{"limits": {"memroy_mb": 1}}', "limits.memroy_mb", "'memory_mb'"),
         (SandboxRequest, '{"xyzzy": 1}', "xyzzy", "leave it out"),
         (SandboxRequest, '{"limits": {"cpus": 0}}', "limits.cpus", "greater than 0"),
+        (SandboxRequest, '{"context_id": "a b"}', "context_id", "a context has letters"),
         (SandboxRequest, '{"env": {"A B": ""}}', "env.A B", "pattern"),
         (CommandRequest, "{}", "command", "add it"),
         (CommandRequest, '{"command": []}', "command", "/docs"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import httpx
 import pytest
@@ -61,7 +62,8 @@ async def test_a_bundle(http: httpx.AsyncClient, known: Known) -> None:
 async def test_back_pressure(http: httpx.AsyncClient, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"max_sandboxes": 1, "queue": 0, "spares": 0}
     monkeypatch.setattr(server.plane.router.table, "settings", server.plane.settings.router.model_copy(update=few))
-    running = asyncio.ensure_future(http.post("/v1/execute", json={"code": "import time; time.sleep(3)"}))
+    code = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    running = asyncio.ensure_future(http.post("/v1/execute", json={"code": code}))
 
     async def busy() -> bool:
         return 'carrel_router_sandboxes{state="busy"} 1.0' in (await http.get("/metrics")).text
@@ -72,4 +74,7 @@ async def test_back_pressure(http: httpx.AsyncClient, server: Running, monkeypat
     assert int(answer.headers["retry-after"]) > 0
     answer = await http.post("/v1/execute/bundle", content=bundle("1", a=bytes(1 << 20)))
     assert refused(answer, 429, None)["retry"] is True and int(answer.headers["retry-after"]) > 0
+    table = server.plane.router.table
+    place = await until(lambda: next((each for each in table.places if each.state == "busy"), None))
+    Path((await server.plane.sessions.find(place.id)).workspace, "go").touch()
     assert (await running).status_code == 200

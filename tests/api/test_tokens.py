@@ -67,3 +67,16 @@ async def test_an_administrator_of_a_namespace_sees_only_that(http: httpx.AsyncC
     refused(await chief.delete(f"/v1/tokens/{other}"), 404, "id")
     assert (await everything.get("/v1/sandboxes")).status_code == 200
     assert (await chief.delete(f"/v1/tokens/{made.json()['id']}")).status_code == 200
+
+
+async def test_every_token_may_ask_whom_it_stands_for(http: httpx.AsyncClient, known: Known) -> None:
+    root = (await http.get("/v1/tokens/me")).json()
+    assert (root["subject"], root["scopes"], root.get("token_id")) == ("administrator", ["administer"], None)
+    narrow = await known("narrow", "agent", "read", namespace="team", contexts=["team:b", "team:a"])
+    shown = (await narrow.get("/v1/tokens/me")).json()
+    assert (shown["subject"], shown["kind"], shown["scopes"]) == ("agent:narrow", "agent", ["read"])
+    assert (shown["namespace"], shown["contexts"]) == ("team", ["team:a", "team:b"])
+    assert shown["token_id"].startswith("tok-") and "hash" not in shown
+    person = await known("ann", "person", "approve")
+    assert (await person.get("/v1/tokens/me")).json()["subject"] == "person:ann"
+    refused(await http.get("/v1/tokens/me", headers={"authorization": "Bearer carrel_nobody"}), 401, "Authorization")

@@ -260,6 +260,31 @@ async def test_a_chain_moves_with_its_session(where: str, key: SigningKey, tmp_p
             await database.close()
 
 
+async def test_what_a_server_left_open_is_found_though_another_wrote_to_the_chain(where: str, key: SigningKey) -> None:
+    databases = [await Database.open(where), await Database.open(where)]
+    stores = [AuditStore(database) for database in databases]
+    try:
+        async with opened(stores[1], key, "b") as other:
+            killed = AuditLog(stores[0], key, "a")
+            await killed.open()
+            await killed.begin(replace(ENTRY, name="slow"))
+            (await other.begin(replace(ENTRY, name="decide_approval"))).end()
+            await other.seal()
+            running = await other.begin(replace(ENTRY, name="running"))
+            assert killed._task is not None
+            killed._task.cancel()
+            again = AuditLog(stores[0], key, "a")
+            assert [each.name for each in await again.open()] == ["slow"], "and not what runs on the other"
+            await again.close()
+            running.end()
+            await other.flush()
+            assert (await checked(other)).open == 0
+        assert await stores[0].unclean("a") == await stores[0].unclean("b") == []
+    finally:
+        for database in databases:
+            await database.close()
+
+
 async def test_two_servers_never_fork_a_chain(where: str, key: SigningKey) -> None:
     databases = [await Database.open(where), await Database.open(where)]
     try:

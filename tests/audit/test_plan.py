@@ -14,9 +14,9 @@ def plan(
     chains: dict[str, Chain] | None = None,
     opened: dict[str, set[int]] | None = None,
     seal: tuple[str, ...] = (),
-    taken: tuple[str, ...] = (),
+    taken: dict[str, frozenset[str]] | None = None,
 ) -> Plan:
-    return Plan(key, "n", chains or {}, opened or {}, items, seal, taken, 3, 100.0)
+    return Plan(key, "n", chains or {}, opened or {}, items, seal, taken or {}, 3, 100.0)
 
 
 def begin(ticket: object) -> Item:
@@ -71,5 +71,5 @@ def test_a_chain_with_open_operations_is_not_clean(key: SigningKey) -> None:
 def test_only_who_continues_a_chain_says_so(key: SigningKey) -> None:
     tip = (5, b"h" * 32, 2)
     assert plan(key, [], seal=("context:c",)).build({"context:c": tip})[2] == []
-    taken = plan(key, [], seal=("context:c",), taken=("context:c",)).build({"context:c": tip})
-    assert taken[2] == [Hold("context:c", "n", 6, True)]
+    taken = plan(key, [], seal=("context:c",), taken={"context:c": frozenset({"m", "n"})}).build({"context:c": tip})
+    assert taken[2] == [Hold("context:c", "n", 6, True), Hold("context:c", "m", 6, True)]

@@ -20,6 +20,7 @@ def test_what_cannot_be_is_said_in_words(carrel: Carrel, tmp_path: Path) -> None
         (["--log-level", "loud"], b"loud"),
         (["--approver-token-file", str(tmp_path / "missing")], b"cannot read the token"),
         (["--database", "mysql://x"], b"postgresql://"),
+        (["--port", "99999"], b"65535"),
     ):
         said = carrel("agent", "--port", "0", *words)
         assert said.returncode != 0

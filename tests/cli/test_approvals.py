@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,12 +44,13 @@ def waits(carrel: Carrel, context: str, *words: str) -> str:
 
 
 def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str, str]], context: str) -> None:
-    refused = carrel("exec", context, "--", "touch", "a b", env=people["agent"])
+    asked = ["--cwd", "data", "--env", "A=b c", context, "--", "touch", "a b"]
+    refused = carrel("exec", *asked, env=people["agent"])
     first, second = refused.stderr.decode().splitlines()
     handle = waits(carrel, context)
     assert refused.returncode == 1 and first.startswith("error: a person has to decide")
-    again = f"carrel exec --approval {handle} {context} -- touch 'a b'"
-    assert second == f"hint: `carrel approve {handle}` lets it; then `{again}`"
+    again = shlex.join(["carrel", "exec", "--approval", handle, *asked])
+    assert second == f"hint: somebody else lets it with `carrel approve {handle}`; then `{again}`"
 
     shown = carrel("approvals", env=people["ann"]).stdout.decode()
     assert handle in shown and "agent:coder" in shown and "touch a b" in shown
@@ -57,12 +59,19 @@ def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str,
     done = carrel("approve", handle, "apr-0", "-m", "fine", env=people["ann"])
     assert done.returncode == 1 and done.stdout.decode() == f"approved {handle} touch a b\n"
     assert b"error: apr-0: there is no approval" in done.stderr
-    words = ["exec", "--approval", handle, context, "--", "touch", "a b"]
+    words = shlex.split(again)[1:]
     assert carrel(*words, env=people["agent"]).returncode == 0
     used = carrel(*words, env=people["agent"])
     assert used.returncode == 1 and b"used already" in used.stderr
     assert carrel("approvals", "--context", context).stderr == b"nothing waits for a person\n"
     assert waits(carrel, context, "--all") == handle
+
+
+def test_who_asked_is_told_who_decides(carrel: Carrel, context: str) -> None:
+    carrel("exec", context, "--", "touch", "x")
+    own = carrel("approve", waits(carrel, context))
+    assert own.returncode == 1 and b"nobody decides their own request" in own.stderr
+    assert b"a token of its own" in own.stderr
 
 
 def test_deny_rule_and_context(carrel: Carrel, people: dict[str, dict[str, str]], context: str) -> None:

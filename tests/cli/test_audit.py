@@ -91,7 +91,11 @@ def test_export_and_verify_without_a_server(carrel: Carrel, alone: Carrel, serve
     for path in (plain, packed):
         assert carrel("export", "-o", str(path)).returncode == 0
     assert packed.stat().st_size * 2 < plain.stat().st_size
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "behind")
+    assert carrel("export", "-o", str(link)).returncode == 0
+    assert link.is_symlink() and link.stat().st_size > 1000
     key = carrel("key").stdout.decode().strip()
     for path in (plain, packed):
         checked = alone("audit", "verify", str(path), "--key", key.upper())

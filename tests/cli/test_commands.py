@@ -156,6 +156,21 @@ def test_exec_keeps_the_workspace_and_logs_tell(carrel: Carrel, context: str) ->
         carrel("rm", "--yes", context)
 
 
+def test_a_wrong_call_makes_no_sandbox(carrel: Carrel, context: str) -> None:
+    assert carrel("exec", context, "--").returncode == 2
+    assert carrel("ps", context).stderr.startswith(b"error: no sandbox named")
+
+
+def test_what_an_output_cannot_show_is_shown_as_its_code(carrel: Carrel, context: str) -> None:
+    try:
+        carrel("exec", context, "touch grüße")
+        done = carrel("ls", context, env={"PYTHONIOENCODING": "ascii"})
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"gr\\xfc\\xdfe" in done.stdout
+    finally:
+        carrel("rm", "--yes", "--files", context)
+
+
 def test_logs_of_nothing(carrel: Carrel) -> None:
     done = carrel("logs", "no-such-context")
     assert done.returncode == 1

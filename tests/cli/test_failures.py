@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.cli.failures import Terminated, exit_code_of, tell
-from carrel.errors import BY_CODE, Denied
+from carrel.errors import BY_CODE, Denied, Unauthorized
 
 
 @given(st.text(), st.text(min_size=1))
@@ -22,6 +22,12 @@ def test_a_failure_is_two_lines(detail: str, hint: str) -> None:
         assert exit_code_of(Denied(detail, hint=hint)) == 1
     assert told.getvalue().count("\n") == 2
     assert "\x1b" not in told.getvalue()
+
+
+def test_a_wrong_token_is_told_in_the_words_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(Unauthorized("the token is missing or wrong", hint="send a header")) == 1
+    told = capsys.readouterr().err
+    assert "CARREL_TOKEN" in told and "header" not in told
 
 
 def test_an_unforeseen_failure_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,9 @@ def test_sync_list_put_get_and_remove(carrel: Carrel, tmp_path: Path) -> None:
         assert carrel("filespace", "get", name, "out").stdout == b"made\n"
         assert carrel("filespace", "get", name, "out", str(tmp_path)).returncode == 0
         assert (tmp_path / "out").read_bytes() == b"made\n"
+        (tmp_path / "link").symlink_to(tmp_path / "behind")
+        assert carrel("filespace", "get", name, "out", str(tmp_path / "link")).returncode == 0
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "behind").read_bytes() == b"made\n"
         assert carrel("filespace", "rm", name, "piped").returncode == 0
         done = json.loads(carrel("sync", name, "--pull", "--json").stdout)
         assert (done["direction"], done["pull_deleted"]) == ("pull", 1)
@@ -40,7 +43,7 @@ def test_sync_list_put_get_and_remove(carrel: Carrel, tmp_path: Path) -> None:
             failed = carrel("filespace", *wrong, stdin=b"")
             assert failed.returncode == 1 and b"error:" in failed.stderr and b"Traceback" not in failed.stderr
         assert carrel("sync", name, "--push", "--pull").returncode == 2
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["behind", "in.csv", "link", "out"]
     finally:
         carrel("rm", "--yes", "--files", name)
 

@@ -74,4 +74,6 @@ def test_a_port_that_is_taken_is_told(carrel: Carrel, data_dir: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         run = carrel("mcp", "--http", "--port", str(taken.getsockname()[1]))
-    assert run.returncode != 0 and b"in use" in run.stderr and b"Traceback" not in run.stderr
+    assert run.returncode == 1 and b"Traceback" not in run.stderr
+    first, second = run.stderr.splitlines()
+    assert first.startswith(b"error: cannot listen on 127.0.0.1:") and b"in use" in first and b"--port" in second

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +29,25 @@ def test_code_from_everywhere(carrel: Carrel, tmp_path: Path) -> None:
     assert b"NameError" in carrel("python", "--cell", "y", "-c", "v", name).stderr
     assert b"its variables are gone" in carrel("python", "--cell", "x", "-c", "import os; os._exit(1)", name).stderr
     carrel("rm", "--yes", name)
+
+
+def test_ctrl_c_ends_the_code_too(carrel: Carrel, data_dir: Path) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    code = "import time; print('started', flush=True); time.sleep(100)"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "carrel", "python", name, "-c", code],
+        env={**os.environ, "CARREL_DATA_DIR": str(data_dir)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"started\n"
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        process.stdout.close()
+    [command] = json.loads(carrel("ps", name, "--json").stdout)
+    assert (command["running"], command["signal"]) == (False, "SIGKILL")
+    carrel("rm", "--yes", "--files", name)
 
 
 def test_without_a_context(carrel: Carrel) -> None:

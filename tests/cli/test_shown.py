@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.cli.shown import age, plain, size
+from carrel.cli.shown import age, fitting, plain, print_table, size
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -29,3 +29,38 @@ def test_size(count: int, text: str) -> None:
 @given(st.text())
 def test_plain_text_cannot_steer_a_terminal(text: str) -> None:
     assert all(c.isprintable() for c in plain(text))
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.sampled_from([6, 24])), max_size=12), st.integers(0, 400))
+def test_only_the_widest_columns_give_way(columns: list[tuple[int, int]], room: int) -> None:
+    widths, least = [width for width, _ in columns], [fewest for _, fewest in columns]
+    fitted = fitting(widths, room, least)
+    cut = [new for new, old in zip(fitted, widths, strict=True) if new < old]
+    assert sum(fitted) <= room or fitted == [min(*each) for each in columns]
+    for new, old, fewest in zip(fitted, widths, least, strict=True):
+        assert min(old, fewest) <= new <= old
+        assert new <= max(min(cut, default=new), fewest)
+
+
+def test_a_table_that_goes_elsewhere_is_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for wrap in (False, True):
+        print_table(["A", "B"], [["a" * 150, "b " * 100 + "end"]], wrap=wrap)
+        head, row = capsys.readouterr().out.splitlines()
+        assert head.split() == ["A", "B"]
+        assert "a" * 150 in row and row.rstrip().endswith("end")
+
+
+def test_a_narrow_terminal_keeps_the_short_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    handle = "apr-de6f4540902500da"
+    columns = ["ID", "DECISION", "CONTEXT", "WHAT", "WHY"]
+    print_table(columns, [[handle, "deny", "conversation-42", "x" * 200, "y" * 60]])
+    row = capsys.readouterr().out.splitlines()[1]
+    assert f"{handle}  deny      conversation-42  xx" in row and row.count("…") == 2

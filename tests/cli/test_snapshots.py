@@ -20,7 +20,9 @@ def test_take_list_compare_restore_and_fork(carrel: Carrel) -> None:
         carrel("exec", name, "echo one > f")
         first = json.loads(carrel("snapshot", "--json", name).stdout)
         carrel("exec", name, "echo two > f; touch g")
-        second = carrel("snapshot", name).stdout.split()[0].decode()
+        said = carrel("snapshot", name).stdout.decode()
+        assert "None" not in said
+        second = said.split()[0]
         table = carrel("snapshots", name).stdout.decode().splitlines()
         assert table[0].split() == ["ID", "STATUS", "AGE", "FILES", "SIZE", "NEW"]
         assert [line.split()[0] for line in table[1:]] == [second, first["id"]]

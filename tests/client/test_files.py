@@ -140,6 +140,36 @@ def test_a_failed_download_leaves_nothing(box: Sandbox, tmp_path: Path) -> None:
         box.files.upload(tmp_path / "absent", "x")
 
 
+def test_a_device_a_pipe_or_a_link_that_was_named_is_written_into(box: Sandbox, tmp_path: Path) -> None:
+    box.files.write("f", b"whole")
+    pipe, link, behind = tmp_path / "pipe", tmp_path / "link", tmp_path / "behind"
+    os.mkfifo(pipe)
+    link.symlink_to(behind)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        box.files.download("f", pipe)
+        assert os.read(reader, 100) == b"whole"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode), "what everybody uses was replaced by a file"
+    box.files.download("f", link)
+    assert link.is_symlink() and behind.read_bytes() == b"whole"
+
+
+def test_names_of_a_sandbox_lead_through_no_local_link(box: Sandbox, tmp_path: Path) -> None:
+    outside, directory = tmp_path / "outside", tmp_path / "d"
+    outside.write_text("mine")
+    directory.mkdir()
+    (directory / "f").symlink_to(outside)
+    (directory / "g").symlink_to(outside)
+    box.files.write("d/f", b"theirs")
+    box.files.write("g", b"theirs")
+    box.files.download("d", directory)
+    box.files.download_many(["g"], directory)
+    assert outside.read_text() == "mine"
+    assert (directory / "f").read_bytes() == (directory / "g").read_bytes() == b"theirs"
+
+
 async def test_async_files(async_box: AsyncSandbox, tmp_path: Path) -> None:
     async def parts() -> AsyncIterator[bytes]:
         yield b"1"

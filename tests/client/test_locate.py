@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from carrel.client import local_server, locate
 from carrel.errors import CarrelError, InvalidRequest, ServerUnreachable
+from servers import ROOT, as_user, readable
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +82,20 @@ def test_any_text_is_an_address_or_an_error(text: str) -> None:
         assert locate(text, "t").url.startswith(("http://", "https://", "HTTP", "Http"))
     except CarrelError:
         pass
+
+
+@pytest.mark.skipif(not ROOT, reason="only root has a directory that an ordinary user may not read")
+def test_the_directory_of_another_user_is_told_as_such() -> None:
+    with tempfile.TemporaryDirectory(prefix="carrel-locate-") as place:
+        os.chmod(place, 0o755)
+        data = Path(place, "data")
+        leave(data)
+        data.chmod(0o700)
+        environment = {
+            "CARREL_DATA_DIR": str(data),
+            "PYTHONPATH": readable(Path(place)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = as_user([os.path.realpath(sys.executable), "-m", "carrel", "ps"])
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 1 and "this user may not look into" in done.stderr and "CARREL_TOKEN" in done.stderr

@@ -43,6 +43,7 @@ def node_settings(settings: Settings) -> list[Settings]:
     found = []
     for name in ("a", "b"):
         flags = {"data_dir": f"{settings.data_dir}/{name}", "node": name, "volumes": "directory", **shared}
+        flags["lease_s"] = 600.0  # renewed when a test says so, however long it takes
         found.append(load(flags, environ={}))
     return found
 

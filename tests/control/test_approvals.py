@@ -11,7 +11,7 @@ from carrel.control.approvals import Approvals, digest, summary
 from carrel.control.caller import Caller, caller
 from carrel.control.door import Decision, Operation
 from carrel.control.exchange import edited
-from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound
+from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound, PlatformError
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
 from carrel.store import Database
@@ -164,6 +164,25 @@ async def test_as_a_rule(approvals: Approvals) -> None:
         await approvals.decide(await _ask(approvals, fleeting), wanted, PERSON)
 
 
+class Broken(Kept):
+    """Rules of a server whose database is out of reach."""
+
+    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
+        raise PlatformError("the database is out of reach")
+
+
+async def test_who_gives_a_rule_that_cannot_be_kept_is_told_what_holds(approvals: Approvals) -> None:
+    approvals.rules = Broken()
+    handle = await _ask(approvals)
+    wanted = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
+    with pytest.raises(PlatformError) as caught:
+        await approvals.decide(handle, wanted, PERSON)
+    assert "approved, once" in (caught.value.hint or "")
+    assert await _with(approvals, handle) == handle
+    with pytest.raises(Conflict, match="used already"):
+        await _with(approvals, handle)
+
+
 async def test_a_rule_is_not_added_by_who_decides_too_late(approvals: Approvals) -> None:
     approvals.rules = kept = Kept()
     handle = await _ask(approvals)
@@ -282,3 +301,22 @@ def test_names_and_lines() -> None:
     assert summary(Operation("file", "edit", changed, "", "s", None)) == "edit a.py two one"
     assert summary(Operation("shell", "run_command", {"command": ["a", "b c"]}, "", "s", None)) == "a b c"
     assert len(summary(Operation("shell", "run_command", {"command": "x" * 9999}, "", "s", None))) == 500
+
+
+async def test_a_context_does_not_fill_the_inbox(approvals: Approvals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carrel.control.approvals.MOST_WAITING", 3)
+    asked = [replace(PUSH, arguments={"command": f"touch {number}"}) for number in range(4)]
+    handles = [await _ask(approvals, each) for each in asked[:3]]
+    with pytest.raises(Denied, match="3 requests wait") as caught:
+        await approvals.settle(asked[3], ASK)
+    assert not isinstance(caught.value, ApprovalNeeded)
+    assert caught.value.extra["retry"] is True
+    assert await _ask(approvals, asked[0]) == handles[0], "what waits already waits on"
+    await _ask(approvals, replace(asked[3], context_id="other"))
+    await approvals.decide(handles[0], NO, PERSON)
+    await _ask(approvals, asked[3])
+    for each in asked[:3]:
+        await _ask(approvals, replace(each, context_id=None))
+    with pytest.raises(Denied, match="3 requests wait"):
+        await approvals.settle(replace(asked[3], context_id=None), ASK)
+    await _ask(approvals, replace(asked[3], context_id=None, actor="agent:other"))

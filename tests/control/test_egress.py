@@ -25,6 +25,7 @@ from carrel.models import (
     SandboxRequest,
     TerminateRequest,
 )
+from killed import killed
 from outside import Origin, serving
 from sandboxes import until
 
@@ -225,6 +226,7 @@ async def test_the_next_server_takes_the_ways_out_over(plane: ControlPlane, orig
     await start(plane, "gone", allow(f"network(outbound:127.0.0.2:{origin.port})"))
     pid = plane.egress.pid
     plane.egress._closing = True  # as if it were killed: it does nothing any more
+    await killed(plane)
     other = await ControlPlane.open(plane.settings)
     try:
         assert other.recovered.adopted == 2

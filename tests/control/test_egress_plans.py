@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +69,20 @@ async def test_a_credential_is_for_the_proxy_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["ca-sbx-2.pem"]
 
 
+def test_a_sandbox_trusts_the_authority_that_the_proxy_has_however_many_ask_for_it_first(tmp_path: Path) -> None:
+    made = plans(tmp_path, policy())
+    together = threading.Barrier(8)
+
+    def first(name: str) -> str:
+        together.wait(20)
+        return made._authority(name)
+
+    with ThreadPoolExecutor(8) as pool:
+        for name in map(str, range(10)):
+            assert set(pool.map(first, [name] * 8)) == {(tmp_path / f"ca-{name}.pem").read_text()}
+    assert len(os.listdir(tmp_path)) == 10
+
+
 async def test_a_secret_that_is_not_there_yet_is_left_out(tmp_path: Path) -> None:
     assert (await plans(tmp_path, policy(f'{{"credentials": [{CREDENTIAL}]}}')).of(RECORD)).injected == ()
 
@@ -103,7 +119,9 @@ def test_the_file_of_proxies(tmp_path: Path) -> None:
         '[{"name": "eu", "url": "http://u:p@h:1"}, {"name": "us", "url": "socks5://h:2", "remote_names": true}]'
     )
     assert read_upstreams(str(file)) == (Upstream("eu", "http://u:p@h:1"), Upstream("us", "socks5://h:2", True))
-    for text in ("{}", '[{"name": "eu"}]', '[{"name": "a", "url": "ftp://h"}]', "nonsense"):
+    unfit = ["https://h:443", "http://h", "socks5://h:2/path", "http://u%zz:p@h:1/x"]
+    odd = [f'[{{"name": "a", "url": "{url}"}}]' for url in ("ftp://h", *unfit)]
+    for text in ("{}", '[{"name": "eu"}]', "nonsense", *odd):
         file.write_text(text)
         with pytest.raises(InvalidRequest):
             read_upstreams(str(file))

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings
+from carrel.control.door import Operation, PlainDoor, Traffic
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, Denied, Unsupported
 from carrel.models import (
@@ -150,3 +153,34 @@ async def test_what_policy_denies_outright_is_masked_too(plane: ControlPlane) ->
         await plane.operations.write_file("m", "s.sh", script.encode(), actor="carrel")
         result = await plane.operations.run_command("m", CommandRequest(command="sh s.sh"), "carrel")
         assert result.stdout.count("denied_by_policy") + result.stderr.count("denied_by_policy") == 5
+
+
+class _Moving(PlainDoor):
+    """A door at which somebody moves a label while an attach is decided."""
+
+    move: Callable[[], Awaitable[object]]
+
+    @asynccontextmanager
+    async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
+        if operation.name == "attach_env" and operation.arguments["env"] == "tools":
+            await self.move()
+        async with super().admit(operation) as traffic:
+            yield traffic
+
+
+async def test_what_was_decided_is_what_is_attached(settings: Settings) -> None:
+    async with stocked() as index:
+        file = Path(settings.data_dir, "sources.json")
+        file.write_text(json.dumps(sources(index)))
+        door = _Moving()
+        policy = settings.policy.model_copy(update={"sources_file": str(file)})
+        plane = await ControlPlane.open(settings.model_copy(update={"policy": policy}), door=door)
+        try:
+            await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+            decided = await plane.envs.build(EnvironmentBuild(requirements=["nail"], name="tools"))
+            other = await plane.envs.build(EnvironmentBuild(requirements=["plank"]))
+            door.move = lambda: plane.environments.label(plane.environments.find(other.name), "tools")
+            assert (await plane.envs.attach("c", EnvironmentAttach(env="tools"))).name == decided.name
+            assert plane.environments.find("tools").name == other.name
+        finally:
+            await plane.close()

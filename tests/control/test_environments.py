@@ -268,3 +268,21 @@ async def test_one_index_of_several(plane: ControlPlane) -> None:
 
 def test_settings_of_how_long() -> None:
     assert environments.GRACE_S >= 1 and environments.RESOLVED_S > environments.GRACE_S
+
+
+async def test_a_label_is_given_only_to_what_is_there(plane: ControlPlane, settings: Settings) -> None:
+    async with stocked() as index:
+        name = await context(plane, index)
+        info = await attach(plane, name, "nail")
+        await plane.operations.terminate(name, TerminateRequest())
+        environments = plane.environments
+        environments.grace_s = 30
+        environments._settings = settings.envs.model_copy(update={"ttl_days": 1e-9})
+        old = environments._known[info.name] = replace(environments.find(info.name), last_used_at=1.0)
+        assert (await environments.label(old, "tools")).labels == ["tools"]
+        assert await environments.evict() == 0, "whoever has just given it a label wants to use it"
+        await environments.remove("tools")
+        with pytest.raises(Conflict, match="removed in this very moment"):
+            await environments.label(old, "tools")
+        with pytest.raises(NotFound):
+            environments.find("tools")

@@ -11,6 +11,7 @@ from carrel.errors import Conflict, PlatformError, RunsElsewhere
 from carrel.models import CommandRequest, SandboxRequest, State
 from carrel.store.clock import database_clock
 from carrel.store.leases import LeaseStore
+from killed import killed
 
 REQUEST = SandboxRequest(context_id="c")
 
@@ -124,6 +125,7 @@ async def test_a_restarted_server_has_its_sessions_back_at_once(node_settings: l
     first = await ControlPlane.open(node_settings[0])
     await first.sessions.deploy_or_resume(REQUEST)
     fence = (await first.sessions.record("c")).fence
+    await killed(first)
     second = await ControlPlane.open(node_settings[0])  # as if the first had been killed
     try:
         assert second.recovered.adopted == 1

@@ -32,7 +32,25 @@ def test_only_what_is_denied_outright_is_masked() -> None:
     assert masks.writable is None
     told = json.loads(masks.refusal["curl"])
     assert (told["code"], told["rule"], told["retry"]) == ("denied_by_policy", "shell(curl:*)", False)
-    assert unmasked(policy) == ["file(read:/proc/**:*)"]
+    assert [rule.text for rule, _ in unmasked(policy)] == ["file(read:/proc/**:*)"]
+
+
+@pytest.mark.parametrize(
+    ("allow", "deny", "held"),
+    [
+        (["file(write:${WORKSPACE}/**)"], "file(write:${WORKSPACE}/config/**)", True),
+        (["file(write:${WORKSPACE}/**)"], "file(write:${WORKSPACE}/config.ini)", True),
+        (["file(write:${WORKSPACE}/**)"], "file(write:${WORKSPACE}/*.ini)", False),
+        (["file(write:${WORKSPACE}/**)"], "file(write:/**)", True),
+        ([], "file(delete:${WORKSPACE}/config/**)", False),
+        (["file(write:${WORKSPACE}/**)"], "file(write:/**/.git/**)", False),
+        (["file(write:${WORKSPACE}/out/**)"], "file(write:${WORKSPACE}/config/**)", True),
+        (["file(write:${WORKSPACE}/out/**)"], "file(delete:${WORKSPACE}/out/kept/**)", False),
+        (["file(write:${WORKSPACE}/**)"], "file(write:/etc/**)", True),
+    ],
+)
+def test_what_holds_only_at_the_door_is_told(allow: list[str], deny: str, held: bool) -> None:
+    assert [rule.text for rule, _ in unmasked(_policy(allow, [deny]))] == ([] if held else [deny])
 
 
 @pytest.mark.parametrize(
@@ -48,6 +66,23 @@ def test_only_what_is_denied_outright_is_masked() -> None:
 def test_what_may_be_written(allow: list[str], writable: tuple[str, ...] | None) -> None:
     masks = masks_of(_policy([*allow, "shell(ls:*)"], ["shell(curl:*)"]), "c")
     assert masks is not None and masks.writable == writable
+
+
+@pytest.mark.parametrize(
+    ("allow", "deny", "writable", "readonly"),
+    [
+        ([], ["file(write:${WORKSPACE}/config/**)", "file(write:${WORKSPACE}/a\\*b)"], None, ("/workspace/config", "/workspace/a*b")),
+        ([], ["file(write:${WORKSPACE}/*.ini)", "file(write:/**/.git/**)", "file(write:/etc/**)", "file(write:${WORKSPACE})"], None, ()),
+        ([], ["file(write:${WORKSPACE}/**)", "file(write:${WORKSPACE}/x)"], (), ()),
+        ([], ["file(write:/**)"], (), ()),
+        (["file(write:${WORKSPACE}/out/**)"], ["file(write:${WORKSPACE}/out/x)"], ("/workspace/out/**",), ("/workspace/out/x",)),
+    ],
+)  # fmt: skip
+def test_what_may_not_be_written(
+    allow: list[str], deny: list[str], writable: tuple[str, ...] | None, readonly: tuple[str, ...]
+) -> None:
+    masks = masks_of(_policy([*allow, "shell(ls:*)"], ["shell(curl:*)", *deny]), "c")
+    assert masks is not None and (masks.writable, masks.readonly) == (writable, readonly)
 
 
 def test_without_a_policy_there_is_nothing_to_mask() -> None:
@@ -110,10 +145,11 @@ async def test_a_changed_policy_holds_inside_after_a_restart(plane: ControlPlane
     ],
 )
 def test_which_paths_of_the_workspace_are_hidden(pattern: str, hidden: list[str], open_: list[str]) -> None:
-    check = hides(Masks(hidden=("/etc/shadow", pattern)))
+    check = hides(Masks(hidden=("/etc/shadow", pattern), readonly=("/workspace/kept/*",)))
     assert check is not None
     assert [path for path in hidden if not check(path)] == []
     assert [path for path in open_ if check(path)] == []
+    assert check("kept/*/x") and (check("kept/x") == check("anything"))
 
 
 def test_masks_that_hide_nothing_of_the_workspace() -> None:

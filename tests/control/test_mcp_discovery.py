@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
 from carrel.config import Settings, load
+from carrel.control.caller import Caller, caller
 from carrel.control.plane import ControlPlane
-from carrel.models import McpCatalogue, McpRequest, McpServerRequest, PolicyDocuments, SandboxRequest, State
+from carrel.errors import NotFound
+from carrel.identity import Identity, Kind, Scope
+from carrel.models import (
+    CommandRequest,
+    McpCatalogue,
+    McpRequest,
+    McpServerRequest,
+    PolicyDocuments,
+    SandboxRequest,
+    State,
+)
 from mcp_hosted import GOOD, HOSTILE
 
 NAMED = {
@@ -104,6 +116,65 @@ async def test_it_sees_a_copy_of_the_workspace(plane: ControlPlane, box: str) ->
     assert "left.txt" not in {each.path for each in listing.items}
 
 
+async def test_no_secret_is_kept_in_what_it_offers(plane: ControlPlane, box: str) -> None:
+    """A fork has the catalogue and not the secrets; and a secret that was deleted is not known any more."""
+    await plane.secrets.put("c", "KEY", b"very-secret-value")
+    await plane.operations.write_file(
+        "c", "good.py", GOOD.replace('"says it again"', 'open("/run/secrets/KEY").read()').encode()
+    )
+    await plane.mcp.add("c", "good", McpServerRequest(command=["python3", "good.py"]))
+    await plane.snapshots.fork("c", "twin")
+    await plane.operations.stop("c")
+    await plane.secrets.delete("c", "KEY")
+    await plane.secrets.forget_former()
+    for context in ("c", "twin"):
+        found = await plane.mcp.catalogue(context, "good")
+        assert found.tools[0].description == "[secret:KEY]", context
+
+
+async def test_nobody_else_works_where_carrel_asks(plane: ControlPlane, box: str) -> None:
+    """It has the secrets of the context: whoever reached it there would not be held by the rules of the context."""
+    rules = {"permissions": {"allow": ["shell(python3:*)"], "deny": ["shell(date:*)"]}}
+    await plane.put_policy("c", PolicyDocuments(settings=rules, restart=True), "ann")
+    plane._mcp_discovery._start_s = 5.0
+    command = ["python3", "hostile.py", "silent"]
+    asking = asyncio.ensure_future(plane.mcp.add("c", "silent", McpServerRequest(command=command)))
+    while not (found := [each for each in plane.sessions.live() if each.record.acts_for is not None]):
+        await asyncio.sleep(0.01)
+    own = found[0].record.id
+    token = caller.set(Caller(Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))))
+    try:
+        with pytest.raises(NotFound, match="carrel itself"):
+            await plane.operations.run_command(own, CommandRequest(command="ls /run/secrets"))
+        with pytest.raises(NotFound, match="carrel itself"):
+            await plane.operations.list_files(own)
+        with pytest.raises(NotFound, match="carrel itself"):
+            await plane.operations.write_file(own, "x", b"x")
+    finally:
+        caller.reset(token)
+    await asking
+
+
+async def test_those_who_hang_keep_no_other_context_waiting(plane: ControlPlane, box: str) -> None:
+    """However many servers of one context are asked, it takes one of the few places."""
+    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="d"))
+    await plane.operations.write_file("d", "good.py", GOOD.encode())
+    command = ["python3", "hostile.py", "silent"]
+    waiting = [
+        asyncio.ensure_future(plane.mcp.add("c", f"silent-{number}", McpServerRequest(command=command)))
+        for number in range(5)
+    ]
+    while not [each for each in plane.sessions.live() if each.record.acts_for == "c"]:
+        await asyncio.sleep(0.01)
+    info = await plane.mcp.add("d", "good", McpServerRequest(command=["python3", "good.py"]))
+    assert info.tools == 9 and not any(each.done() for each in waiting)
+    for number in range(5):
+        await plane.mcp.remove("c", f"silent-{number}")
+    plane._mcp_discovery._start_s = 0.1
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(each, NotFound) for each in found), "what was removed meanwhile is not asked"
+
+
 async def test_one_looks_however_many_ask(plane: ControlPlane, box: str) -> None:
     await plane.mcp.add("c", "good", McpServerRequest(command=["python3", "good.py"]))
     started = 0
@@ -136,6 +207,32 @@ async def test_under_the_policy_of_the_context(plane: ControlPlane, box: str) ->
     await plane.mcp.add("c", "good", McpServerRequest(command=["python3", "good.py"]))
     found = await plane.mcp.catalogue("c", "good")
     assert found.tools == [] and found.error is not None
+
+
+@pytest.mark.parametrize("step", ["snapshot", "fork"])
+async def test_a_slow_disk_leaves_nothing_when_the_time_is_up(plane: ControlPlane, box: str, step: str) -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    before = getattr(plane.driver, step)
+
+    def slow(*given: object) -> object:
+        begun.set()
+        go_on.wait(30)
+        try:
+            return before(*given)
+        finally:
+            done.set()
+
+    setattr(plane.driver, step, slow)
+    adding = asyncio.ensure_future(plane.mcp.add("c", "good", McpServerRequest(command=["python3", "good.py"])))
+    await asyncio.to_thread(begun.wait, 30)
+    (looking,) = plane._mcp_discovery._running.values()
+    looking.cancel()
+    for _ in range(100):  # whoever does not wait for it would tidy up now
+        await asyncio.sleep(0.01)
+    go_on.set()
+    await asyncio.gather(adding, return_exceptions=True)
+    await asyncio.to_thread(done.wait, 30)
+    assert await asyncio.to_thread(plane.driver.volumes) == ["ctx-c"]
 
 
 async def test_what_a_killed_server_left_is_removed(plane: ControlPlane, box: str) -> None:

@@ -73,6 +73,9 @@ async def test_what_npm_installed_is_found_and_goes_with_the_server(plane: Contr
     assert found == f"/workspace/{place}"
     assert await plane.mcp._installing.npm(box, "s", wanted.model_copy(update={"command": ["./served"]})) is None
     assert await plane.mcp._installing.npm(box, "s", wanted.model_copy(update={"command": ["other"]})) is None
+    await plane.operations.write_file("c", ".mcp/s/node_modules/.bin/sort", b"#!/bin/sh\n", mode="755")
+    disguised = wanted.model_copy(update={"command": ["sort"]})
+    assert await plane.mcp._installing.npm(box, "s", disguised) is None, "a rule for sort means the sandbox's own"
     await plane.mcp._installing.remove(box, "s")
     await plane.mcp._installing.remove(box, "s")
     assert ".mcp/s" not in {each.path for each in (await plane.operations.list_files("c", ".mcp")).items}

@@ -36,7 +36,9 @@ from carrel.models import (
     State,
     TerminateRequest,
 )
+from mcp_ground import WAITING
 from mcp_hosted import GOOD, HOSTILE
+from sandboxes import until
 
 SERVER = McpServerRequest(command=["python3", "good.py"], variables={"CONTEXT": "c"})
 PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
@@ -96,12 +98,16 @@ async def test_a_server_from_beginning_to_end(plane: ControlPlane, box: str) -> 
 
 async def test_what_dies_is_started_again_after_a_while(plane: ControlPlane, box: str) -> None:
     await plane.mcp.add(box, "good", SERVER)
-    with pytest.raises(McpServerFailed, match="exit code 3"):
-        await call(plane, "die")
+    deaths = 0
+    while True:  # each wait is twice as long: one is longer than the time until we ask again
+        with pytest.raises(McpServerFailed, match=r"exit code 3|may start again") as failed:
+            await call(plane, "die")
+        if "may start again" in str(failed.value):
+            break
+        deaths += 1
+    assert deaths >= 1
     info = await plane.mcp.get(box, "good")
-    assert info.state == "backing_off" and info.reason is not None and info.starts == 1
-    with pytest.raises(McpServerFailed, match="may start again"):
-        await call(plane, "whoami")
+    assert info.state in WAITING and info.reason is not None and info.starts == deaths
     assert "dying now" in (await plane.mcp.log(box, "good")).text
     while (await plane.mcp.get(box, "good")).state == "backing_off":
         await asyncio.sleep(0.05)
@@ -110,8 +116,11 @@ async def test_what_dies_is_started_again_after_a_while(plane: ControlPlane, box
 
 async def test_others_in_flight_when_it_dies_are_told(plane: ControlPlane, box: str) -> None:
     await plane.mcp.add(box, "good", SERVER)
-    await call(plane, "count")
-    many = [call(plane, "die"), *(call(plane, "echo", text="x") for _ in range(5))]
+    pid = (await call(plane, "whoami")).text.split()[-1]
+    many = [asyncio.ensure_future(call(plane, "hang")) for _ in range(6)]
+    [kept] = plane._mcp_links._kept.values()
+    await until(lambda: kept.conversation._waiting == len(many))
+    await plane.operations.run_command(box, CommandRequest(command=f"kill -9 {pid}"))
     found = await asyncio.gather(*many, return_exceptions=True)
     assert all(isinstance(each, McpServerFailed) for each in found), found
 
@@ -307,6 +316,51 @@ async def test_what_is_refused(plane: ControlPlane, box: str) -> None:
     await plane.operations.stop("c")
     with pytest.raises(NotRunning):
         await plane.mcp.log(box, "s0")
+
+
+async def test_what_cannot_be_given_breaks_nobody_elses_call_off(plane: ControlPlane, box: str) -> None:
+    await plane.mcp.add(box, "good", SERVER)
+    before = (await call(plane, "whoami")).text
+    deep: object = "x"
+    for _ in range(300):
+        deep = [deep]
+    for wrong in ("x" * (16 * 1024 * 1024), deep, "\ud800"):
+        with pytest.raises(InvalidRequest) as caught:
+            await call(plane, "echo", text=wrong)
+        assert caught.value.field == "arguments"
+    assert (await call(plane, "whoami")).text == before, "the same process"
+
+
+@pytest.mark.parametrize("change", ["stop", "remove", "add"])
+async def test_what_was_ended_meanwhile_is_not_started_after_all(plane: ControlPlane, box: str, change: str) -> None:
+    await plane.mcp.add(box, "good", SERVER)
+    near, go_on = asyncio.Event(), asyncio.Event()
+    before = plane.mcp._links.open
+
+    async def slow(*given: object) -> object:
+        near.set()
+        await go_on.wait()
+        return await before(*given)  # type: ignore[arg-type]
+
+    plane.mcp._links.open = slow  # type: ignore[assignment,method-assign]
+    late = asyncio.ensure_future(call(plane, "count"))
+    await near.wait()
+    if change == "stop":
+        await plane.mcp.stop(box, "good")
+    elif change == "remove":
+        await plane.mcp.remove(box, "good")
+    else:
+        await plane.mcp.add(box, "good", SERVER.model_copy(update={"variables": {"CONTEXT": "d"}}))
+    go_on.set()
+    with pytest.raises(NotFound if change == "remove" else Conflict):
+        await late
+    assert await plane.mcp._told(await plane.sessions.record(box)) == {} or change == "stop"
+    if change == "stop":
+        assert (await plane.mcp.get(box, "good")).state == "stopped"
+        with pytest.raises(Conflict, match="is stopped"):
+            await call(plane, "count")
+    elif change == "add":
+        assert (await call(plane, "whoami")).text.startswith("good d ")
 
 
 async def test_a_terminated_context_is_not_made_anew(plane: ControlPlane, box: str) -> None:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from carrel.control.mcp_showing import catalogue_of, shown, shown_platform, url_of
+from carrel.control.mcp_showing import catalogue_of, shown, shown_log, shown_platform, url_of
 from carrel.control.mcp_wire import Told
 from carrel.events.redact import Redactor
+from carrel.models import McpLog
 from carrel.store.mcp_servers import McpServerRecord
 
 REDACTOR = Redactor({"KEY": "very-secret-value"})
@@ -34,3 +35,14 @@ def test_what_it_offers() -> None:
     found = catalogue_of("s", RECORD, REDACTOR)
     assert found.tools[0].qualified == "s:t" and found.tools[0].description == "[secret:KEY]"
     assert not found.current and found.instructions == "be kind"
+
+
+def test_a_part_of_a_log() -> None:
+    before = McpLog(text="key very-se", offset=0, next=11)
+    page = McpLog(text="cret-value end\n", offset=11, next=26)
+    assert shown_log(page, before, REDACTOR).text == " end\n"
+    assert shown_log(before, None, REDACTOR).text == "key very-se", "too little to tell"
+    rolled = McpLog(text="ret-value\nvery-secret-value\n", offset=40, next=68, dropped=40)
+    assert shown_log(rolled, None, REDACTOR).text == "[secret:KEY]\n", "a line that lost its beginning is left out"
+    assert shown_log(rolled, before, REDACTOR).text == "[secret:KEY]\n"
+    assert shown_log(rolled.model_copy(update={"text": "one line"}), None, REDACTOR).text == "one line"

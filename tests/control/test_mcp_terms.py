@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from carrel.control import mcp_terms
 from carrel.control.mcp_terms import (
     MOST_CATALOGUE,
     MOST_DEPTH,
+    MOST_GIVEN,
+    MOST_GIVEN_DEPTH,
     MOST_TOOLS,
     REFUSED,
     TIMED_OUT,
@@ -23,6 +26,7 @@ from carrel.control.mcp_terms import (
     catalogue,
     decided,
     discovers,
+    given_size,
     launch,
     no_answer,
     refused,
@@ -32,7 +36,7 @@ from carrel.control.mcp_terms import (
     whose,
     words,
 )
-from carrel.errors import McpServerFailed
+from carrel.errors import InvalidRequest, McpServerFailed, TooLarge
 from carrel.models import McpServerRequest
 from carrel.store.mcp_servers import McpServerRecord
 from records import SESSION
@@ -98,6 +102,21 @@ def test_what_is_told_of_a_group() -> None:
 def test_answers_that_stand_for_none() -> None:
     assert no_answer(3)[TIMED_OUT] and "3 seconds" in no_answer(3)["content"][0]["text"]
     assert refused(Refused(-1, "no"))[REFUSED] == {"code": -1, "message": "no"}
+
+
+def test_what_a_server_can_be_given() -> None:
+    def nested(levels: int) -> object:
+        return [nested(levels - 1)] if levels else "x"
+
+    assert given_size({"arguments": {"text": "\u00e4"}}) == len('{"arguments": {"text": "\u00e4"}}'.encode())
+    given_size({"arguments": {"text": nested(MOST_GIVEN_DEPTH - 2)}})
+    wrong: list[object] = [nested(MOST_GIVEN_DEPTH - 1), nested(900), "\ud800", [0] * 200_000]
+    for each in wrong:
+        with pytest.raises(InvalidRequest) as caught:
+            given_size({"arguments": {"text": each}})
+        assert caught.value.field == "arguments" and caught.value.hint
+    with pytest.raises(TooLarge):
+        given_size({"arguments": {"text": "x" * MOST_GIVEN}})
 
 
 def test_what_is_too_deep_or_too_much() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from carrel.control.policies import Policies, read_below
 from carrel.errors import Conflict, Denied, InvalidRequest, LimitExceeded, PlatformError
 from carrel.models import CommandRequest, Limits, PolicyDocuments, SandboxRequest
 from carrel.store import Database
-from carrel.store.policies import PolicyStore
+from carrel.store.policies import PolicyRecord, PolicyStore
 
 SETTINGS: dict[str, object] = {
     "permissions": {
@@ -133,6 +134,41 @@ async def test_a_rule_is_added_and_a_fork_has_it_too(policies: Policies) -> None
         assert (await policies.decide(push)).verdict == "allow"
     await policies.add_rule("fresh", "shell(ls:*)", "person:ann")
     assert (await policies.get("fresh")).settings == {"permissions": {"allow": ["shell(ls:*)"]}}
+
+
+async def test_rules_that_are_given_at_once_are_all_kept(policies: Policies) -> None:
+    rules = [f"shell(tool{number}:*)" for number in range(8)]
+    await asyncio.gather(*(policies.add_rule("c", rule, "person:ann") for rule in rules))
+    for number in range(8):
+        assert (await policies.decide(_op("shell", "run_command", command=f"tool{number} x"))).verdict == "allow"
+
+
+class _Slow(PolicyStore):
+    """A store whose answers are late."""
+
+    def __init__(self, store: PolicyStore) -> None:
+        super().__init__(store._database)
+        self.read, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def get(self, context_id: str) -> PolicyRecord | None:
+        found = await super().get(context_id)
+        if not self.read.is_set():
+            self.read.set()
+            await self.go_on.wait()
+        return found
+
+
+async def test_a_policy_that_was_read_before_a_change_does_not_stay(policies: Policies, store: PolicyStore) -> None:
+    slow = _Slow(store)
+    policies = Policies(slow)
+    run = _op("shell", "run_command", command="echo hi")
+    asking = asyncio.create_task(policies.decide(run))
+    await slow.read.wait()
+    denied = {"permissions": {"deny": ["shell(echo:*)"]}}
+    await policies.put("c", PolicyDocuments(settings=denied), "person:ann")
+    slow.go_on.set()
+    assert (await asking).verdict == "deny"
+    assert (await policies.decide(run)).verdict == "deny"
 
 
 async def test_the_servers_layer_cannot_be_loosened(store: PolicyStore, tmp_path: Path) -> None:

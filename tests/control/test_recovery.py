@@ -7,6 +7,7 @@ from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.models import CommandRequest, SandboxRequest, State
 from carrel.providers.base import Capability
+from killed import killed
 
 
 async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane: ControlPlane) -> None:
@@ -14,6 +15,7 @@ async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane
     await plane.sessions.deploy_or_resume(SandboxRequest())
     await plane.operations.write_file("c", "kept", b"x")
     await plane.sessions.shutdown()
+    await killed(plane)
     assert plane.sessions.live() == []
     assert list(os.listdir(plane.driver.directory)) == ["ctx-c"]
     other = await ControlPlane.open(plane.settings)
@@ -30,9 +32,11 @@ async def test_a_new_server_takes_over_what_lives_and_cleans_the_rest(plane: Con
     dead, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="dead"))
     fleeting, _ = await plane.sessions.deploy_or_resume(SandboxRequest())
     survives = Capability.SURVIVES_RESTART in plane.sessions.live()[0].provider.capabilities()
-    for box in plane.sessions.live():
-        if box.record.id != lives.id:
-            await box.provider.remove(box.handle)
+    gone = [box for box in plane.sessions.live() if box.record.id != lives.id]
+    await killed(plane)  # else it would find out by itself that they are dead
+    for box in gone:
+        await box.provider.remove(box.handle)
+    await killed(plane)  # what removed them was connected for that
     record = await plane.store.get(lives.id)
     assert record is not None
     await plane.store.insert(replace(record, id="sbx-half", context_id="half", state=State.CREATING, handle=None))

@@ -105,7 +105,10 @@ async def test_frames_in_frames_out() -> None:
         for byte in frame(1, b"key " + SECRET) + frame(2, b"done") + frame(0, b"{}"):
             yield bytes([byte])
 
-    chunks = [chunk async for chunk in clean_output(stream(), REDACTOR, 0)]
+    async def current() -> Redactor:
+        return REDACTOR
+
+    chunks = [chunk async for chunk in clean_output(stream(), current, 0)]
     assert _text(chunks, "stdout") == b"key [secret:PASSWORD]" and _text(chunks, "stderr") == b"done"
     assert chunks[-1] == Chunk("end", b"{}")
 

@@ -28,7 +28,15 @@ from carrel.errors import (
     Unsupported,
 )
 from carrel.identity import Identity, Kind, Scope
-from carrel.models import ApprovalDecision, CommandRequest, SandboxRequest, State, StatelessRequest, StatelessResult
+from carrel.models import (
+    ApprovalDecision,
+    CommandRequest,
+    EnvironmentAttach,
+    SandboxRequest,
+    State,
+    StatelessRequest,
+    StatelessResult,
+)
 from environments_ground import sources, stocked
 from sandboxes import ROOT, until
 
@@ -76,6 +84,8 @@ async def test_results_and_files(settings: Settings) -> None:
         assert (await call(plane, "while True: pass", timeout=0.3)).timed_out
         large = await call(plane, "open('large', 'wb').truncate(9 << 20); open('small', 'w').write('x')")
         assert sorted(large.files_produced) == ["large", "small"] and large.files == {"small": "eA=="}
+        odd = await call(plane, r"for name in (b'\xff', b'a\nb', b'-x'): open(name, 'w').write('1'); print(1)")
+        assert odd.output == "1\n" * 3 and sorted(odd.files) == odd.files_produced == ["-x", "a\nb", "\udcff"]
         with pytest.raises(NotFound):
             await call(plane, "1", env_name="no-such-environment")
         with pytest.raises(InvalidRequest, match="no template"):
@@ -128,12 +138,14 @@ async def test_what_does_not_isolate_is_not_used(settings: Settings) -> None:
 
 
 async def test_spares_and_idle_ones(settings: Settings) -> None:
-    async with opened(settings, spares=1, idle_s=3) as plane:
+    async with opened(settings, spares=1) as plane:
         await call(plane, "1")
         await until(lambda: idle(plane) == 2)
         spare = next(each for each in plane.router.table.places if each.owner is None)
+        plane.router.table.settings = plane.router.table.settings.model_copy(update={"idle_s": 0.2})
         await call(plane, "1", "agent:b")
         assert spare.owner == ("agent:b", None)
+        await call(plane, "1")
         await until(lambda: not plane.router.table.places and not plane.sessions.live())
 
 
@@ -152,6 +164,11 @@ async def test_nobody_else_works_in_them(settings: Settings) -> None:
                     await plane.operations.run_command(place.id, CommandRequest(command="touch /tmp/planted"))
                 with pytest.raises(NotFound):
                     await plane.operations.write_file(place.id, "planted", b"x")
+                # An environment below the workspace's own Python would be what the next call runs in.
+                with pytest.raises(NotFound, match="without a context only"):
+                    await plane.envs.attach(place.id, EnvironmentAttach(requirements=["nail"], venv=True))
+                with pytest.raises(NotFound, match="without a context only"):
+                    await plane.envs.detach(place.id, "nail")
             finally:
                 caller.reset(token)
         assert (await call(plane, LOOK, "agent:b")).output == (await call(plane, LOOK)).output
@@ -159,15 +176,15 @@ async def test_nobody_else_works_in_them(settings: Settings) -> None:
 
 async def test_back_pressure(settings: Settings) -> None:
     async with opened(settings, max_sandboxes=1, queue=1, wait_s=0.5, spares=0) as plane:
-        running = call(plane, "import time; time.sleep(2); print('ran')")
+        code = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('ran')"
+        running = call(plane, code)
         await until(lambda: any(each.state == "busy" for each in plane.router.table.places))
-        waiting = call(plane, "1")
-        await until(lambda: plane.router.table.waiting)
-        other = call(plane, "1", "agent:b")
-        refused = await asyncio.gather(waiting, other, return_exceptions=True)
+        refused = await asyncio.gather(call(plane, "1"), call(plane, "1", "agent:b"), return_exceptions=True)
         assert all(isinstance(each, LimitExceeded) for each in refused)
         assert {"too many calls" in str(each) for each in refused} == {True, False}
         assert "CARREL_ROUTER_MAX_SANDBOXES" in str(refused[0])
+        [box] = plane.sessions.live()
+        Path(box.workspace, "go").touch()
         assert (await running).output == "ran\n"
         await settled(plane)
         text = plane.metrics.render()[0].decode()

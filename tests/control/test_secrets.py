@@ -7,6 +7,7 @@ from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, Unsupported
 from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest
+from killed import killed
 
 VALUE = b"correct-horse-battery"
 
@@ -73,6 +74,7 @@ async def test_a_value_that_a_running_sandbox_saw_is_taken_out_after_it_changed(
     taken_out = "[secret:PASSWORD]\n[secret:PASSWORD]\n[secret:GONE]\n"
     assert await _said(first, "cat kept") == taken_out
     assert await _said(first, "base64 -w0 kept") != ""
+    await killed(first)
     second = await ControlPlane.open(settings)  # as if the first had been killed
     try:
         assert await _said(second, "cat kept") == taken_out, "also by the server that took it over"
@@ -104,6 +106,7 @@ async def test_a_server_that_took_over_a_sandbox_takes_its_secrets_away(settings
     first = await ControlPlane.open(settings)
     await first.secrets.put("c", "PASSWORD", VALUE)
     await first.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await killed(first)
     second = await ControlPlane.open(settings)  # as if the first had been killed
     try:
         assert second.recovered.adopted == 1

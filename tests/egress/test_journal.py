@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from hypothesis import given
@@ -61,3 +64,52 @@ def test_any_history(tmp_path_factory: object, steps: list[tuple[bool, int]], mo
             model.pop(number, None)
     assert read(path)[0] == model
     journal.close()
+
+
+_FULL = """
+import resource, sys
+from carrel.egress.journal import Journal, read
+
+path = sys.argv[1]
+journal, out = Journal(path), []
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for number in range(1, 31):
+    if number == 21:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    try:
+        journal.opened(number, {"number": number, "text": "x" * 60})
+        out.append(number)
+    except OSError:
+        assert number < 21
+assert 0 < len(out) < 30
+assert list(read(path)[0]) == out, (read(path)[0], out)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    journal._rewrite()  # into a shorter one, for which there is no room either
+    raise AssertionError
+except OSError:
+    pass
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+journal.opened(31, {"number": 31})
+assert [item["number"] for item in Journal(path).left] == [*out, 31]
+"""
+
+
+def test_without_room_nothing_goes_out_and_what_did_is_found(tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", _FULL, str(tmp_path / "journal")], check=True, timeout=60, env=environment)
+
+
+def test_what_follows_damage_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(str(path))
+    journal.opened(1, {"a": 1})
+    with path.open("ab") as file:
+        file.write(b"\x05\0\0\0?????" + bytes(4096))
+    assert read(str(path)) == ({1: {"a": 1}}, 1)
+    again = Journal(str(path))
+    assert again.left == [{"a": 1}]
+    journal.written([1])
+    journal._open.clear()
+    again.close()
+    os.close(journal._file)

@@ -119,6 +119,21 @@ async def test_nothing_goes_out_unrecorded(journal: Journal) -> None:
     ledger.flush()
 
 
+async def test_what_was_told_and_not_written_down_counts_one_by_one(journal: Journal) -> None:
+    """A control plane whose database is slow takes everything and acknowledges nothing."""
+    ledger, taken = Ledger(journal, most=2 * BATCH), Taken()
+    ledger.listen(taken)
+    with pytest.raises(Refused):
+        for _ in range(2 * BATCH + 1):
+            ledger.opened(access())
+            ledger.flush()
+    assert len(ledger) == 2 * BATCH == len(taken.items())
+    ledger.acknowledged(taken.batches[-1][0])
+    assert len(ledger) == 0
+    ledger.opened(access())
+    ledger.flush()
+
+
 async def test_what_cannot_be_put_into_the_journal_does_not_go_out(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path / "j"))
     journal.close()

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 import pytest
 
 import loops
-from carrel.egress.sockets import Ended, connect, farewell, look, readable, send, take, writable
+from carrel.egress.sockets import Ended, connect, farewell, has_ended, look, readable, send, take, writable
 
 
 @pytest.fixture
@@ -66,6 +66,28 @@ async def test_a_peer_that_ends_or_says_too_much_or_nothing(pair: tuple[socket.s
     take(ours, 4)
     with pytest.raises(Ended):
         await look(ours, line, 100, 10)
+
+
+@loops.each
+async def test_less_than_was_waited_for_is_no_end(pair: tuple[socket.socket, socket.socket]) -> None:
+    """A kernel that has no room for more says that there is something to read, however little that is."""
+    ours, theirs = pair
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    sending = asyncio.ensure_future(send(theirs, bytes(4 << 20) + b"\n"))
+    await readable(ours, 10)
+    while len(here := ours.recv(1 << 20, socket.MSG_PEEK)) > 2:
+        take(ours, len(here) - 2)
+    assert not sending.done()
+    assert not has_ended(ours)
+    with pytest.raises(TimeoutError):
+        await look(ours, line, 100, 0.1)
+    got = 0
+    while not sending.done() or ours.recv(1, socket.MSG_PEEK) != b"\n":
+        await readable(ours, 10)
+        got += len(take(ours, max(1, len(ours.recv(1 << 16, socket.MSG_PEEK)) - 1)))
+    theirs.shutdown(socket.SHUT_WR)
+    await readable(ours, 10)
+    assert has_ended(ours)
 
 
 @loops.each

@@ -3,86 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from collections.abc import AsyncIterator, Iterator
+from ipaddress import IPv4Address, IPv6Address
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
 import uvloop
 
 from carrel.egress.plan import Upstream
-from carrel.egress.terms import Access, Address, Refused, Target
+from carrel.egress.terms import Address, Refused
 from carrel.egress.upstreams import Health, Upstreams, dial_directly
 from carrel.errors import InvalidRequest
 from squid import Squid
-
-USER, PASSWORD = "ann", "pä: s/w@%rd?"
-HERE = IPv4Address("127.0.0.1")
-
-
-def access() -> Access:
-    return Access("s1", "connect")
-
-
-def target(host: str, port: int) -> Target:
-    try:
-        return Target(host, port, ip_address(host))
-    except ValueError:
-        return Target(host, port)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@contextlib.asynccontextmanager
-async def serving(handler: Handler, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
-    """A server whose connections end with it."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            await handler(reader, writer)
-        writer.close()
-        tasks.discard(task)
-
-    server = await asyncio.start_server(serve, host, port)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await server.wait_closed()
-        await asyncio.sleep(0)  # transports that were told to close do
-
-
-@dataclass
-class Origin:
-    """Greets whoever comes, then says everything back."""
-
-    visits: int = 0
-    port: int = 0
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.visits += 1
-        writer.write(b"hello")
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
+from upstreams_ground import (
+    HERE,
+    PASSWORD,
+    USER,
+    Origin,
+    Socks,
+    access,
+    healthy,
+    nobody,
+    serving,
+    silent_address,
+    talks,
+    target,
+    through,
+    until,
+)
 
 
 @pytest.fixture
@@ -92,119 +41,11 @@ async def origin() -> AsyncIterator[Origin]:
         yield found
 
 
-@dataclass
-class Socks:
-    """A SOCKS5 server; `names` says where names lead, `reply` is what it answers when it is not 0."""
-
-    user: bytes | None = None
-    password: bytes = b""
-    names: dict[str, str] = field(default_factory=dict)
-    reply: int = 0
-    asked: list[tuple[str, int]] = field(default_factory=list)
-    port: int = 0
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        version, count = await reader.readexactly(2)
-        assert version == 5
-        methods = await reader.readexactly(count)
-        method = 0 if self.user is None else 2
-        if method not in methods:
-            writer.write(b"\x05\xff")
-            return
-        writer.write(bytes([5, method]))
-        if method == 2:
-            assert await reader.readexactly(1) == b"\x01"
-            user = await reader.readexactly((await reader.readexactly(1))[0])
-            password = await reader.readexactly((await reader.readexactly(1))[0])
-            good = (user, password) == (self.user, self.password)
-            writer.write(b"\x01\x00" if good else b"\x01\x01")
-            if not good:
-                return
-        assert await reader.readexactly(3) == b"\x05\x01\x00"
-        kind = (await reader.readexactly(1))[0]
-        if kind == 3:
-            host = (await reader.readexactly((await reader.readexactly(1))[0])).decode()
-        else:
-            host = str(ip_address(await reader.readexactly(4 if kind == 1 else 16)))
-        port = int.from_bytes(await reader.readexactly(2))
-        self.asked.append((host, port))
-        if self.reply:
-            writer.write(bytes([5, self.reply, 0, 3, 3]) + b"xyz\0\0")
-            return
-        try:
-            further, on = await asyncio.open_connection(self.names.get(host, host), port)
-        except OSError:
-            writer.write(b"\x05\x05\x00\x01" + bytes(6))
-            return
-        # The answer and the first words of the target in one piece.
-        try:
-            writer.write(b"\x05\x00\x00\x04" + bytes(18) + await further.read(5))
-            await asyncio.gather(_pour(reader, on), _pour(further, writer))
-        finally:
-            on.close()
-
-
-async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-
-@contextlib.asynccontextmanager
-async def healthy(every_s: float = 60.0) -> AsyncIterator[Health]:
-    health = Health(every_s=every_s)
-    health.start()
-    try:
-        yield health
-    finally:
-        await health.close()
-
-
 @pytest.fixture(scope="module")
 def squid() -> Iterator[Squid]:
     squid = Squid(USER, PASSWORD)
     yield squid
     squid.close()
-
-
-def through(squid: Squid, *, user: str = USER, password: str = PASSWORD, names: bool = False) -> Upstream:
-    url = f"http://{quote(user, safe='')}:{quote(password, safe='')}@127.0.0.1:{squid.port}"
-    return Upstream("office", url, remote_names=names)
-
-
-def nobody() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-async def talks(connection: socket.socket) -> bool:
-    """Whether the origin is at the other end, with its first words not lost."""
-    loop = asyncio.get_running_loop()
-    with connection:
-        assert not connection.getblocking()
-        heard = b""
-        while len(heard) < 5:
-            heard += await loop.sock_recv(connection, 100)
-        await loop.sock_sendall(connection, b"and back")
-        while len(heard) < 13:
-            heard += await loop.sock_recv(connection, 100)
-    return heard == b"helloand back"
-
-
-@contextlib.contextmanager
-def silent_address(address: str) -> Iterator[int]:
-    """A port whose queue of new connections is full: nothing is answered there."""
-    with socket.socket() as server, contextlib.ExitStack() as stack:
-        server.bind((address, 0))
-        server.listen(0)
-        for _ in range(4):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(server.getsockname())
-        yield server.getsockname()[1]
 
 
 # directly
@@ -376,6 +217,13 @@ async def test_socks_that_says_no(origin: Origin, reply: int, code: str) -> None
 # health
 
 
+@pytest.fixture
+def left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not work is not tried again within a test, however long that takes."""
+    monkeypatch.setattr("carrel.egress.upstreams._FIRST_WAIT_S", 60.0)
+
+
+@pytest.mark.usefixtures("left_alone")
 async def test_when_all_are_down_nothing_goes_out_directly(origin: Origin) -> None:
     async with healthy() as health:
         upstreams = [
@@ -410,6 +258,7 @@ async def test_others_are_gone_through_after_a_change(origin: Origin) -> None:
         assert seen.upstream == "s"
 
 
+@pytest.mark.usefixtures("left_alone")
 async def test_one_that_comes_back_is_used_again(origin: Origin) -> None:
     port = nobody()
     async with serving(second := Socks()) as other, healthy(every_s=0.05) as health:
@@ -425,7 +274,9 @@ async def test_one_that_comes_back_is_used_again(origin: Origin) -> None:
     assert (len(first.asked), len(second.asked)) == (1, 1)
 
 
-async def test_each_failure_is_waited_for_longer() -> None:
+async def test_each_failure_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5000.0
+    monkeypatch.setattr("carrel.egress.upstreams.time", SimpleNamespace(monotonic=lambda: now))
     health, upstream = Health(), Upstream("one", "http://127.0.0.1:1")
     health.failed(upstream)
     state = health._states[upstream]
@@ -435,9 +286,9 @@ async def test_each_failure_is_waited_for_longer() -> None:
         state.again -= 1000
         assert health.works(upstream)
         health.failed(upstream)
-        waits.append(state.again - time.monotonic())
-    assert [round(wait) for wait in waits[:6]] == [2, 4, 8, 16, 32, 60]
-    assert max(waits) <= 60
+        waits.append(state.again - now)
+    assert waits[:6] == [2, 4, 8, 16, 32, 60]
+    assert max(waits) == 60
     health.worked(upstream)
     assert health.works(upstream)
 
@@ -446,10 +297,11 @@ async def test_each_failure_is_waited_for_longer() -> None:
 @pytest.mark.parametrize(
     "said", [b"", b"SSH-2.0-x\r\n\r\n", b"\x04\x00" + b"HTTP/1.1\r\n" * 4000], ids=["", "odd", "long"]
 )
+@pytest.mark.usefixtures("left_alone")
 async def test_one_that_makes_no_sense_is_left_for_the_next_and_looked_at(
     monkeypatch: pytest.MonkeyPatch, origin: Origin, scheme: str, said: bytes
 ) -> None:
-    monkeypatch.setattr("carrel.egress.upstreams._REACH_S", 0.3)
+    monkeypatch.setattr("carrel.egress.upstreams._REACH_S", 2.0)
 
     async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(said)
@@ -459,7 +311,7 @@ async def test_one_that_makes_no_sense_is_left_for_the_next_and_looked_at(
 
     async with serving(odd) as port, serving(Socks()) as other, healthy(every_s=60) as health:
         upstreams = [Upstream("one", f"{scheme}://127.0.0.1:{port}"), Upstream("two", f"socks5://127.0.0.1:{other}")]
-        dial = Upstreams(upstreams, health, timeout_s=0.3)
+        dial = Upstreams(upstreams, health, timeout_s=2.0)
         assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
         assert seen.upstream == "two"
         await until(lambda: not health.works(upstreams[0]))
@@ -504,7 +356,7 @@ def fast_loops() -> None:
     uvloop.new_event_loop().close()
 
 
-@pytest.mark.usefixtures("fast_loops")
+@pytest.mark.usefixtures("fast_loops", "left_alone")
 def test_the_same_on_the_loop_of_the_proxy(squid: Squid) -> None:
     async def all_of_it() -> None:
         async with serving(origin := Origin()) as origin.port:

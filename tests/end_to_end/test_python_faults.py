@@ -126,6 +126,16 @@ FAULTS: dict[str, tuple[str, float, Judge]] = {
     ),
     "kills all": ("import os; os.kill(-1, 9); print('survived', flush=True)", 20.0, _killed),
     "stops itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", 1.0, lambda got: got.timed_out),
+    "stops its host": (
+        "import os, signal; print('up', flush=True); os.kill(os.getppid(), signal.SIGSTOP)",
+        1.0,
+        lambda got: got.stdout == "up\n" and (got.timed_out or got.way == "cell"),
+    ),
+    "starves its host": (
+        "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (3, 3))",
+        20.0,
+        lambda got: got.status == "ok" and got.stderr == "",
+    ),
     "a null pointer": ("import ctypes; ctypes.string_at(0)", 20.0, lambda got: got.signal == "SIGSEGV"),
 }
 

@@ -11,6 +11,7 @@ from carrel.policy.decide import (
     decide_mcp,
     decide_network,
     decide_shell,
+    decide_tree,
 )
 from carrel.policy.layers import Layer, Policy
 from carrel.policy.remarks import strictness
@@ -198,3 +199,24 @@ def test_many_rules_are_decided() -> None:
     assert decide_shell(made, "git sub77 x").rule == "shell(git sub77:*)"
     assert decide_shell(made, "git other").verdict == "allow"
     assert decide_shell(made, 'git "$x"').verdict == "ask"
+
+
+@pytest.mark.parametrize(
+    ("operation", "path", "verdict", "surely"),
+    [
+        ("delete", "/workspace/a", "deny", "deny"),
+        ("delete", "/workspace/a/b", "deny", "deny"),
+        ("delete", "/workspace/a/b/x", "ask", "allow"),
+        ("delete", "/workspace", "deny", "deny"),
+        ("delete", "/workspace/c", "ask", "allow"),
+        ("read", "/workspace/c/d", "allow", "allow"),
+        ("read", "/elsewhere", "ask", "ask"),
+    ],
+)
+def test_a_folder_is_all_that_is_in_it(operation: str, path: str, verdict: str, surely: str) -> None:
+    allow = ["file(delete:/workspace/**)", "file(read:/workspace/**)"]
+    deny = ["file(delete:/workspace/a/b/*.db)", "file(delete:/**/.git/config)", "file(delete:/workspace/*/k/l)"]
+    rules = policy(allow, deny)
+    assert decide_tree(rules, operation, path).verdict == verdict  # type: ignore[arg-type]
+    assert decide_tree(rules, operation, path, surely=True).verdict == surely  # type: ignore[arg-type]
+    assert decide_tree(Policy.open(), operation, path).verdict == "allow"  # type: ignore[arg-type]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +46,14 @@ def test_the_folder_everything_lies_in() -> None:
 def test_long_texts_take_no_time() -> None:
     assert not pattern("*a" * 50 + "b").matches("a" * 20_000)
     assert not path_pattern("/**/a" * 20 + "/b").matches("/a" * 1000)
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b*", "*", "**", "?b"]), max_size=3),
+    st.lists(st.sampled_from(["a", "b", "ab"]), max_size=3),
+)
+def test_below_a_path_is_what_some_longer_path_matches(parts: list[str], names: list[str]) -> None:
+    written = path_pattern("/" + "/".join(parts))
+    longer = (below for length in range(1, 4) for below in product(["a", "b", "ab"], repeat=length))
+    expected = any(written.matches("/" + "/".join([*names, *below])) for below in longer)
+    assert written.matches_below("/" + "/".join(names)) == expected

@@ -122,7 +122,8 @@ def test_a_port_that_is_not_known_is_every_port_to_a_deny_rule_only() -> None:
 
 @pytest.mark.parametrize(
     ("text", "tool", "answer"),
-    [("git:push", "git:push", True), ("git:push", "git:pushx", False), ("git:*", "git:x", True), ("git:get:*", "git:get_x", True), ("*:read", "a:read", True), ("git", "git:x", True)],
+    [("git:push", "git:push", True), ("git:push", "git:pushx", False), ("git:*", "git:x", True), ("git:get:*", "git:get_x", True), ("*:read", "a:read", True), ("git", "git:x", True),
+     ("fs:*_read:*", "fs:a_read", True), ("fs:*_read:*", "fs:a_read_all", True), ("fs:*_read:*", "fs:delete_all", False), ("fs:get_*_safe:*", "fs:get_x", False)],
 )  # fmt: skip
 def test_what_an_mcp_rule_means(text: str, tool: str, answer: bool) -> None:
     assert found(f"mcp({text})", tool=tool) == answer

@@ -222,17 +222,18 @@ async def test_a_way_out_inside_goes_with_its_sandbox_and_not_with_the_provider(
     handle = await mine.provider.start(launch)
     zygote = parent(int(handle["pid"] or 0))
     before = len(os.listdir(f"/proc/{zygote}/fd"))
-    way_out = await mine.provider.way_out(handle)
-    assert way_out is not None
-    inode = os.fstat(way_out).st_ino
-    os.close(way_out)
+    for _ in range(20):
+        way_out = await mine.provider.way_out(handle)
+        assert way_out is not None
+        inode = os.fstat(way_out).st_ino
+        os.close(way_out)
 
     def held() -> bool:
         names = [os.readlink(f"/proc/{zygote}/fd/{fd}") for fd in os.listdir(f"/proc/{zygote}/fd")]
         return f"socket:[{inode}]" in names
 
     assert held()
-    assert len(os.listdir(f"/proc/{zygote}/fd")) <= before
+    assert len(os.listdir(f"/proc/{zygote}/fd")) < before + 20, "one for each time it was asked for"  # a spare has some
     await mine.provider.remove(handle)
     assert not held()
     shutil.rmtree(launch.workspace)
@@ -298,10 +299,12 @@ SELECTION = [
     "tests/isolation/test_cgroups.py",
     "tests/supervisor/test_app.py",
     "tests/supervisor/test_mcp_servers.py",
+    "tests/supervisor/test_mcp_misbehaviour.py",
 ]
 WORDS = "memory or outlive or fails or inside or execute or terminal or secrets or opened or cancelled or spare or way or bridge or descendants"
 
 
+@pytest.mark.timeout(660)
 @pytest.mark.skipif(not ROOT, reason="this is an ordinary user already")
 def test_all_this_works_for_an_ordinary_user(tmp_path: Path) -> None:
     """The checkout may not be readable to others, so it is seen through bind mounts in a mount namespace."""
@@ -328,7 +331,7 @@ def test_all_this_works_for_an_ordinary_user(tmp_path: Path) -> None:
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
             check=False,
         )
         assert run.returncode == 0, run.stdout + run.stderr

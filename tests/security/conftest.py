@@ -28,6 +28,7 @@ import pytest
 
 from carrel.client import Sandbox
 from carrel.models import CommandResult
+from masks_ground import Hold, holding
 from servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 HERE = Path(__file__).parent
@@ -309,3 +310,9 @@ def attacker(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
 def compared(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
     """As `attacker`, and also with no isolation at all, where the same attack must succeed."""
     yield from _attacker(request.param, request, host)
+
+
+@pytest.fixture(scope="module")
+def hold(spawn: Any) -> Hold:
+    """Makes masked sandboxes, each with a zygote of its own."""
+    return holding(spawn)

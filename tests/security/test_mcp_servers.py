@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from carrel import Client
 from carrel.errors import McpServerFailed
 from mcp_hosted import GOOD, HOSTILE
 
@@ -49,13 +50,15 @@ def test_keeping_the_server_busy(attacker, do):
     box.mcp.add("bad", ["python3", "hostile.py", "-"])
     other.mcp.add("good", ["python3", "good.py"])
     other.mcp.call("good", "echo", text="warm")
-    caught = []
+    info, caught = box.info(), []
 
     def attack():
-        try:
-            box.mcp.call("bad", "x", do=do)
-        except McpServerFailed as error:
-            caught.append(error)
+        token = (attacker.server.data_dir / "token").read_text().strip()
+        with Client(attacker.server.client.url, token) as client:  # a connection of its own, which ends with it
+            try:
+                client.attach(info).mcp.call("bad", "x", do=do)
+            except McpServerFailed as error:
+                caught.append(error)
 
     thread = threading.Thread(target=attack)
     thread.start()

@@ -38,6 +38,7 @@ def look():
         "masked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
         "timer": signal.getitimer(signal.ITIMER_REAL),
         "nice": os.nice(0),
+        "processors": sorted(os.sched_getaffinity(0)),
         "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
         "threads": threading.active_count(),
         "collected": gc.isenabled(),
@@ -78,6 +79,17 @@ POISONS = {
         resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); resource.setrlimit(resource.RLIMIT_CPU, (50, 50))
         signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGUSR1, lambda *a: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); signal.setitimer(signal.ITIMER_REAL, 100)
+        """,
+    "processes above": """
+        import os, resource
+        above = [os.getppid(), int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])]
+        for pid in (*above, *filter(lambda each: each > 2, map(int, filter(str.isdigit, os.listdir("/proc"))))):
+            try:
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (20, 20))
+                os.setpriority(os.PRIO_PROCESS, pid, 5)
+                os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})
+            except ProcessLookupError:
+                pass
         """,
     "descriptors": """
         import os

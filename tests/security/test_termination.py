@@ -36,7 +36,7 @@ def alive(marker):
     return found
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -67,7 +67,7 @@ def test_daemon_after_a_deadline(attacker, marker):
     code = HARD_TO_KILL.replace("if os.fork(): os._exit(0)", "if os.fork(): time.sleep(60)")
     result = attacker.box.commands.run(["/usr/bin/python3", "-c", code, marker], timeout=1)
     assert result.timed_out
-    wait_for(lambda: alive(marker) == [], 5)
+    wait_for(lambda: alive(marker) == [])
 
 
 def test_daemon_after_kill(attacker, marker):
@@ -78,7 +78,7 @@ def test_daemon_after_kill(attacker, marker):
     )
     wait_for(lambda: attacker.box.files.exists("beat"))
     command.kill()
-    wait_for(lambda: alive(marker) == [], 5)
+    wait_for(lambda: alive(marker) == [])
 
 
 def test_write_after_the_end(attacker, marker):
@@ -140,7 +140,7 @@ def test_fork_storm_at_the_end(attacker, marker):
     box.commands.start(["python3", "-c", code, marker])
     wait_for(lambda: alive(marker))
     box.terminate()
-    wait_for(lambda: alive(marker) == [], 2)
+    wait_for(lambda: alive(marker) == [])
 
 
 def test_terminal_after_hang_up(attacker, marker):
@@ -148,7 +148,7 @@ def test_terminal_after_hang_up(attacker, marker):
     with attacker.box.terminal() as terminal:
         terminal.send(f"trap '' HUP TERM; sh -c 'trap \"\" HUP TERM; : {marker}; while :; do sleep 1; done'\n")
         wait_for(lambda: alive(marker))
-    wait_for(lambda: alive(marker) == [], 5)
+    wait_for(lambda: alive(marker) == [])
 
 
 def test_supervisor_killed_from_outside(attacker, marker):
@@ -157,7 +157,7 @@ def test_supervisor_killed_from_outside(attacker, marker):
     pid = int(alive(marker)[0])
     first = _first_of_sandbox(pid)
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: alive(marker) == [], 5)
+    wait_for(lambda: alive(marker) == [])
 
 
 def _first_of_sandbox(pid):

@@ -83,20 +83,49 @@ async def test_a_scope_has_its_limit(store: SecretStore) -> None:
     assert len(await store.list("context", "d")) == 1
 
 
-async def test_the_key_is_changed_under_the_secrets(store: SecretStore) -> None:
+async def test_the_key_is_changed_under_the_secrets(store: SecretStore, database: Database) -> None:
     old, new = Vault(bytes(32)), Vault(bytes(range(32)))
     for number in range(5):
-        sealed = old.seal("context", "c", f"N{number}", f"value {number}")
-        await store.put("context", "c", f"N{number}", sealed=sealed.data, key_id=sealed.key_id)
+        for time in ("former", "value"):
+            sealed = old.seal("context", "c", f"N{number}", f"{time} {number}")
+            await store.put("context", "c", f"N{number}", sealed=sealed.data, key_id=sealed.key_id)
     mine = new.seal("template", "t", "NEW", "already new")
     await store.put("template", "t", "NEW", sealed=mine.data, key_id=mine.key_id)
-    assert await rewrap(store, old, new, batch=2) == 5
-    assert await rewrap(store, old, new) == await rewrap(store, old, old) == 0
+    remembered = await store.former("c", ["t"])
+    mark = await store.mark()
+    assert await store.not_sealed_with(new.key_id) == 10
+    assert await rewrap(store, old, new, batch=2) == (5, 5)
+    assert await rewrap(store, old, new) == await rewrap(store, old, old) == (0, 0)
     assert await store.sealed_with(old.key_id, limit=10) == []
+    assert await store.former_sealed_with(old.key_id, limit=10) == []
+    assert await store.not_sealed_with(new.key_id) == 0
     for record in await store.of_scope("c", ["t"]):
         value = new.unseal(record.kind, record.scope, record.name, Sealed(record.key_id, record.sealed))
         assert value.get_secret_value() in {b"already new", f"value {record.name[1:]}".encode()}
-        assert record.version == 1
+        assert record.version == (1 if record.name == "NEW" else 2)
+    again = await store.former("c", ["t"])
+    assert [(each.id, each.name, each.version) for each in again] == [
+        (each.id, each.name, each.version) for each in remembered
+    ]
+    for each in again:
+        value = new.unseal(each.kind, each.scope, each.name, Sealed(each.key_id, each.sealed))
+        assert value.get_secret_value() == f"former {each.name[1:]}".encode()
+    assert await store.mark() == mark
+    await database.sync()
+
+
+async def test_what_was_damaged_does_not_keep_the_rest_from_a_new_key(store: SecretStore) -> None:
+    old, new = Vault(bytes(32)), Vault(bytes(range(32)))
+    for name in "ABCDE":
+        for _ in range(2):
+            sealed = old.seal("context", "c", name, "value")
+            data = b"damaged" if name in "AC" else sealed.data
+            await store.put("context", "c", name, sealed=data, key_id=sealed.key_id)
+    assert await rewrap(store, old, new, batch=1) == (3, 3)
+    assert [record.name for record in await store.sealed_with(old.key_id, limit=10)] == ["A", "C"]
+    assert {each.name for each in await store.former_sealed_with(old.key_id, limit=10)} == {"A", "C"}
+    assert await store.not_sealed_with(new.key_id) == 4
+    assert not await store.reseal_former(0, sealed=b"x", key_id="new")
 
 
 async def test_what_was_put_meanwhile_is_not_sealed_over(store: SecretStore) -> None:

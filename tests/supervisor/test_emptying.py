@@ -138,6 +138,14 @@ async def test_a_stopped_process_is_told(emptied: Box) -> None:
     assert not (await empty(emptied))["clean"]
 
 
+@pytest.mark.parametrize(
+    "change", ["os.setpriority(os.PRIO_PROCESS, pid, 5)", "resource.prlimit(pid, resource.RLIMIT_FSIZE, (9, 9))"]
+)
+async def test_conditions_of_the_supervisor_that_were_changed_are_told(emptied: Box, change: str) -> None:
+    done = await call(emptied, f"import os, resource\npid = 1\n{change}")
+    assert (await empty(emptied))["clean"] == (done["exit_code"] != 0)
+
+
 async def test_too_much_is_told(emptied: Box) -> None:
     code = "import os\nfor n in range(60000):\n    open(f'/tmp/{n}', 'w').close()"
     done = await call(emptied, code)

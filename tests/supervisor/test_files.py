@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import shutil
@@ -9,117 +8,15 @@ import socket
 import stat
 import sys
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrel.errors import FileMissing, InvalidPath
-from carrel.supervisor.files import Files
-from carrel.supervisor.http import Connection, Router
-
-MIB = 1024 * 1024
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-@dataclass
-class Box:
-    """A workspace served on a socket, with something beside it that must stay untouched."""
-
-    top: Path
-    workspace: Path
-    files: Files
-    address: str
-    connections: list[asyncio.StreamWriter] = field(default_factory=list)
-
-    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_unix_connection(self.address, limit=MIB)
-        self.connections.append(writer)
-        return reader, writer
-
-    async def call(self, method: str, target: str, body: bytes = b"", **query: object) -> Answer:
-        reader, writer = await self.open()
-        writer.write(head(method, target, len(body), **query) + body)
-        answer = await receive(reader)
-        writer.close()
-        return answer
-
-    async def put(self, path: str, body: bytes, **query: object) -> Answer:
-        return await self.call("PUT", "/files/content", body, path=path, **query)
-
-    async def get(self, path: str, **query: object) -> Answer:
-        return await self.call("GET", "/files/content", b"", path=path, **query)
-
-    async def post(self, target: str, **body: object) -> Answer:
-        return await self.call("POST", target, json.dumps(body).encode())
-
-
-def head(method: str, target: str, size: int, /, **query: object) -> bytes:
-    encoded = "&".join(f"{key}={quote(str(value).encode('utf-8', 'surrogateescape'))}" for key, value in query.items())
-    return f"{method} {target}?{encoded} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode()
-
-
-async def receive_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-    pairs = ((name, value) for name, _, value in (line.partition(": ") for line in lines[1:] if line))
-    return int(lines[0].split()[1]), dict(pairs)
-
-
-async def receive(reader: asyncio.StreamReader) -> Answer:
-    status, headers = await receive_head(reader)
-    return Answer(status, headers, await reader.readexactly(int(headers["content-length"])))
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def serve(top: Path) -> AsyncIterator[Box]:
-    (top / "canary").write_text("outside")
-    workspace = top / "workspace"
-    workspace.mkdir()
-    before = descriptors()
-    files = Files(str(workspace))
-    router = Router()
-    files.routes(router)
-    tasks: set[asyncio.Task[None]] = set()
-    address = str(top / "socket")
-    server = await asyncio.get_running_loop().create_unix_server(lambda: Connection(router, tasks), address)
-    box = Box(top, workspace, files, address)
-    try:
-        yield box
-        assert (top / "canary").read_text() == "outside"
-        assert sorted(os.listdir(top)) == ["canary", "socket", "workspace"]
-    finally:
-        for writer in box.connections:
-            writer.close()
-        server.close()
-        await until(lambda: not tasks)
-        files.close()
-        os.unlink(address)
-    await until(lambda: descriptors() <= before)
+from files_ground import MIB, Box, descriptors, head, receive, receive_head, serve, until
 
 
 @pytest.fixture
@@ -482,77 +379,6 @@ def test_any_path_is_either_refused_or_round_trips(path: str, content: bytes) ->
 
     with tempfile.TemporaryDirectory(prefix="carrel-") as top:
         asyncio.run(attempt(Path(top)))
-
-
-@pytest.fixture
-def swapping(box: Box) -> Iterator[None]:
-    """`d` in the workspace is in turn a directory and a symlink to what lies outside, as fast as can be."""
-    workspace = box.workspace
-    (workspace / "real").mkdir()
-    (workspace / "real" / "canary").write_text("inside")
-    (workspace / "evil").symlink_to("..")
-    (workspace / "absolute").symlink_to(box.top)
-    done = threading.Event()
-
-    def swap() -> None:
-        while not done.is_set():
-            for name in ("real", "evil", "real", "absolute"):
-                try:
-                    os.rename(workspace / name, workspace / "d")
-                except OSError:  # a write has made the directory meanwhile
-                    os.rename(workspace / "d", workspace / os.urandom(8).hex())
-                    continue
-                os.rename(workspace / "d", workspace / name)
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    yield
-    done.set()
-    thread.join()
-
-
-@pytest.mark.usefixtures("swapping")
-async def test_races_never_leave_the_workspace(box: Box) -> None:
-    outcomes: set[int] = set()
-    for turn in range(500):
-        got = await box.get("d/canary")
-        assert b"outside" not in got.body
-        if got.status == 200:
-            assert got.body == b"inside"
-        wrote = await box.put("d/canary", b"inside", parents=turn % 2)
-        listed = await box.call("GET", "/files/list", path="d")
-        assert b"socket" not in listed.body
-        deleted = await box.call("DELETE", "/files", path="d/socket")
-        assert deleted.status != 204
-        outcomes |= {got.status, wrote.status, listed.status}
-    assert outcomes <= {200, 400, 404, 409}
-    assert (box.top / "canary").read_text() == "outside"
-
-
-async def test_removal_races_never_leave_the_workspace(box: Box) -> None:
-    victim = box.top / "workspace" / "t"
-    done = threading.Event()
-
-    def swap() -> None:
-        while not done.is_set():
-            try:
-                os.rename(victim / "sub", victim / "was")
-                os.symlink(box.top, victim / "sub")
-                os.unlink(victim / "sub")
-                os.rename(victim / "was", victim / "sub")
-            except OSError:
-                continue
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    try:
-        for _ in range(100):
-            await box.put("t/sub/deep/file", b"", parents=1)
-            answer = await box.call("DELETE", "/files", path="t", recursive=1)
-            assert answer.status in {204, 404, 409, 400}, answer
-    finally:
-        done.set()
-        thread.join()
 
 
 async def test_for_commands(box: Box) -> None:

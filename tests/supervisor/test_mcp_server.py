@@ -1,4 +1,4 @@
-"""When a server that keeps ending may start again. What a server does besides is shown in `test_mcp_servers`."""
+"""When a server that keeps ending may start again. What a server does besides is shown in `test_mcp_starting`."""
 
 from __future__ import annotations
 

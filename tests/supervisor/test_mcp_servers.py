@@ -1,45 +1,21 @@
-"""MCP servers through the supervisor's socket, in sandboxes of every kind: those that behave, and those that do not."""
+"""MCP servers through the supervisor's socket, in sandboxes of every kind. Those that do not behave are in `test_mcp_misbehaviour`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from carrel.providers import open_providers
-from carrel.supervisor.mcp_lines import MOST_LINE, MOST_OTHER_LINES, NO_MESSAGE, NO_TEXT, TOO_LONG
+from carrel.supervisor.mcp_lines import MOST_LINE
 from carrel.supervisor.mcp_log import KEPT
-from carrel.supervisor.mcp_process import CLOSED_INPUT, CLOSED_OUTPUT, DEAF
+from carrel.supervisor.mcp_process import CLOSED_INPUT, DEAF
 from carrel.supervisor.mcp_servers import MOST_SERVERS
-from carrel.supervisor.python.calls import ENVIRONMENTS
-from leaks import below
-from mcp_ground import ECHO, connected, declare, ends, log, opened, python, state
-from sandboxes import KINDS, Box, House, Supervisor, provider, status, until
-
-STUBBORN = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print('{}')
-while True: time.sleep(60)
-"""
-FAMILY = """
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.execvp("sleep", ["sleep", "4321"])
-    os._exit(0)
-os.spawnvp(os.P_NOWAIT, "sleep", ["sleep", "4321"])
-"""
-WAITING = {"backing_off", "failed"}
-"""What a server is after it ended by itself, before and after it may start again."""
-READS = "for line in sys.stdin: pass"
+from mcp_ground import ECHO, READS, WAITING, connected, declare, log, opened, python, state
+from sandboxes import Box, Supervisor, until
 
 
 async def test_declared_and_not_started(supervisor: Supervisor) -> None:
@@ -75,18 +51,18 @@ async def test_lines_out_and_in(supervisor: Supervisor) -> None:
         # It is no command: whoever waits for the sandbox to be idle does not wait for it.
         health = await supervisor.ask("GET", "/health")
         assert (health["state"], health["commands_running"]) == ("idle", 0)
-        await link.send({"exit": 0})
+        await link.send({"exit": 3})
         end = await link.end()
     assert end == {
         "incarnation": link.incarnation,
-        "exit_code": 0,
+        "exit_code": 3,
         "signal": None,
-        "reason": "ended by itself with exit code 0",
+        "reason": "ended by itself with exit code 3",
         "taken_over": False,
     }
     words = await log(supervisor)
     assert words.startswith(f"carrel: started, process {link.pid}, incarnation {link.incarnation}\nready\n")
-    assert words.endswith("carrel: ended with exit code 0\n")
+    assert words.endswith("carrel: ended with exit code 3\n")
 
 
 async def test_it_runs_as_a_command_does(box: Box) -> None:
@@ -223,307 +199,6 @@ async def test_a_server_that_closes_its_input(supervisor: Supervisor) -> None:
         assert problem["code"] == "mcp_server_failed"
         assert CLOSED_INPUT in problem["detail"]
         assert (await link.end())["reason"] == CLOSED_INPUT
-
-
-# servers that do not behave
-
-
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("import os\nos.write(1, b'{\"a\":\"')\nwhile True: os.write(1, b'x' * 65536)", TOO_LONG),
-        ("import os\nwhile True: os.write(1, b'x' * 65536)", NO_MESSAGE),
-        ("import os\nwhile True: os.write(1, b'\\n ' * 32768)", NO_MESSAGE),
-        ("while True: print('INFO starting')", NO_MESSAGE),
-        ('import os, time\nos.write(1, b\'{}\\n{"a": "\\xff"}\\n\')\nwhile True: time.sleep(60)', NO_TEXT),
-        ("import os, time\nos.close(1)\nwhile True: time.sleep(60)", CLOSED_OUTPUT),
-    ],
-    ids=["endless line", "endless garbage", "endless blanks", "a log", "no UTF-8", "closed output"],
-)
-async def test_what_is_no_protocol_ends_the_server(box: Box, code: str, reason: str) -> None:
-    before = _memory(box)
-    end = await ends(box.supervisor, code)
-    assert (end["reason"], end["signal"], end["exit_code"]) == (reason, "SIGKILL", None)
-    told = await state(box.supervisor)
-    assert told["state"] in WAITING
-    assert told["reason"] == reason
-    assert _memory(box) - before < 48 * 1024  # not what was printed, and not for long
-    assert _servers(box) == 0
-    assert (await box.supervisor.run("echo on"))["stdout"] == "on\n"
-
-
-def _servers(box: Box) -> int:
-    """How many processes were started by `python`."""
-    return sum(" -u -c " in line for line in below(box.pid).values())
-
-
-def _memory(box: Box) -> int:
-    """What the supervisor holds, in KB."""
-    return int(status(box.pid)["VmRSS"].split()[0])
-
-
-async def test_a_flood_nobody_reads_is_not_read(box: Box) -> None:
-    code = """
-    import os
-    line, count = b'{"a": "' + b"x" * 1000 + b'"}\\n', os.open("count", os.O_CREAT | os.O_WRONLY)
-    for number in range(100_000):
-        os.write(1, line)
-        os.pwrite(count, b"%6d" % number, 0)
-    """
-    await declare(box.supervisor, python(code))
-    before = _memory(box)
-    async with connected(box.supervisor) as link:
-        counts = [-1]
-
-        def blocked() -> bool:
-            if (box.workspace / "count").exists():
-                counts.append(int((box.workspace / "count").read_text() or 0))
-            return len(counts) > 20 and counts[-20] == counts[-1]
-
-        await until(blocked, what="a server that cannot write")
-        assert counts[-1] < 5000
-        assert _memory(box) - before < 8 * 1024
-        assert (await box.supervisor.run("echo on"))["stdout"] == "on\n"
-        for _ in range(10_000):
-            assert len((await link.message())["a"]) == 1000
-    assert (await state(box.supervisor))["state"] == "running"
-
-
-async def test_some_words_are_no_harm(supervisor: Supervisor) -> None:
-    code = f"print('welcome')\nfor n in range({MOST_OTHER_LINES - 1}): print(n)\nprint('{{\"a\": 1}}'); print(); print('{{not closed'); print('  {{\"b\": 2}}  ')"
-    await declare(supervisor, python(code))
-    async with connected(supervisor) as link:
-        assert [await link.message(), await link.message()] == [{"a": 1}, {"b": 2}]
-        assert (await link.end())["exit_code"] == 0
-    words = await log(supervisor)
-    assert "stdout: welcome\nstdout: 0\nstdout: 1\n" in words
-    assert "stdout: {not closed\n" in words
-
-
-async def test_half_a_line_is_no_message(supervisor: Supervisor) -> None:
-    end = await ends(supervisor, "import os\nos.write(1, b'{}\\n{\"half\": ')\nos.kill(os.getpid(), 11)")
-    assert (end["signal"], end["reason"]) == ("SIGSEGV", "was ended by SIGSEGV")
-    assert 'stdout: {"half":' in await log(supervisor)
-
-
-async def test_what_was_said_before_a_breach_arrives(supervisor: Supervisor) -> None:
-    await declare(supervisor, python('import os\nos.write(1, b\'{"a": 1}\\n{"b": 2}\\n{"\\xff"}\\n\')\ninput()'))
-    async with connected(supervisor) as link:
-        assert [await link.message(), await link.message()] == [{"a": 1}, {"b": 2}]
-        assert (await link.end())["reason"] == NO_TEXT
-
-
-async def test_a_server_that_never_answers_can_be_stopped(supervisor: Supervisor) -> None:
-    await declare(supervisor, python(f"import sys\n{READS}"))
-    async with connected(supervisor) as link:
-        await link.send({})
-        told = await supervisor.ask("POST", "/mcp/s/stop")
-        assert told["state"] == "stopped"
-        assert told["last_exit"] in ({"exit_code": 0, "signal": None}, {"exit_code": None, "signal": "SIGTERM"})
-        assert (await link.end())["reason"] == "was stopped"
-    async with connected(supervisor) as link:
-        assert (await state(supervisor))["restarts"] == 0
-
-
-async def test_a_server_that_ignores_sigterm(box: Box) -> None:
-    await declare(box.supervisor, python(STUBBORN))
-    async with connected(box.supervisor) as link:
-        await link.message()
-        told = await box.supervisor.ask("POST", "/mcp/s/stop")
-        assert (told["state"], told["last_exit"]) == ("stopped", {"exit_code": None, "signal": "SIGKILL"})
-        assert (await link.end())["signal"] == "SIGKILL"
-    assert _servers(box) == 0
-
-
-@pytest.mark.parametrize("way", ["stop", "delete", "declare", "exit", "kill", "breach"])
-async def test_descendants_end_with_it(box: Box, way: str) -> None:
-    supervisor = box.supervisor
-    other = await supervisor.start(["sleep", "1234"])
-    await declare(supervisor, python(FAMILY + ECHO))
-    async with connected(supervisor) as link:
-        await until(lambda: box.count("sleep 4321") == 2, what="two descendants")
-        if way == "stop":
-            await supervisor.ask("POST", "/mcp/s/stop")
-        elif way == "delete":
-            await supervisor.ask("DELETE", "/mcp/s")
-        elif way == "declare":
-            await declare(supervisor, ["true"], generation="2")
-        elif way == "exit":
-            await link.send({"exit": 3})
-        elif way == "kill":
-            await supervisor.run(f"kill -9 {link.pid}")
-        else:
-            await link.send({"say": "x" * 2_000_000})
-        await link.end()
-        assert box.count("sleep 4321") == 0
-    assert (await supervisor.info(other))["running"]
-
-
-async def test_others_are_unaffected(box: Box) -> None:
-    """One that behaves answers as ever beside those that do not; so do commands."""
-    flood = "import os\nwhile True: os.write({}, b'{{}}' * 10000 + b'\\n')"
-    hostile = {
-        "flood": flood.format(1),
-        "log": flood.format(2),
-        "stubborn": STUBBORN,
-        "family": FAMILY + STUBBORN,
-        "deaf": "print('{}')\nwhile True: __import__('time').sleep(60)",
-    }
-    await declare(box.supervisor, python(ECHO))
-    async with AsyncExitStack() as links, connected(box.supervisor) as good:
-        for name, code in hostile.items():
-            await declare(box.supervisor, python(code), name)
-            await links.enter_async_context(connected(box.supervisor, name))
-        await until(lambda: box.count("sleep 4321") == 2, what="two descendants")
-        for number in range(50):
-            assert await good.ask({"n": number}) == {"echo": {"n": number}, "pid": good.pid}
-            assert (await box.supervisor.run(f"echo {number}"))["stdout"] == f"{number}\n"
-        states = {each["name"]: each["state"] for each in (await box.supervisor.ask("GET", "/mcp"))["items"]}
-        assert states == dict.fromkeys(["s", *hostile], "running")
-        assert (await box.supervisor.ask("GET", "/mcp/log/log", limit=1000))["dropped"] > 0
-    await asyncio.gather(*(box.supervisor.ask("DELETE", f"/mcp/{name}") for name in hostile))
-    assert _servers(box) == 1
-    async with connected(box.supervisor) as good:
-        assert (await good.ask({}))["pid"] == good.pid
-
-
-@pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
-async def test_one_that_forks_without_end(houses: dict[str, House]) -> None:
-    house = House("namespace", houses["namespace"].directory)
-    async with house.box(processes=64) as box:
-        bomb = "import os\nprint('{}')\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-        await declare(box.supervisor, python(bomb))
-        async with connected(box.supervisor) as link:
-            await link.message()
-            await until(lambda: _servers(box) > 40, what="many processes")
-            assert (await box.supervisor.ask("POST", "/mcp/s/stop"))["state"] == "stopped"
-            assert (await link.end())["reason"] == "was stopped"
-        assert _servers(box) == 0
-        assert (await box.supervisor.run("echo on"))["stdout"] == "on\n"
-    await house.provider.close()
-
-
-async def test_all_end_with_the_sandbox(box: Box) -> None:
-    await declare(box.supervisor, python(FAMILY + STUBBORN))
-    async with connected(box.supervisor) as link:
-        await link.message()
-        await until(lambda: box.count("sleep 4321") == 2, what="two descendants")
-    # The sandbox is removed now, and the leak watch looks for what is left.
-
-
-async def test_a_stopped_reaper_does_not_hold_it_up(box: Box) -> None:
-    """An agent's process may stop or kill the reaper that its own user has."""
-    await declare(box.supervisor, python(ECHO))
-    async with connected(box.supervisor) as link:
-        await box.supervisor.run(f"kill -STOP $(awk '/PPid/ {{print $2}}' /proc/{link.pid}/status)")
-        await box.supervisor.ask("POST", "/mcp/s/stop")
-        await link.end()
-    async with connected(box.supervisor) as link:
-        await box.supervisor.run(f"kill -KILL $(awk '/PPid/ {{print $2}}' /proc/{link.pid}/status)")
-        assert (await link.end())["signal"] == "SIGKILL"
-    await until(lambda: _servers(box) == 0, what="no server")
-    assert (await box.supervisor.run("echo on"))["stdout"] == "on\n"
-
-
-# starting again
-
-
-async def test_one_that_exits_at_once_has_to_wait(supervisor: Supervisor) -> None:
-    await declare(supervisor, ["sh", "-c", "echo no config >&2; exit 7"])
-    starts = 0
-    while True:  # each wait is twice as long: one is longer than the time until we ask again
-        async with supervisor.http.stream("POST", "/mcp/s/connect") as answer:
-            if answer.is_error:
-                problem = json.loads(await answer.aread())
-                break
-            link = await opened(supervisor, "s", answer)
-            end = await link.end()
-            assert (end["exit_code"], end["reason"]) == (7, "ended by itself with exit code 7")
-            starts += 1
-    assert starts >= 1
-    assert problem["code"] == "mcp_server_failed"
-    assert 0 < problem["retry_in_s"] <= 60
-    assert "exit code 7" in problem["detail"]
-    told = await state(supervisor)
-    assert told["state"] in WAITING
-    assert (told["started"], told["restarts"]) == (starts, starts - 1)
-    assert told["last_exit"] == {"exit_code": 7, "signal": None}
-    assert (await log(supervisor)).count("no config") == starts
-    assert (await until(lambda: _waited(supervisor), 70, "the wait to end"))["state"] == "failed"
-    async with connected(supervisor) as link:
-        await link.end()
-    told = await supervisor.ask("POST", "/mcp/s/stop")
-    assert (told["state"], told["retry_in_s"], told["reason"]) == ("stopped", None, None)
-    async with connected(supervisor) as link:
-        await link.end()
-    assert (await state(supervisor))["restarts"] == starts
-
-
-async def _waited(supervisor: Supervisor) -> dict[str, Any] | None:
-    told = await state(supervisor)
-    return None if told["retry_in_s"] else told
-
-
-@pytest.mark.parametrize(
-    ("command", "code", "words"),
-    [
-        (["no-such-program"], 127, "command not found"),
-        (["./none"], 127, "command not found"),
-        (["/etc/passwd"], 126, ""),
-    ],
-)
-async def test_what_cannot_be_started(supervisor: Supervisor, command: list[str], code: int, words: str) -> None:
-    await declare(supervisor, command)
-    problem = await supervisor.refused("POST", "/mcp/s/connect")
-    assert (problem["code"], problem["field"]) == ("mcp_server_failed", "command")
-    assert f"cannot be started: {command[0]}: {words}" in problem["detail"]
-    told = await state(supervisor)
-    assert told["state"] in WAITING
-    assert (told["last_exit"]["exit_code"], told["started"]) == (code, 1)
-    assert told["reason"] in await log(supervisor)
-    await declare(supervisor, ["\udcff"], "odd")
-    problem = await supervisor.refused("POST", "/mcp/odd/connect")
-    assert problem["detail"] == "MCP server 'odd' cannot be started: ?: command not found"
-
-
-async def test_a_directory_or_environment_that_is_not_there_yet(box: Box) -> None:
-    supervisor = box.supervisor
-    await declare(supervisor, python(ECHO), cwd="later")
-    assert (await supervisor.refused("POST", "/mcp/s/connect"))["code"] == "file_not_found"
-    told = await state(supervisor)
-    assert (told["state"], told["retry_in_s"]) == ("failed", None)
-    (box.workspace / "later").mkdir(mode=0o777)
-    async with connected(supervisor) as link:
-        await link.ask({})
-    await declare(supervisor, python(ECHO), "e", environment="/envs/none")
-    assert (await supervisor.refused("POST", "/mcp/e/connect"))["field"] == "environment"
-    await declare(supervisor, python(ECHO), "e", generation="2", cwd="../..")
-    assert (await supervisor.refused("POST", "/mcp/e/connect"))["code"] == "invalid_path"
-
-
-@pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
-async def test_an_environment_comes_first() -> None:
-    async with provider("namespace") as house:
-        programs = house.directory / "envs" / "tools" / "bin"
-        programs.mkdir(parents=True)
-        (programs / "python").symlink_to("/usr/bin/python3")
-        (programs / "greeter").write_text("#!/envs/tools/bin/python\nprint('{\"hello\": 1}')\n")
-        (programs / "greeter").chmod(0o755)
-        shared = {ENVIRONMENTS: str(house.directory / "envs")}
-        run, workspaces = str(house.directory / "run"), str(house.directory / "ws")
-        house.provider = open_providers(run, workspaces, allow_process=True, shared=shared)["namespace"]
-        async with house.box() as box:
-            await declare(box.supervisor, ["greeter"], "one", environment="/envs/tools")
-            async with connected(box.supervisor, "one") as link:
-                assert await link.message() == {"hello": 1}
-            path = (await box.supervisor.run("printf %s $PATH"))["stdout"]
-            show = "import json, os; print(json.dumps(dict(os.environ)))"
-            await declare(box.supervisor, ["python", "-u", "-c", show], "two", environment="tools")
-            async with connected(box.supervisor, "two") as link:
-                shown = await link.message()
-            assert (shown["PATH"], shown["VIRTUAL_ENV"]) == (f"/envs/tools/bin:{path}", "/envs/tools")
-            await declare(box.supervisor, ["greeter"], "three", environment="tools", variables={"PATH": ""})
-            assert (await box.supervisor.refused("POST", "/mcp/three/connect"))["field"] == "command"
 
 
 # the log

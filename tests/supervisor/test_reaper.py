@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -34,10 +33,13 @@ STUBBORN = {
 async def test_a_deadline_ends_the_whole_tree_and_nothing_else(box: Box, kind: str, beside: bool) -> None:
     supervisor = box.supervisor
     other = await supervisor.start("sleep 8888") if beside else None
-    result = await supervisor.run(f"echo partial; {STUBBORN[kind]}", timeout=0.3)
-    assert (result["timed_out"], result["signal"], result["exit_code"]) == (True, "SIGKILL", None)
+    for deadline in (0.3, 5):  # on a machine that stood still, the short one may come before the first word
+        result = await supervisor.run(f"echo partial; {STUBBORN[kind]}", timeout=deadline)
+        assert (result["timed_out"], result["signal"], result["exit_code"]) == (True, "SIGKILL", None)
+        assert result["duration_ms"] > deadline * 1000 - 50
+        if result["stdout"]:
+            break
     assert result["stdout"].startswith("partial\n")
-    assert 250 < result["duration_ms"] < 5000
     await until(lambda: box.count("sleep 7777") == 0, what="the end of the tree")
     if other:
         assert (await supervisor.info(other))["running"]
@@ -71,7 +73,7 @@ async def test_leftovers_live_until_their_command_is_deleted(box: Box, beside: b
     await until(lambda: box.count("sleep 6666") == 1, what="the second leftover")
     for _ in range(3):
         assert (await supervisor.run("true", timeout=0.2))["exit_code"] in {0, None}
-    assert box.count("sleep 7777") == 1
+    await until(lambda: box.count("sleep 7777") == 1, what="the first leftover")
     await supervisor.ask("DELETE", f"/commands/{name}")
     await until(lambda: box.count("sleep 7777") == 0, what="the end of the leftover")
     assert box.count("sleep 6666") == 1
@@ -79,10 +81,8 @@ async def test_leftovers_live_until_their_command_is_deleted(box: Box, beside: b
 
 
 async def test_a_leftover_does_not_hold_up_the_result(supervisor: Supervisor) -> None:
-    began = time.monotonic()
     result = await supervisor.run("sleep 7777 & echo done")
-    assert result["stdout"] == "done\n"
-    assert time.monotonic() - began < 5
+    assert (result["stdout"], result["timed_out"]) == ("done\n", False)
 
 
 async def test_a_fork_bomb_is_bounded_and_ended(houses: dict[str, House]) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
+
+from trees_for_tests import mutate
 
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes import VolumeDriver
+
+MB = 1 << 20
 
 
 class Node:
@@ -32,3 +38,26 @@ class Node:
         return (
             os.listdir(self.cache / "work") + list(self.remote.list("intents")) + list(self.remote.list("collecting"))
         )
+
+
+Nodes = Callable[..., Node]
+"""Makes a node with a driver of a kind on a remote."""
+
+
+def furnish(node: Node, volume: str = "v", seed: int = 1) -> str:
+    """A volume with a bit of everything in it."""
+    node.driver.create(volume, None)
+    path = node.driver.path(volume)
+    mutate(path, random.Random(seed), 60)
+    Path(path, "big").write_bytes(random.Random(seed).randbytes(3 * MB))
+    with open(os.path.join(path, "sparse"), "wb") as file:
+        file.seek(5 * MB)
+        file.write(b"end")
+        file.truncate(9 * MB)
+    os.link(os.path.join(path, "big"), os.path.join(path, "linked"))
+    return path
+
+
+def files_of(node: Node, prefix: str) -> list[Path]:
+    """The files beneath a directory remote."""
+    return sorted(path for path in Path(node.remote.description, prefix).rglob("*") if path.is_file())

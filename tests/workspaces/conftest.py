@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from s3 import S3Server
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "volumes"))
+
+from archives import Node, Nodes
 
 from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
 
@@ -50,3 +53,22 @@ def drivers(tmp_path: Path) -> Iterator[Drivers]:
     yield one
     for driver in made:
         driver.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, drivers: Drivers) -> Nodes:
+    """Makes a node with a driver of a kind on a remote."""
+    numbers = itertools.count()
+
+    def one(url: str | Path, kind: str = "directory") -> Node:
+        return Node(str(url), tmp_path / f"cache{next(numbers)}", drivers(kind))
+
+    return one
+
+
+@pytest.fixture
+def node(nodes: Nodes, tmp_path: Path) -> Iterator[Node]:
+    """A node with the directory driver on a directory."""
+    node = nodes(tmp_path / "remote")
+    yield node
+    assert node.leftovers() == []

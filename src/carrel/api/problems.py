@@ -119,8 +119,9 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         return InvalidRequest(f"there is no field '{field}'", field=field, hint=hint)
     if kind == "missing":
         return InvalidRequest(f"'{field or 'body'}' is missing", field=field or "body", hint="add it; see /docs")
-    hint = f"{message}; see /docs"
-    return InvalidRequest(f"'{field}' is not valid: {message}", field=field, hint=hint, findings=len(errors))
+    if kind == "string_pattern_mismatch" and field.endswith("context_id"):
+        message = "a context has letters, digits, '.', '_', ':' and '-', a letter or digit first, at most 128"
+    return InvalidRequest(f"'{field}' is not valid: {message}", field=field, hint="see /docs", findings=len(errors))
 
 
 async def _carrel(request: Request, error: Exception) -> Response:

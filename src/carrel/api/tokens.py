@@ -14,7 +14,7 @@ from carrel.api.problems import problems
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
 from carrel.identity import Grant, Identity, Kind, Scope, Token
-from carrel.models import NewToken, TokenInfo, TokenPage, TokenRequest
+from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage, TokenRequest
 
 router = Router(prefix="/v1/tokens", tags=["tokens"], dependencies=[Depends(known_query)])
 
@@ -90,6 +90,25 @@ async def list_tokens(
     found, following = await plane.tokens.page(limit=limit, cursor=cursor)
     mine = [TokenInfo.model_validate(_values(token)) for token in found if _within(token, who())]
     return as_json(TokenPage(items=mine, next=following))
+
+
+@router.get(
+    "/me",
+    operation_id="get_identity",
+    summary="Who asks",
+    response_model=None,
+    responses={200: {"model": IdentityInfo}, **problems()},
+)
+async def get_identity() -> Response:
+    """Whom the token of this request stands for, and what it is for. Every token may ask."""
+    identity = who()
+    values = {name: getattr(identity, name) for name in ("subject", "kind", "namespace", "token_id")}
+    contexts = None if identity.contexts is None else sorted(identity.contexts)
+    expires = _time(identity.expires_at)
+    scopes = sorted(identity.scopes)
+    return as_json(
+        IdentityInfo.model_validate({**values, "scopes": scopes, "contexts": contexts, "expires_at": expires})
+    )
 
 
 @router.get(

@@ -56,8 +56,8 @@ class LogStore(ExportStore, SearchStore, Protocol):
     async def unclean(self, node: str) -> Sequence[tuple[str, str, int, bool]]:
         """The holds of a server that are not clean."""
 
-    async def hold(self, chain: str) -> tuple[str, str, int, bool] | None:
-        """The hold of a chain."""
+    async def holds(self, chain: str) -> Sequence[tuple[str, str, int, bool]]:
+        """The holds of a chain."""
 
     async def unfinished(self, chain: str, start: int) -> Sequence[Stored]:
         """Begins without an end."""
@@ -143,7 +143,7 @@ class AuditLog:
         self._open: dict[str, set[int]] = {}
         self._dirty: dict[str, float] = {}
         self._seal: set[str] = set()
-        self._taken: set[str] = set()
+        self._taken: dict[str, frozenset[str]] = {}
         self._writing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._urgent = False
@@ -157,7 +157,8 @@ class AuditLog:
         """Begin to write. What this server left open when it ended last is closed as unknown, and told."""
         self._task = asyncio.get_running_loop().create_task(self._run())
         try:
-            return [one for hold in await self._store.unclean(self.node) for one in await self._close_open(Hold(*hold))]
+            left = [Hold(*hold) for hold in await self._store.unclean(self.node)]
+            return [one for hold in left for one in await self._close_open(hold.chain, [hold])]
         except BaseException:
             await self.close()
             raise
@@ -216,8 +217,8 @@ class AuditLog:
         """This server has got the session of a chain: what another left open there is closed as unknown, and told."""
         await self.flush()
         self._chains.pop(chain, None)
-        hold = await self._store.hold(chain)
-        return [] if hold is None else await self._close_open(Hold(*hold))
+        left = [hold for each in await self._store.holds(chain) if not (hold := Hold(*each)).clean]
+        return await self._close_open(chain, left) if left else []
 
     async def seal(self, chains: Iterable[str] | None = None) -> None:
         """Sign heads now: of all the chains (or of those among these) that this server wrote to since their last."""
@@ -247,13 +248,14 @@ class AuditLog:
         while names := await self._store.aged(before, after=after):
             for name in names:
                 signed = await self._store.head_before(name, before)
-                found = await self._store.hold(name)
-                if signed is None or found is None:
+                holds = [Hold(*each) for each in await self._store.holds(name)]
+                if signed is None or not holds:
                     continue
-                head, hold = Head(*signed), Hold(*found)
-                if head.seq >= self._first_open(hold):
+                head = Head(*signed)
+                if head.seq >= min(map(self._first_open, holds)):
                     continue
-                whole = name.startswith("sandbox:") and hold.clean and hold.node == self.node
+                mine = all(hold.clean and hold.node == self.node for hold in holds)
+                whole = mine and name.startswith("sandbox:")
                 async with self._writing:  # or a record could be added to a chain that is no more
                     count = await self._store.prune(name, head.seq, whole=whole)
                     if whole:
@@ -267,7 +269,7 @@ class AuditLog:
         return removed
 
     def _first_open(self, hold: Hold) -> float:
-        """The place before which every operation of a chain has ended."""
+        """The place before which every operation of a server in a chain has ended."""
         if hold.clean:
             return math.inf
         if hold.node == self.node:
@@ -368,7 +370,7 @@ class AuditLog:
         for name, chain in plan.chains.items():
             self._chains[name] = chain
             self._chains.move_to_end(name)
-            self._taken.discard(name)
+            self._taken.pop(name, None)
             if still := plan.still(name):
                 self._open[name] = still
             else:
@@ -443,17 +445,17 @@ class AuditLog:
 
     # what others left
 
-    async def _close_open(self, hold: Hold) -> list[Unfinished]:
+    async def _close_open(self, chain: str, left: Sequence[Hold]) -> list[Unfinished]:
         found = []
-        mine = self._open.get(hold.chain, set())
-        for _, _, body in await self._store.unfinished(hold.chain, hold.open_from):
+        nodes, mine = frozenset(hold.node for hold in left), self._open.get(chain, set())
+        for _, _, body in await self._store.unfinished(chain, min(hold.open_from for hold in left)):
             values = json.loads(body)
-            if values["seq"] in mine:
+            if values["seq"] in mine or values["node"] not in nodes:
                 continue
-            entry = Entry(hold.chain, values["actor"], values["kind"], values["name"], decision=values["decision"])
+            entry = Entry(chain, values["actor"], values["kind"], values["name"], decision=values["decision"])
             self._put(Item("end", entry, UNKNOWN, self._clock(), ref=values["seq"]))
-            found.append(Unfinished(hold.chain, values["seq"], values["at"], entry.actor, entry.kind, entry.name))
-        self._seal.add(hold.chain)
-        self._taken.add(hold.chain)
+            found.append(Unfinished(chain, values["seq"], values["at"], entry.actor, entry.kind, entry.name))
+        self._seal.add(chain)
+        self._taken[chain] = nodes
         await self.flush()
         return found

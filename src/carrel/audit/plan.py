@@ -22,8 +22,8 @@ Tip = tuple[int, bytes, int]
 
 
 class Hold(NamedTuple):
-    """Which server continues a chain. A clean one ends with a head, and every operation in it has ended; in another,
-    those that did not have at least the number `open_from`.
+    """What a server that writes to a chain leaves in it. Left clean, its last record there is signed and each of its
+    operations has ended; else those that did not have at least the number `open_from`.
     """
 
     chain: str
@@ -61,7 +61,8 @@ class Chain:
 class Plan:
     """One transaction. `build` is its work; the log takes `chains` and `seqs` over once it is committed.
 
-    `chains` are copies of what is known of some chains; `opened` says for every chain which operations are open in it.
+    `chains` are copies of what is known of some chains; `opened` says for every chain which operations are open in it,
+    `taken` of which servers everything in it has been closed.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Plan:
         opened: Mapping[str, Collection[int]],
         items: Sequence[Item],
         seal: Collection[str],
-        taken: Collection[str],
+        taken: Mapping[str, Collection[str]],
         head_records: int,
         now: float,
     ):
@@ -113,6 +114,8 @@ class Plan:
                 clean = not still and chain.head_seq == chain.seq
                 chain.held = not clean
                 holds.append(Hold(name, self._node, min(still, default=chain.seq + 1), clean))
+            others = (node for node in self._taken.get(name, ()) if node != self._node)
+            holds += [Hold(name, node, chain.seq + 1, clean=True) for node in others]
         return rows, heads, holds
 
     def _row(self, item: Item) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import NoReturn
 
@@ -11,6 +12,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     from carrel.cli.failures import exit_code_of
 
     given = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character is shown its code.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         from carrel.cli.app import app
 

@@ -15,7 +15,7 @@ def agent(
     ] = "shell",
     base_url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible endpoint.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 7073,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 7073,
     public_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Where callers reach it, for the agent card.")
     ] = None,
@@ -31,6 +31,10 @@ def agent(
         list[str] | None,
         typer.Option(metavar="HOST", help="A host that is not public and may be told of tasks; repeatable."),
     ] = None,
+    keep_days: Annotated[
+        float,
+        typer.Option(metavar="DAYS", help="How long a task is kept after its end, and a conversation after its last."),
+    ] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Start an A2A agent: other agents send it tasks, which work in workspaces of carrel with the caller's own token.
@@ -60,5 +64,6 @@ def agent(
         public_url=public_url,
         approver_token=None if approver_token_file is None else read_token(approver_token_file),
         push_hosts=tuple(push_hosts or ()),
+        keep_days=keep_days,
     )
     serve(settings, log_level=log_level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -126,6 +125,7 @@ def export(
     from carrel.cli.failures import note
     from carrel.cli.progress import copying
     from carrel.client import Client
+    from carrel.client._sync.files import save_as
 
     with Client() as client:
         pieces = client.audit.export(context_id=context, compress=output.endswith(".zst"))
@@ -134,19 +134,8 @@ def export(
                 sys.stdout.buffer.write(piece)
             sys.stdout.buffer.flush()
             return
-        target = Path(output)
-        partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
-        try:
-            with partial.open("xb") as file, copying(output) as advance:
-                for piece in pieces:
-                    file.write(piece)
-                    if advance is not None:
-                        advance(len(piece))
-            partial.replace(target)
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="FILE") from None
-        finally:
-            partial.unlink(missing_ok=True)
+        with copying(output) as advance:
+            save_as(pieces, Path(output), 0o666, advance)
     note(f"wrote {output}")
 
 

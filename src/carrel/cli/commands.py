@@ -51,7 +51,7 @@ def run(
     }
     limits = {name: value for name, value in limits.items() if value is not None}
     asked = options.Ephemeral(template=template, provider=provider, trust=trust, network=network, limits=limits)
-    environment = options.environment(env)
+    environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
         async with ephemeral(asked, keep=keep) as box:
@@ -59,7 +59,7 @@ def run(
                 note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
             if keep:
                 note(f"carrel: kept as {box.id}; `carrel rm {box.id}` removes it")
-            return await attended(box, options.program(command), cwd=None, env=environment, timeout=timeout)
+            return await attended(box, program, cwd=None, env=environment, timeout=timeout)
 
     raise typer.Exit(to_the_end(work()))
 
@@ -88,21 +88,22 @@ def execute(
     from carrel.cli.reach import kept, to_the_end
     from carrel.cli.streams import attended
 
-    environment = options.environment(env)
+    environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
         async with kept(context, template) as box:
             view = box if approval is None else box.with_approval(approval)
             view = view if wait is None else view.waiting(wait)
-            return await attended(view, options.program(command), cwd=cwd, env=environment, timeout=timeout)
+            return await attended(view, program, cwd=cwd, env=environment, timeout=timeout)
 
     try:
         code = to_the_end(work())
     except ApprovalNeeded as error:
-        again = shlex.join([context, *command])
-        error.hint = (
-            f"`carrel approve {error.approval}` lets it; then `carrel exec --approval {error.approval} {again}`"
-        )
+        # What was approved is the command with its directory and its variables.
+        where = [] if cwd is None else ["--cwd", cwd]
+        variables = [word for each in env or () for word in ("--env", each)]
+        again = shlex.join(["--approval", error.approval or "ID", *where, *variables, context, *command])
+        error.hint = f"somebody else lets it with `carrel approve {error.approval}`; then `carrel exec {again}`"
         raise
     raise typer.Exit(code)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from carrel.errors import CarrelError
+from carrel.errors import CarrelError, Unauthorized
 
 USAGE = 2
 INTERRUPTED = 130
@@ -53,6 +53,10 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
         return BROKEN_PIPE
+    if isinstance(error, Unauthorized):
+        # The server's own hint speaks of headers, to those who send them.
+        tell(error.detail, "set CARREL_TOKEN to a good one; without it that of the server on this machine is used")
+        return 1
     if isinstance(error, CarrelError):
         tell(error.detail, error.hint)
         return 1

@@ -92,6 +92,7 @@ def get(
     carrel filespace get conversation-42 output/report.txt report.txt
     """
     from carrel.client import Client
+    from carrel.client._sync.files import save_as
 
     with Client() as client:
         pieces = client.filespace(context).stream(path)
@@ -103,16 +104,7 @@ def get(
         target = Path(local)
         if target.is_dir():
             target /= PurePosixPath(path).name
-        partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
-        try:
-            with partial.open("xb") as file:
-                for piece in pieces:
-                    file.write(piece)
-            partial.replace(target)
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="FILE") from None
-        finally:
-            partial.unlink(missing_ok=True)
+        save_as(pieces, target, 0o666, None)
 
 
 @app.command("put")

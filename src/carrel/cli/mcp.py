@@ -11,6 +11,8 @@ from carrel.cli import options
 from carrel.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
+    import socket
+
     from carrel.integrations.mcp.server import Workspaces
 
 HINT = "pip install 'carrel[mcp]'"
@@ -134,6 +136,19 @@ def _serve_stdio(workspaces: Workspaces) -> None:
     asyncio.run(work())
 
 
+def _listening(host: str, port: int) -> socket.socket:
+    import socket
+
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            field="port",
+            hint="choose another with --port, or 0 for any",
+        ) from None
+
+
 def _serve_http(workspaces: Workspaces, context: str | None, host: str, port: int, names: list[str]) -> None:
     import uvicorn
 
@@ -144,7 +159,7 @@ def _serve_http(workspaces: Workspaces, context: str | None, host: str, port: in
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="on"
     )
-    listening = config.bind_socket()
+    listening = _listening(host, port)
     try:
         print(f"carrel mcp listens on {url_of(host, listening.getsockname()[1])}/CONTEXT/mcp", flush=True)
         if not is_loopback(host):

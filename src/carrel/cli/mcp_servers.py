@@ -85,7 +85,7 @@ def add(
         return
     if info.discovery_error is not None:
         note(f"it could not be asked: {plain(info.discovery_error)}")
-    print(f"{info.name}: {info.tools} tools, {info.url}")
+    print(f"{info.name}: {info.tools} tools, {box.mcp.url(info.name)}")
 
 
 @app.command("tools")

@@ -89,10 +89,13 @@ def explain(
     \b
     carrel policy explain "pip install pandas | tee log" --settings settings.json --sources sources.json
     """
+    from carrel.cli.failures import note
     from carrel.policy.decide import decide_shell
 
     if shell not in {"bash", "sh"}:
         raise typer.BadParameter("the shell is bash or sh", param_hint="--shell")
+    if not settings and not sources and template is None:
+        note("no rules are given, so everything is allowed; `carrel policy get CONTEXT` shows those of a context")
     policy = _policy(settings or [], sources or [], context, template)
     verdict = decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
     if json:

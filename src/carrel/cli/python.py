@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,11 +97,18 @@ def _call(
     box: Sandbox, text: str, args: list[str], env: str | None, variables: dict[str, str], timeout: float | None
 ) -> int:
     from carrel.cli.streams import exit_code, write_out
-    from carrel.errors import SandboxLost
+    from carrel.errors import CarrelError, SandboxLost
 
-    stream = box.python.stream(text, args=args, env=env, variables=variables, timeout=timeout)
-    for chunk in stream:
-        write_out(chunk.stream, chunk.data)
+    handle = box.python.start(text, args=args, env=env, variables=variables, timeout=timeout)
+    stream = handle.stream()
+    try:
+        for chunk in stream:
+            write_out(chunk.stream, chunk.data)
+    except BaseException:
+        # Nobody waits for it any more: it ends as a command of `exec` does.
+        with suppress(CarrelError):
+            handle.kill()
+        raise
     if stream.info is None:
         raise SandboxLost("the server did not say how the code ended")
     return exit_code(stream.info)

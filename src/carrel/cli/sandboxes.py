@@ -119,7 +119,10 @@ def _commands(context: str, *, json: bool) -> None:
 
 
 def stop(
-    contexts: Annotated[list[str], typer.Argument(metavar="CONTEXT…", help="Contexts or sandbox ids.")],
+    contexts: Annotated[
+        list[str],
+        typer.Argument(metavar="CONTEXT…", help="Context or sandbox ids.", autocompletion=options.contexts),
+    ],
     json: options.Json = False,
 ) -> None:
     """Stop sandboxes and keep their files; the next use starts them again, and so does `resume`.
@@ -290,7 +293,7 @@ def _ask(names: list[str], *, files: bool) -> None:
     from carrel.cli.shown import plain
 
     if not sys.stdin.isatty():
-        raise typer.BadParameter("nobody is here to confirm it", param_hint="--yes")
+        raise typer.BadParameter("nobody is here to confirm it; give --yes if it is meant", param_hint="--yes")
     shown = ", ".join(plain(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     if not typer.confirm(f"Terminate {shown}{' and delete the files' if files else ''}?", err=True):
         raise typer.Exit(1)

@@ -1,8 +1,10 @@
-"""`secret`: keep, list and forget the secrets of a context or a template."""
+"""`secret`: keep, list and forget secrets of a context or a template. `rekey` changes the key, without a server."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -86,6 +88,43 @@ def remove(owner: Owner, name: Name, template: OfTemplate = False) -> None:
 
     with Client() as client:
         _of(client, owner, template).delete(name)
+
+
+@app.command("rekey")
+def rekey(
+    *,
+    old_key: Annotated[Path | None, typer.Option(help="A file with a key that sealed secrets, if not in use.")] = None,
+    new_key: Annotated[Path | None, typer.Option(help="A file with the new key; else one is made.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The data directory of the server.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A settings file.", show_default="carrel.toml")] = None,
+    json: options.Json = False,
+) -> None:
+    """Change the key that seals the secrets. Stop every server on the database first.
+
+    It may be interrupted: run it again, and it goes on where it was. A server starts when it is done.
+
+    \b
+    carrel secret rekey
+    carrel secret rekey --new-key new.key
+    """
+    from carrel import config as settings
+    from carrel.cli.failures import note
+    from carrel.cli.shown import print_json
+    from carrel.server import rekey as change
+
+    loaded = settings.load({"data_dir": None if data_dir is None else str(data_dir)}, config=config)
+    files = {"old_key": old_key, "new_key": new_key}
+    done = change(loaded, **{name: None if path is None else str(path) for name, path in files.items()})
+    if json:
+        print_json(asdict(done))
+    else:
+        print(f"sealed again: {done.secrets} secrets, {done.former} former values; the key is in {done.key_file}")
+    if done.left:
+        note(f"{done.left} values were left: no key at hand opens them; give it with --old-key, or put them again")
+    if loaded.secret_key is not None:
+        note(f"now set CARREL_SECRET_KEY (secret_key) of every server to what {done.key_file} holds, then start them")
+    else:
+        note(f"other servers on the database need the same {done.key_file}")
 
 
 def _of(client: Client, owner: str, template: bool) -> Secrets:

@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.text import Text
 
+_GAP = 2
+_NARROWEST = 6
+_NAMES = {"ID", "CONTEXT"}
+_NAME_WIDTH = 24
+"""What other commands are given is of no use when it is cut."""
+
 
 def print_json(value: object) -> None:
     """A value as readable JSON."""
@@ -22,21 +28,38 @@ def print_line(value: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, wrap: bool = False) -> None:
-    """A table; cut to the width of a terminal, whole when it goes elsewhere."""
+    """A table; cut or wrapped to the width of a terminal, whole when it goes elsewhere."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold" if console.is_terminal else "", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
-    for row in rows:
-        # A plain str would be read as markup; a name like "[red]" must show as itself.
-        table.add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in row))
-    if not console.is_terminal:
-        console.width = max(console.measure(table).maximum, 20)
+    table = Table(box=None, pad_edge=False, header_style="bold" if console.is_terminal else "", padding=(0, _GAP, 0, 0))
+    # A plain str would be read as markup; a name like "[red]" must show as itself.
+    cells = [[Text(plain(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    widths = [max(len(name), *(row[at].cell_len for row in cells), 1) for at, name in enumerate(columns)]
+    room = console.width - _GAP * len(columns)
+    if console.is_terminal:
+        widths = fitting(widths, room, [_NAME_WIDTH if name in _NAMES else _NARROWEST for name in columns])
+    else:
+        console.width = max(sum(widths) + _GAP * len(columns), console.width)
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap, max_width=width)
+    for row in cells:
+        table.add_row(*row)
     console.print(table)
+
+
+def fitting(widths: Sequence[int], room: int, least: Sequence[int]) -> list[int]:
+    """The widths of columns that have so much room together: only the widest give way, none below its least, so that
+    the short ones, which say most, stay whole.
+    """
+    most = max(widths, default=0)
+    fitted = [*widths]
+    while most > min(least, default=0) and sum(fitted) > room:
+        most -= 1
+        fitted = [min(width, max(most, fewest)) for width, fewest in zip(widths, least, strict=True)]
+    return fitted
 
 
 def coloured(text: str, style: str) -> Text:

@@ -9,7 +9,7 @@ import typer
 
 from carrel.cli import options
 
-Context = Annotated[str, typer.Argument(metavar="CONTEXT", help="A context or sandbox id.")]
+Context = options.Context
 
 
 def snapshot(context: Context, json: options.Json = False) -> None:
@@ -27,7 +27,10 @@ def snapshot(context: Context, json: options.Json = False) -> None:
     if json:
         print_json(made.model_dump(mode="json"))
     else:
-        typer.echo(f"{made.id}  {made.files} files, {size(made.bytes or 0)}, {size(made.new_bytes or 0)} new")
+        # A volume that only marks the moment has counted nothing.
+        files = [] if made.files is None else [f"{made.files} files"]
+        new = [] if made.new_bytes is None else [f"{size(made.new_bytes)} new"]
+        typer.echo(f"{made.id}  {', '.join([*files, size(made.bytes or 0), *new])}")
 
 
 def snapshots(context: Context, json: options.Json = False) -> None:
@@ -49,9 +52,9 @@ def snapshots(context: Context, json: options.Json = False) -> None:
             each.id,
             each.status,
             age(each.created_at),
-            str(each.files if each.files is not None else ""),
-            size(each.bytes or 0),
-            size(each.new_bytes or 0),
+            "-" if each.files is None else str(each.files),
+            "-" if each.bytes is None else size(each.bytes),
+            "-" if each.new_bytes is None else size(each.new_bytes),
         ]
         for each in found
     ]

@@ -62,13 +62,26 @@ def locate(url: str | None = None, token: str | None = None) -> Address:
     local = local_server()
     if url is None:
         if local is None:
-            raise ServerUnreachable(f"no carrel server has left its address in {data_dir()}", hint=START_HINT)
+            raise _none_here(data_dir())
         return Address(local.url, token or local.token)
     url = _checked(url)
     # The local token is for the local server alone: sent elsewhere it would be given away.
     if token is None and local is not None and local.url == url:
         token = local.token
     return Address(url, token)
+
+
+def _none_here(directory: Path) -> ServerUnreachable:
+    try:
+        (directory / "server.json").stat()
+    except PermissionError:
+        return ServerUnreachable(
+            f"this user may not look into {directory}, where a server leaves its address",
+            hint="set CARREL_URL and CARREL_TOKEN; whoever runs that server makes tokens with `carrel token create`",
+        )
+    except OSError:
+        pass
+    return ServerUnreachable(f"no carrel server has left its address in {directory}", hint=START_HINT)
 
 
 def _local_token(directory: Path) -> str | None:

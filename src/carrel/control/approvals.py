@@ -35,6 +35,8 @@ from carrel.store.approvals import ApprovalRecord, ApprovalStore
 log = logging.getLogger("carrel.approvals")
 
 LONGEST_SUMMARY = 500
+MOST_WAITING = 100
+"""How many requests of one context may wait at once: nobody reads more, and others want to be seen too."""
 LOOK_EVERY_S = 1.0
 """How often somebody who waits looks into the database: another server may have the decision."""
 
@@ -115,13 +117,16 @@ class Approvals:
                 record = await self._ask(operation, decision, name, who, now)
         if who.wait_s > 0:
             record = await self._wait(record, who)
-            if record.state is not ApprovalState.PENDING:
+            if record.state is not ApprovalState.PENDING and not who.gone():
                 return await self._use(record, name, operation)
         raise self._needed(record, operation)
 
     async def _ask(
         self, operation: Operation, decision: Decision, name: str, who: Caller, now: float
     ) -> ApprovalRecord:
+        requester = operation.actor or who.identity.subject
+        if await self._store.waiting(operation.context_id, requester, now) >= MOST_WAITING:
+            raise self._too_many(operation)
         owner = operation.context_id or operation.sandbox_id or None
         arguments = await self.redact(owner, operation.arguments)
         why = await self.redact(owner, {"reason": decision.reason or "no rule covers it"})
@@ -135,7 +140,7 @@ class Approvals:
             arguments=arguments,
             digest=name,
             reason=str(why["reason"]),
-            requested_by=operation.actor or who.identity.subject,
+            requested_by=requester,
             created_at=now,
             expires_at=now + self._ttl_s,
         )
@@ -199,6 +204,20 @@ class Approvals:
             retry=True,
             approval=record.id,
             expires_at=record.info().expires_at.isoformat(),
+        )
+
+    @staticmethod
+    def _too_many(operation: Operation) -> Denied:
+        words = f"{MOST_WAITING} requests wait for a person already"
+        return Denied(
+            words,
+            hint="ask again when some of them are decided",
+            operation=operation.kind,
+            rule=None,
+            source="approvals",
+            reason=words,
+            retry=True,
+            approval=None,
         )
 
     @staticmethod
@@ -281,9 +300,14 @@ class Approvals:
             raise Conflict(
                 f"approval '{approval_id}' is {found.state} already", field="id", hint="list those that are pending"
             )
-        if rule is not None and self.rules is not None:  # only now: another may have denied it meanwhile
-            await self.rules.add_rule(record.context_id or "", rule, by.subject)
-        self._wake()
+        try:
+            if rule is not None and self.rules is not None:  # only now: another may have denied it meanwhile
+                await self.rules.add_rule(record.context_id or "", rule, by.subject)
+        except CarrelError as error:
+            error.hint = "the request is approved, once; add the rule to the policy of its context"
+            raise
+        finally:
+            self._wake()
         return found.info()
 
     async def decide_all(self, batch: ApprovalBatch, by: Identity) -> ApprovalBatchResult:
@@ -293,7 +317,7 @@ class Approvals:
             try:
                 result.decided.append(await self.decide(approval_id, batch.decision, by))
             except CarrelError as error:
-                result.refused[approval_id] = error.detail
+                result.refused[approval_id] = str(error)
         return result
 
     async def watch(self) -> AsyncIterator[ApprovalInfo]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -18,8 +19,9 @@ from carrel.control.connection import Json
 from carrel.control.exchange import GRACE, LIST, SMALL, check, json_object, segment_of, size_of
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
+from carrel.control.memory import for_memory
 from carrel.control.python import MOST_REMEMBERED, START_S, Enter, Redactors, Wanting
-from carrel.control.redacting import clean_info
+from carrel.control.redacting import apart, clean_info
 from carrel.control.streaming import written
 from carrel.errors import InvalidRequest, SandboxLost
 from carrel.events.redact import Redactor
@@ -63,12 +65,10 @@ class CodeContextOperations:
         self,
         door: Enter,
         redactor: Redactors,
-        out_of_memory: Callable[[LiveSandbox], Awaitable[bool]],
         environment: FindEnvironment,
     ):
         self._door = door
         self._redactor = redactor
-        self._out_of_memory = out_of_memory
         self._environment = environment
         self.recall: Recall = _nothing_kept
         """The environment that a code context of a session had, here or on another server."""
@@ -105,8 +105,8 @@ class CodeContextOperations:
         path = f"/contexts/{context}/cells/{segment_of(cell_id)}/output"
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
         async with self._door(name, "shell", "cell_output", arguments, actor) as (box, traffic):
-            redactor = await self._redactor(box.record.context_id or box.record.id)
-            chunks = written(box, traffic, redactor, path, offset, follow=follow)
+            current = partial(self._redactor, box.record.context_id or box.record.id)
+            chunks = written(box, traffic, current, path, offset, follow=follow)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
@@ -185,10 +185,9 @@ class CodeContextOperations:
         except ValidationError:
             raise SandboxLost("the sandbox's answer is not a CellResult") from None
         gave(size_of(result.stdout) + size_of(result.stderr))
-        result.oom_killed = False
-        if result.status == "died" and result.signal == "SIGKILL" and not result.timed_out:
-            result.oom_killed = await self._out_of_memory(box)
-        return clean_cell(await self._redactor(box.record.context_id or box.record.id), result)
+        result.oom_killed = result.status == "died" and await for_memory(box, result)
+        redactor = await self._redactor(box.record.context_id or box.record.id)
+        return await apart(len(answer), clean_cell, redactor, result)
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -22,7 +22,7 @@ from carrel.control.caller import Caller, caller
 from carrel.control.door import Decision, Operation
 from carrel.control.egress_client import EgressClient
 from carrel.control.egress_log import AccessLog
-from carrel.control.egress_plans import Plans
+from carrel.control.egress_plans import Plans, shut
 from carrel.control.governor import Redact
 from carrel.control.live import LiveSandbox
 from carrel.egress.channel import ChannelClosed, Message, memory_file
@@ -50,6 +50,8 @@ class _Attached:
     box: LiveSandbox
     listener: int
     plan: Plan
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held from reading a policy until it holds, so that one read earlier does not come later."""
     asking: int = 0
     asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -131,16 +133,18 @@ class Egress:
             await self._attach(attached)
         except BaseException:
             os.close(listener)
+            with suppress(ChannelClosed):  # it may have been told, and not have answered
+                self._client.send("detach", sandbox=box.record.id)
             raise
         self._boxes[box.record.id] = attached
 
     def detach(self, box: LiveSandbox) -> None:
         """A sandbox has ended, or is about to."""
+        self._plans.forget(box.record.id)  # one without a way out has certificates too
         attached = self._boxes.pop(box.record.id, None)
         if attached is None:
             return
         os.close(attached.listener)
-        self._plans.forget(box.record.id)
         with suppress(ChannelClosed):
             self._client.send("detach", sandbox=box.record.id)
 
@@ -151,14 +155,35 @@ class Egress:
             if context_id is not None and record.context_id != context_id:
                 continue
             try:
-                plan = await self._plans.of(record)
-                if plan == attached.plan or self._boxes.get(record.id) is not attached:
-                    continue
-                attached.plan = plan
-                if self._client.up:
-                    await self._send_plan("change", attached)
+                async with attached.changing:
+                    await self._renew(attached)
             except CarrelError as error:
-                log.warning("the way out of sandbox %s keeps its old policy: %s", record.id, error)
+                log.warning("the way out of sandbox %s keeps the policy it has: %s", record.id, error)
+            except Exception:
+                log.exception("the way out of sandbox %s keeps the policy it has", record.id)
+
+    async def _renew(self, attached: _Attached) -> None:
+        """Make the policy hold that a context has now. One that is known and cannot be carried out shuts the way: what
+        it denies must not go on because of something else in it.
+        """
+        record = attached.box.record
+        read = await self._plans.read(record)
+        try:
+            plan = await self._plans.make(record, *read)
+        except (CarrelError, OSError) as error:
+            log.warning("the way out of sandbox %s is shut: %s", record.id, error)
+            plan = shut(attached.plan, error)
+        if plan == attached.plan or self._boxes.get(record.id) is not attached:
+            return
+        before, attached.plan = attached.plan, plan
+        if not self._client.up:
+            return  # the next process is told
+        try:
+            await self._send_plan("change", attached)
+        except PlatformError as error:
+            log.warning("the way out of sandbox %s is shut: %s", record.id, error)
+            attached.plan = shut(before, error)
+            await self._send_plan("change", attached)
 
     async def close(self) -> None:
         """End the process; every sandbox is gone by now."""
@@ -206,14 +231,25 @@ class Egress:
             await asyncio.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
             try:
                 await self._client.connect()
-                for attached in list(self._boxes.values()):
-                    await self._attach(attached)
+                attached = [await self._attach_again(each) for each in list(self._boxes.values())]
             except (CarrelError, OSError) as error:
                 log.warning("the egress process could not be started: %s", error)
                 continue
-            if self._client.up:
+            if self._client.up and all(attached):
                 log.info("the egress process runs again")
                 return
+
+    async def _attach_again(self, attached: _Attached) -> bool:
+        """Whether a sandbox has its way out again. One that does not get it takes that of no other."""
+        sandbox = attached.box.record.id
+        if self._boxes.get(sandbox) is not attached:
+            return True  # it has ended meanwhile, and the number of its listener may be that of another by now
+        try:
+            await self._attach(attached)
+        except CarrelError as error:
+            log.warning("sandbox %s has no way out: %s", sandbox, error)
+            return False
+        return True
 
     async def _refresh_all(self) -> None:
         while True:

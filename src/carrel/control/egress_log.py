@@ -45,7 +45,8 @@ class AccessLog:
         self._acknowledge = acknowledge
         self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
         self._open: dict[int, Ticket] = {}
-        self._known: OrderedDict[int, None] = OrderedDict()
+        # By their beginnings too: a proxy that found no journal counts anew.
+        self._known: OrderedDict[tuple[int, object], None] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -106,24 +107,30 @@ class AccessLog:
                 break
             except CarrelError as error:
                 log.warning("the access log cannot be written: %s", error)
+            except Exception:  # whatever it is: what is acknowledged next must not be taken for written
+                log.exception("the access log cannot be written")
             await asyncio.sleep(_RETRY_S)
         self._acknowledge(upto)
 
     async def _one(self, item: Item, context: str | None) -> None:
         number = item["number"]
         assert isinstance(number, int)
-        if item.get("recovered") and number in self._known:
+        known = (number, item["began"])
+        if item.get("recovered") and known in self._known:
             return  # written down, though the proxy did not hear of it before it died
-        self._known[number] = None
+        await self._written(number, item, context)
+        self._known[known] = None
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
+
+    async def _written(self, number: int, item: Item, context: str | None) -> None:
         ended = item["ended"]
         ticket = self._open.get(number)
         if ended is None:
             if ticket is None:
                 self._open[number] = await self._audit.begin(await self._entry(item, context))
             return
-        ending = _ending(item)
+        ending = await self._ending(item, context)
         if ticket is not None:
             del self._open[number]
             ticket.end(replace(ending, arguments=_later(item, ticket.entry.arguments)))
@@ -133,6 +140,13 @@ class AccessLog:
         self._metrics.let_out(
             str(item["protocol"]), ending.result, ending.bytes_in or 0, ending.bytes_out or 0, seconds
         )
+
+    async def _ending(self, item: Item, context: str | None) -> Ending:
+        ending = _ending(item)
+        if ending.reason is None:
+            return ending
+        shown = await self._redact(context or str(item["sandbox"]), {"reason": ending.reason})
+        return replace(ending, reason=str(shown["reason"]))
 
     async def _entry(self, item: Item, context: str | None) -> Entry:
         sandbox = str(item["sandbox"])

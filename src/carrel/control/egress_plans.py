@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from carrel.egress.authority import bundle, make_authority
 from carrel.egress.credentials import placeholder
+from carrel.egress.handshakes import read_way
 from carrel.egress.index.host import host_index
 from carrel.egress.plan import Index, Injected, Plan, Upstream
-from carrel.errors import InvalidRequest, PlatformError
-from carrel.policy.layers import Policy
-from carrel.policy.sources import Credential, WebAccess
+from carrel.errors import CarrelError, InvalidRequest, PlatformError
+from carrel.policy.layers import Layer, Policy
+from carrel.policy.sources import Credential, Sources, WebAccess
 from carrel.store import SessionRecord
 
 CA_FILE = "carrel-ca.pem"
@@ -59,7 +62,10 @@ def read_upstreams(path: str | None) -> tuple[Upstream, ...]:
         ) from None
     if len({each.name for each in found}) < len(found):
         raise InvalidRequest(f"{path} has a name twice", field="egress.upstreams_file")
-    return tuple(Upstream(each.name, each.url, each.remote_names) for each in found)
+    upstreams = tuple(Upstream(each.name, each.url, each.remote_names) for each in found)
+    for upstream in upstreams:
+        read_way(upstream)  # else it would be found out by the first sandbox
+    return upstreams
 
 
 def web_access(policy: Policy) -> list[WebAccess]:
@@ -94,11 +100,18 @@ class Plans:
 
     async def of(self, record: SessionRecord) -> Plan:
         """The plan of a sandbox, by the policy its context has now."""
+        return await self.make(record, *await self.read(record))
+
+    async def read(self, record: SessionRecord) -> tuple[Policy, Mapping[str, bytes]]:
+        """The policy that a sandbox's context has now, and the values it needs."""
         policy = await self._policy_of(record)
+        return policy, await self._values(record) if credentials(policy) else {}
+
+    async def make(self, record: SessionRecord, policy: Policy, values: Mapping[str, bytes]) -> Plan:
+        """The plan of a sandbox by a policy. Raises `CarrelError` and `OSError` when it cannot be carried out here."""
         if self._indexes is None:
             self._indexes = tuple(await asyncio.to_thread(host_index))
         wanted = credentials(policy)
-        values = await self._values(record) if wanted else {}
         return Plan(
             sandbox=record.id,
             context=record.context_id,
@@ -134,11 +147,16 @@ class Plans:
         with suppress(FileNotFoundError), open(path, encoding="ascii") as file:
             return file.read()
         made = make_authority(sandbox)
-        draft = f"{path}.new"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(made)
-        os.rename(draft, path)
+        draft = f"{path}.{secrets.token_hex(4)}.new"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(made)
+            os.link(draft, path)
+        except FileExistsError:  # another was quicker, and the sandbox may trust that one by now
+            return self._authority(sandbox)
+        finally:
+            os.unlink(draft)
         return made
 
     def _chosen(self, policy: Policy) -> tuple[Upstream, ...]:
@@ -156,6 +174,15 @@ class Plans:
                 hint="let the operator add them to the file of egress.upstreams_file",
             )
         return tuple(known[name] for name in names)
+
+
+def shut(plan: Plan, error: Exception) -> Plan:
+    """The plan of a sandbox that may not go out at all, because its policy cannot be carried out. Says why."""
+    why = error.detail if isinstance(error, CarrelError) else type(error).__name__
+    nothing = Sources.model_validate(
+        {"web_access": {"enabled": False}, "package_managers": {"pip": {"enabled": False}}}
+    )
+    return replace(plan, layers=(Layer("carrel", None, nothing, f"carrel, because {why}"),), injected=())
 
 
 def _injected(credential: Credential, value: bytes) -> Injected:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from carrel.control.door import SELF
 from carrel.control.environment_terms import Asker, requirements_of
 from carrel.control.environments import Environments, Say
-from carrel.control.operations import Operations
+from carrel.control.operations import Operations, require_open
 from carrel.control.sessions import Sessions
 from carrel.control.template_packages import TemplatePackages
 from carrel.errors import Conflict, NotFound
@@ -54,6 +54,7 @@ class EnvironmentUse:
         session lasts, it stays.
         """
         box = await self._sessions.find(name)
+        require_open(box, actor)  # it can be the Python of whatever runs there next
         box.provider.require(Capability.ENVIRONMENTS)
         if request.template:
             return await self._packages.info(box, say)
@@ -66,8 +67,8 @@ class EnvironmentUse:
         arguments = {"command": ["pip", "install", *asked], "env": request.env}
 
         async def find() -> EnvironmentRecord:
-            if request.env is not None:
-                return self._environments.find(request.env)
+            if known is not None:
+                return self._environments.find(known.name)  # by now its label may be on another
             wanted = EnvironmentRequest(
                 requirements=request.requirements or [], python=request.python, index=request.index
             )
@@ -94,10 +95,13 @@ class EnvironmentUse:
     async def detach(self, name: str, env: str, actor: str = "") -> None:
         """Let go of an environment, so that it may be removed when nobody else has it."""
         record = await self._kept(name)
+        running = [each for each in self._sessions.live() if each.record.id == record.id]
+        for box in running:
+            require_open(box, actor)
         door = self._operations.session_door("detach_env", {"env": env}, actor, record.id, record.context_id)
         async with door:
             await self._environments.release(env, record.context_id or record.id)
-            for box in [each for each in self._sessions.live() if each.record.id == record.id]:
+            for box in running:
                 box.attached.clear()
 
     async def _here(self, request: EnvironmentAttach, record: SessionRecord) -> EnvironmentAttach:

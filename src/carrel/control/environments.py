@@ -340,16 +340,22 @@ class Environments:
         await self._store.copy_uses(origin, context_id)
 
     async def label(self, record: EnvironmentRecord, label: str) -> EnvironmentRecord:
-        """Call an environment by a label, which is taken off any other."""
+        """Call an environment by a label, which is taken off any other. Whoever gives it one is about to use it."""
         if label in self._known:
             raise Conflict(f"'{label}' is the name of an environment", field="name", hint="choose another label")
-        await self._store.label(label, record.name)
-        for each in list(self._known.values()):
-            if label in each.labels:
-                self._known[each.name] = replace(each, labels=[other for other in each.labels if other != label])
-        known = self._known.get(record.name, record)
-        self._known[record.name] = replace(known, labels=sorted({*known.labels, label}))
-        return self._known[record.name]
+        async with self._shelving:
+            if record.name not in self._known:
+                raise Conflict("the environment was removed in this very moment", field="name", hint="build it again")
+            now = time.time()
+            await self._store.label(label, record.name)
+            await self._store.used(record.name, now)
+            for each in list(self._known.values()):
+                if label in each.labels:
+                    self._known[each.name] = replace(each, labels=[other for other in each.labels if other != label])
+            known = self._known[record.name]
+            labels = sorted({*known.labels, label})
+            self._known[record.name] = replace(known, labels=labels, last_used_at=now)
+            return self._known[record.name]
 
     # removing
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TypeVar
 from urllib.parse import quote
 
 from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
-from carrel.control.frames import Chunk
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
-from carrel.models import CommandInfo, CommandRequest, CommandResult, EditRequest
+from carrel.models import CommandRequest, CommandResult, EditRequest
 
 SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
@@ -55,6 +54,14 @@ def edited(request: EditRequest) -> dict[str, object]:
     if request.replace_all:
         arguments["replace_all"] = True
     return arguments | {"digest": blake3(texts).hexdigest()}
+
+
+def brought(files: Mapping[str, str]) -> dict[str, object]:
+    """The names of the files that come with a call, and a digest of all they hold."""
+    held = blake3()
+    for name, text in sorted(files.items()):
+        held.update(json.dumps([name, len(text)]).encode() + text.encode("utf-8", "surrogatepass"))
+    return {"files": sorted(files), "digest": held.hexdigest()} if files else {}
 
 
 def _cut(text: str) -> str:
@@ -120,18 +127,13 @@ def json_object(answer: bytes) -> object:
         raise SandboxLost("the sandbox answered something that is not JSON") from None
 
 
-def checked_end(chunk: Chunk, shown: Callable[[CommandInfo], CommandInfo]) -> Chunk:
-    """The end of an output, with the info that was checked, as it may be `shown`."""
-    info = shown(check(CommandInfo, json_object(chunk.data)))
-    return Chunk("end", json.dumps(info.model_dump(mode="json")).encode())
-
-
 def checked_result(answer: bytes, model: type[R]) -> R:
     """The result of a command. What only the control plane can know is never taken from inside."""
     try:
         result = model.model_validate_json(answer)
     except ValidationError:
-        raise SandboxLost(f"the sandbox's answer is not a {model.__name__}") from None
+        # Names of files that are not UTF-8 come with surrogate escapes, which only this parser takes.
+        result = check(model, json_object(answer))
     result.oom_killed = False
     return result
 

@@ -49,16 +49,19 @@ class Governor:
         began = time.monotonic()
         decision = await self._policies.decide(operation, self._place(operation.sandbox_id))
         approval: str | None = None
-        if decision.verdict == "deny":
-            error = refusal(operation, decision)
-            await self._refused(operation, decision, error, began)
-            raise error
         if decision.verdict == "ask":
             try:
                 approval = await self._approvals.settle(operation, decision)
             except Denied as error:
                 await self._refused(operation, decision, error, began)
                 raise
+            now = await self._policies.decide(operation, self._place(operation.sandbox_id))
+            if now.verdict == "deny":  # since it was asked for: no approval is worth more than a rule
+                decision = now
+        if decision.verdict == "deny":
+            refused = refusal(operation, decision)
+            await self._refused(operation, decision, refused, began)
+            raise refused
         ticket = await self._audit.begin(await self._entry(operation, decision, approval))
         outcome = OK
         try:

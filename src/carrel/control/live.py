@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from carrel.control.connection import SupervisorConnection
@@ -23,6 +24,8 @@ class LiveSandbox:
         "changed",
         "code_contexts",
         "connection",
+        "given",
+        "giving",
         "handle",
         "has_secrets",
         "in_flight",
@@ -36,6 +39,7 @@ class LiveSandbox:
         "provider",
         "record",
         "refused",
+        "starved",
         "to_push",
         "trusting",
         "used",
@@ -66,6 +70,10 @@ class LiveSandbox:
         """What of the policy holds inside it since it started."""
         self.trusting = False
         """Whether it was started to trust the certificates of the proxy."""
+        self.giving = asyncio.Lock()
+        """Held while it gets its secrets: of two changes the later one must come last."""
+        self.given: Mapping[str, bytes] | None = None
+        """The secrets that this server gave it last; None when that is not known."""
         self.has_secrets = True
         """Whether it may have secrets, which may have to be taken away."""
         self.packages: str | None = None
@@ -77,6 +85,8 @@ class LiveSandbox:
         self.code_contexts: dict[str, str | None] = {}
         """The environment of each code context that was asked for."""
         self.oom_kills = 0
+        self.starved: dict[str, bool] = {}
+        """Of commands that were killed: whether it was for want of memory."""
         self.over_quota: str | None = None
         self.leased_until = math.inf
         """Until when this server surely has the session, by the monotonic clock."""

@@ -21,22 +21,28 @@ from carrel.providers import Masks
 def masks_of(policy: Policy, context_id: str | None) -> Masks | None:
     """The masks of a policy; None when it has nothing that needs one."""
     programs = {rule.words[0].literal: rule for rule in _outright(policy)}
-    hidden = [text for rule in _files(policy, "read") if unmaskable(text := _path(rule)) is None]
-    writable = _writable(policy)
-    if not programs and not hidden and writable is None:
+    hidden = [text for rule in policy.deny.files_of("read") if unmaskable(text := _path(rule)) is None]
+    readonly = [place for rule in policy.deny.files_of("write") if (place := _place(rule)) is not None]
+    writable = () if WORKSPACE in readonly else _writable(policy)
+    if writable == ():
+        readonly = []
+    if not programs and not hidden and not readonly and writable is None:
         return None
     names = [name for name in programs if name is not None][:MOST]
+    hidden = list(dict.fromkeys(hidden))[: MOST - len(names)]
     return Masks(
         programs=tuple(names),
-        hidden=tuple(dict.fromkeys(hidden))[: MOST - len(names)],
+        hidden=tuple(hidden),
         writable=writable,
         refusal={name: _words(programs[name], context_id) for name in names},
+        readonly=tuple(dict.fromkeys(readonly))[: MOST - len(names) - len(hidden) - len(writable or ())],
     )
 
 
 def hides(masks: Masks | None) -> Callable[[str], bool] | None:
-    """Whether a path of the workspace is one that masks hide, or lies below one; None when they hide none there."""
+    """Whether a path of the workspace is one that masks hide or keep as it is, or lies below one; None when none is."""
     patterns = [] if masks is None else [split(text) for text in masks.hidden]
+    patterns += [] if masks is None else [tuple(place[1:].split("/")) for place in masks.readonly]
     patterns = [parts for parts in patterns if not isinstance(parts[0], str) or parts[0] == WORKSPACE[1:]]
     if not patterns:
         return None
@@ -63,9 +69,41 @@ def _matches(parts: tuple[Part, ...], names: list[str]) -> bool:
     return False
 
 
-def unmasked(policy: Policy) -> list[str]:
-    """The rules that hold at the door and not inside."""
-    return [rule.text for rule in _files(policy, "read") if unmaskable(_path(rule)) is not None]
+def unmasked(policy: Policy) -> list[tuple[Rule, str]]:
+    """The deny rules for files that hold at the door and not inside, each with the reason."""
+    found = [(rule, why) for rule in policy.deny.files_of("read") if (why := unmaskable(_path(rule))) is not None]
+    places = _writable(policy)
+    open_places = [WORKSPACE] if places is None else [place.removesuffix("/**") for place in places]
+    kept = {_place(rule) for rule in policy.deny.files_of("write")} - {None}
+    if WORKSPACE in kept:
+        return found
+    for rule in (*policy.deny.files_of("write"), *policy.deny.files_of("delete")):
+        fixed = "" if rule.path is None else rule.path.fixed
+        held = any(fixed == place or fixed.startswith(f"{place}/") for place in kept)
+        if not held and any(_meet(fixed, place) for place in open_places):
+            found.append((rule, "it lies where they may write; deny to write a path without patterns, or allow others"))
+    return found
+
+
+def _place(rule: Rule) -> str | None:
+    """The file or folder of the workspace, or the workspace, that a rule means with all that is in it; None of others.
+
+    One that has a pattern in its path is decided at the door: what it means changes from one moment to the next.
+    """
+    assert rule.path is not None
+    parts = rule.path.parts
+    whole = parts[-1:] == (None,)
+    if not all(part is not None and part.literal is not None for part in (parts[:-1] if whole else parts)):
+        return None
+    if whole and rule.path.fixed in {"/", WORKSPACE}:
+        return WORKSPACE
+    return rule.path.fixed if rule.path.fixed.startswith(f"{WORKSPACE}/") else None
+
+
+def _meet(path: str, other: str) -> bool:
+    """Whether one of two paths is the other, or lies below it."""
+    first, second = f"{path.rstrip('/')}/", f"{other.rstrip('/')}/"
+    return first.startswith(second) or second.startswith(first)
 
 
 def _outright(policy: Policy) -> Iterator[Rule]:
@@ -74,12 +112,6 @@ def _outright(policy: Policy) -> Iterator[Rule]:
         for rule in rules:
             if rule.open and len(rule.words) == 1 and rule.words[0].literal:
                 yield rule
-
-
-def _files(policy: Policy, operation: str) -> Iterator[Rule]:
-    for (name, _), rules in policy.deny.files.items():
-        if name == operation:
-            yield from rules
 
 
 def _path(rule: Rule) -> str:
@@ -100,7 +132,7 @@ def _path(rule: Rule) -> str:
 
 def _writable(policy: Policy) -> tuple[str, ...] | None:
     """The only places of the workspace that may be written; None when all of it may, or no rule says anything."""
-    allowed = [rule for (name, _), rules in policy.allow.files.items() if name == "write" for rule in rules]
+    allowed = list(policy.allow.files_of("write"))
     if not allowed:
         return None
     places: list[str] = []

@@ -2,7 +2,8 @@
 
 It has a copy of the workspace as it is now, and the policy, the way out, the secrets and the limits of the context: the
 server finds what it would find there, and what it breaks is thrown away. A server that lies, hangs, floods or dies is
-told of in words. However many ask, one looks.
+told of in words. However many ask, one looks; and however many servers a context has, one of them is asked at a time,
+so that those who hang keep nobody else waiting.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from weakref import WeakValueDictionary
 
 from carrel.control.mcp_links import begin
 from carrel.control.mcp_terms import DISCOVERS, LABEL, LONGEST_REASON, Json, NoAnswer, Refused, launch, words
+from carrel.control.python import Redactors
 from carrel.control.sessions import Sessions
 from carrel.control.workspaces import Workspaces, cap_bytes
 from carrel.errors import CarrelError
@@ -29,7 +31,6 @@ PARALLEL = 4
 PREFIX = "mcp-"
 """How the pictures of workspaces begin that are taken for this. They last only until they are copied."""
 
-Clean = Callable[[str | None, str], Awaitable[str]]
 Found = tuple[Json | None, str | None]
 
 
@@ -42,7 +43,7 @@ class McpDiscovery:
         sessions: Sessions,
         workspaces: Workspaces,
         metrics: Metrics,
-        clean: Clean,
+        redactor: Redactors,
         *,
         start_s: float,
         timeout_s: float,
@@ -51,10 +52,11 @@ class McpDiscovery:
         self._sessions = sessions
         self._workspaces = workspaces
         self._metrics = metrics
-        self._clean = clean
+        self._redactor = redactor
         self._start_s = start_s
         self._timeout_s = timeout_s
         self._gate = asyncio.Semaphore(PARALLEL)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._running: dict[tuple[str, str, str], asyncio.Task[None]] = {}
 
     async def open(self) -> None:
@@ -84,7 +86,11 @@ class McpDiscovery:
         await asyncio.shield(task)
 
     async def _look(self, session: SessionRecord, server: McpServerRecord) -> None:
-        async with self._gate:
+        turn = self._turns.setdefault(server.context_id, asyncio.Lock())
+        async with turn, self._gate:
+            now = await self._store.declared(server.context_id, server.name)
+            if now is None or now.generation != server.generation:
+                return  # it was changed while it waited: nobody would keep the answer
             began = time.monotonic()
             outcome = OK
             try:
@@ -96,9 +102,14 @@ class McpDiscovery:
         await self.keep(server, found, why)
 
     async def keep(self, server: McpServerRecord, found: Json | None, why: str | None) -> None:
-        """Write down what a server offers, or why that is not known."""
+        """Write down what a server offers, or why that is not known. Without secrets: it may be shown where they are
+        not known any more, or never were, as in a fork.
+        """
+        redactor = await self._redactor(server.context_id or None)
+        if found is not None:
+            found = await asyncio.to_thread(redactor.value, found)
         if why is not None:
-            why = await self._clean(server.context_id or None, words(why, LONGEST_REASON))
+            why = redactor.text(words(why, LONGEST_REASON))
         await self._store.discovered(server.context_id, server.name, server.generation, found, why, time.time())
 
     async def _ask(self, session: SessionRecord, server: McpServerRecord) -> Found:
@@ -138,16 +149,26 @@ class McpDiscovery:
             await conversation.close()
 
     async def _copy(self, session: SessionRecord, own: SessionRecord) -> None:
-        """Give the sandbox the files that the context has now."""
+        """Give the sandbox the files that the context has now. A thread cannot be broken off: whoever is has to wait
+        for it, or it would make what was tidied up already.
+        """
+        copying = asyncio.ensure_future(asyncio.to_thread(self._copied, session, own))
+        try:
+            await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.gather(copying, return_exceptions=True)
+            raise
+
+    def _copied(self, session: SessionRecord, own: SessionRecord) -> None:
         driver, source = self._workspaces.driver, self._workspaces.volume(session)
-        if not await asyncio.to_thread(driver.exists, source):
+        if not driver.exists(source):
             return
         picture = f"{PREFIX}{secrets.token_hex(8)}"
         try:
-            await asyncio.to_thread(driver.snapshot, source, picture)
-            await asyncio.to_thread(driver.fork, picture, self._workspaces.volume(own), cap_bytes(own))
+            driver.snapshot(source, picture)
+            driver.fork(picture, self._workspaces.volume(own), cap_bytes(own))
         finally:
-            await asyncio.shield(asyncio.to_thread(driver.delete_snapshot, picture))
+            driver.delete_snapshot(picture)
 
     async def _end(self, sandbox_id: str) -> None:
         try:

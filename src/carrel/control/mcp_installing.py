@@ -21,6 +21,7 @@ from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord
 
 LONGEST_WORDS = 2000
+LOOK_S = 30.0
 
 
 class Installing:
@@ -55,7 +56,7 @@ class Installing:
 
     async def npm(self, box: LiveSandbox, server: str, request: McpServerRequest) -> str | None:
         """Install npm packages in the sandbox of a context, by its own way out. Where the program of the command lies
-        among them; None when it is none of theirs.
+        among them; None when it is none of theirs, or one that the sandbox has anyhow.
         """
         place = f"{WORKSPACE}/{NPM_PLACE}/{server}"
         # A project of its own, or npm would look for one above. `--prefix` would hide the host's settings from it.
@@ -71,14 +72,22 @@ class Installing:
                 field="npm",
                 hint="the sandbox needs npm, and a way out to the registry that its policy allows",
             )
-        program = f"{place}/node_modules/.bin/{request.command[0]}"
-        if "/" in request.command[0]:
+        name = request.command[0]
+        if "/" in name or await self._there(box, name):
             return None
+        program = f"{place}/node_modules/.bin/{name}"
         try:
             await self._operations.stat_file(box.record.id, program, SELF)
         except FileMissing:
             return None
         return program
+
+    async def _there(self, box: LiveSandbox, name: str) -> bool:
+        """Whether a sandbox has a program of that name. Then it is the one that rules mean: the workspace is the
+        agent's, who could put another there.
+        """
+        wanted = CommandRequest(command=["/bin/sh", "-c", 'command -v -- "$1"', "sh", name], timeout=LOOK_S)
+        return (await self._operations.run_command(box.record.id, wanted, SELF)).exit_code == 0
 
     async def remove(self, box: LiveSandbox, server: str) -> None:
         """Delete what npm installed for a server."""

@@ -23,7 +23,7 @@ from carrel.control.mcp_discovery import McpDiscovery
 from carrel.control.mcp_installing import Installing
 from carrel.control.mcp_links import McpLinks
 from carrel.control.mcp_platform import PlatformServer, PlatformServers
-from carrel.control.mcp_showing import catalogue_of, shown, shown_platform
+from carrel.control.mcp_showing import catalogue_of, shown, shown_log, shown_platform
 from carrel.control.mcp_terms import (
     REFUSED,
     TIMED_OUT,
@@ -32,6 +32,7 @@ from carrel.control.mcp_terms import (
     Refused,
     decided,
     declared,
+    given_size,
     launch,
     no_answer,
     refused,
@@ -40,6 +41,7 @@ from carrel.control.mcp_terms import (
 from carrel.control.mcp_wire import Told
 from carrel.control.operations import Operations
 from carrel.control.python import Redactors
+from carrel.control.redacting import apart
 from carrel.control.sessions import Sessions
 from carrel.errors import CarrelError, Conflict, InvalidRequest, LimitExceeded, NotFound, NotRunning, SandboxLost
 from carrel.metrics import OK, Metrics, outcome_of
@@ -69,8 +71,8 @@ PLATFORM = ""
 FRESH_S = 2.0
 """How long a change made by another server may stay unseen."""
 MOST_SEEN, MOST_OFFERED = 4096, 64
-LARGE = 64 * 1024
-"""An answer that has more bytes is looked through beside the event loop."""
+LOG_KEPT = 256 * 1024
+"""Bytes of the log of a server that its sandbox keeps."""
 T = TypeVar("T")
 Ask = Callable[["Speaker"], Awaitable[Json]]
 
@@ -153,9 +155,9 @@ class McpServers:
         """Let a server be used, and start it now."""
         session, context = await self._durable(name)
         async with self._operations.session_door("enable_mcp_server", {"server": server}, actor, session.id, context):
-            record = replace(await self._known(context, server), enabled=True)
+            record = await self._known(context, server)
             async with self._in_use(session) as box:
-                await self._conversation(box, record, actor)
+                await self._conversation(box, record, actor, starting=True)
             await self._store.enable(context, server, enabled=True)
             self._seen.pop((context, server), None)
             return await self._info(session, await self._known(context, server))
@@ -208,16 +210,18 @@ class McpServers:
         arguments = {"server": server, "offset": offset}
         async with self._operations.session_door("get_mcp_log", arguments, actor, session.id, context) as traffic:
             await self._known(context, server)
-            box = await self._sessions.find(session.id)
+            box, redactor = await self._sessions.find(session.id), await self._redactor(context)
+            behind = min(offset, redactor.lookbehind, LOG_KEPT)
             try:
                 page = await mcp_wire.log(box.connection, server, offset, limit)
+                before = await mcp_wire.log(box.connection, server, offset - behind, behind) if behind else None
             except NotFound:  # it was never used in this sandbox
                 return McpLog(text="", offset=0, next=0)
             except SandboxLost:
                 await self._sessions.lost(box)
                 raise
             traffic.gave(len(page.text))
-            return page.model_copy(update={"text": (await self._redactor(context)).text(page.text)})
+            return shown_log(page, before, await self._redactor(context))
 
     async def catalogue(self, name: str, server: str, actor: str = "") -> McpCatalogue:
         """What a server offers, as it is known; nothing is started for it."""
@@ -296,6 +300,7 @@ class McpServers:
         self, name: str, server: str, tool: str, given: Mapping[str, object], ask: Ask, timeout: float, actor: str
     ) -> Json:
         """Ask a server, through the door: its answer without secrets. That it gave none, or refused, is one too."""
+        size_in = given_size(given)
         session, context = await self._durable(name)
         outside = server in self._platform
         began = time.monotonic()
@@ -304,7 +309,7 @@ class McpServers:
         door = self._operations.session_door("mcp_request", arguments, actor, session.id, context, kind="mcp")
         try:
             async with door as traffic:
-                traffic.took(len(json.dumps(given, default=str)))
+                traffic.took(size_in)
                 try:
                     if outside:
                         async with self._platform.get(server).spoken(timeout) as speaker:
@@ -320,7 +325,7 @@ class McpServers:
                 size = len(json.dumps(answer))
                 traffic.gave(size)
                 clean = (await self._redactor(context)).value
-                return await asyncio.to_thread(clean, answer) if size > LARGE else clean(answer)
+                return await apart(size, clean, answer)
         except BaseException as error:
             outcome = outcome_of(error)
             raise
@@ -333,13 +338,25 @@ class McpServers:
             async with self._links.watching(box, record.name, conversation):
                 return await ask(conversation)
 
-    async def _conversation(self, box: LiveSandbox, record: McpServerRecord, actor: str) -> Any:
+    async def _conversation(
+        self, box: LiveSandbox, record: McpServerRecord, actor: str, *, starting: bool = False
+    ) -> Any:
         """The conversation with a server. When its process has to be started for it, that passes the door too."""
         known = self._links.current(box, record.name, record.generation)
         if known is not None:
             return known
-        if not record.enabled:
-            raise Conflict(f"the MCP server '{record.name}' is stopped", field="server", hint="start it first")
+        context, generation = record.context_id, record.generation
+
+        async def check() -> None:
+            now = _found(await self._store.declared(context, record.name), context, record.name)
+            if now.generation != generation:
+                self._seen.pop((context, record.name), None)
+                why = f"the MCP server '{record.name}' was changed meanwhile"
+                raise Conflict(why, field="server", hint="call again")
+            if not (now.enabled or starting):
+                raise Conflict(f"the MCP server '{record.name}' is stopped", field="server", hint="start it first")
+
+        await check()
         arguments = decided(record.name, declared(record))
         arguments.pop("install", None)
         session = box.record
@@ -349,7 +366,7 @@ class McpServers:
             )
             async with door:
                 record = await self._ready(session, record)
-                return await self._links.open(box, record.name, launch(record, record.environment))
+                return await self._links.open(box, record.name, launch(record, record.environment), check)
 
     async def _ready(self, session: SessionRecord, record: McpServerRecord) -> McpServerRecord:
         """A server with its environment, which is built again where it is not there any more."""

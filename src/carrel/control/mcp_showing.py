@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from carrel.control.mcp_terms import Json, declared
 from carrel.control.mcp_wire import Told
 from carrel.events.redact import Redactor
-from carrel.models import McpCatalogue, McpServerInfo, McpTool
+from carrel.models import McpCatalogue, McpLog, McpServerInfo, McpTool
 from carrel.store.mcp_servers import McpServerRecord
 
 
@@ -52,6 +52,21 @@ def shown_platform(context: str, name: str, record: McpServerRecord | None, reda
         discovery_error=None if why is None else redactor.text(why),
         url=url_of(context, name),
     )
+
+
+def shown_log(page: McpLog, before: McpLog | None, redactor: Redactor) -> McpLog:
+    """A part of the log of a server; `before` is what lies before it, where a secret may have begun that goes on in it.
+
+    The oldest line that is kept may have lost its beginning, and with it what tells a secret: it is left out.
+    """
+    passed = b"" if before is None else before.text.encode("utf-8", "surrogatepass")
+    text = page.text
+    if page.dropped and page.offset == page.dropped:
+        _, broken, rest = text.partition("\n")
+        passed, text = b"", rest if broken else text
+    stream = redactor.stream(skip=len(passed))
+    clean = stream.finish(passed + text.encode("utf-8", "surrogatepass"))
+    return page.model_copy(update={"text": clean.decode("utf-8", "replace")})
 
 
 def url_of(context: str, name: str) -> str:

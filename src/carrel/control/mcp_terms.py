@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from carrel.errors import CarrelError
+from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.models import McpServerRequest
 from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord
@@ -29,6 +29,8 @@ MOST_ENTRY = 64 * 1024
 MOST_WORDS = 16_384
 MOST_DEPTH = 64
 MOST_PARTS = 100_000
+MOST_GIVEN, MOST_GIVEN_DEPTH = 15 * 1024 * 1024, 48
+"""Bytes and levels of what a server is given. It may send them back inside of an answer, which has bounds too."""
 LONGEST_REASON = 1000
 
 RESERVED = ("resources/", "prompts/", "completion/")
@@ -159,13 +161,31 @@ def decided(server: str, request: McpServerRequest) -> dict[str, object]:
     return arguments
 
 
+def given_size(given: Mapping[str, object]) -> int:
+    """How many bytes a server is given; `InvalidRequest` for what it cannot be given. Others speak to it at the same
+    time, and what broke on the way to it would break their calls off.
+    """
+    if not sane(given, MOST_GIVEN_DEPTH):
+        why = "the arguments are nested too deeply or have too many parts"
+        hint = f"at most {MOST_GIVEN_DEPTH - 1} levels and {MOST_PARTS} values"
+        raise InvalidRequest(why, field="arguments", hint=hint)
+    try:
+        size = len(json.dumps(given, ensure_ascii=False).encode())
+    except (UnicodeEncodeError, TypeError):
+        raise InvalidRequest("the arguments are no JSON", field="arguments", hint="send text as UTF-8") from None
+    if size > MOST_GIVEN:
+        why = f"the arguments have {size} bytes, and {MOST_GIVEN} is the most"
+        raise TooLarge(why, field="arguments", hint="write them to a file of the workspace, and name that")
+    return size
+
+
 # believing
 
 
-def sane(value: object) -> bool:
+def sane(value: object, depth: int = MOST_DEPTH) -> bool:
     """Whether a value is neither too deep nor too large to work with."""
     left = MOST_PARTS
-    waiting: list[tuple[object, int]] = [(value, MOST_DEPTH)]
+    waiting: list[tuple[object, int]] = [(value, depth)]
     while waiting:
         each, depth = waiting.pop()
         left -= 1

@@ -11,6 +11,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
 
 from carrel.control.caller import caller
 from carrel.control.code_contexts import CodeContextOperations
@@ -23,6 +24,7 @@ from carrel.control.exchange import (
     Emptied,
     R,
     asked,
+    brought,
     check,
     checked_path,
     checked_result,
@@ -36,8 +38,9 @@ from carrel.control.exchange import (
 )
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
+from carrel.control.memory import for_memory
 from carrel.control.python import PythonOperations, Redactors
-from carrel.control.redacting import clean_error, clean_info, clean_result
+from carrel.control.redacting import apart, clean_error, clean_info, clean_result
 from carrel.control.routing import LABEL
 from carrel.control.sessions import Sessions
 from carrel.control.streaming import written
@@ -87,18 +90,15 @@ class Operations:
         self.python = PythonOperations(self._door, redactor, self._result)
         self.settled: Callable[[LiveSandbox], Awaitable[None]] = _nothing
         """Waits a little where what a command may need is on its way."""
-        self.code_contexts = CodeContextOperations(self._door, redactor, self._out_of_memory, self.python.environment)
+        self.code_contexts = CodeContextOperations(self._door, redactor, self.python.environment)
 
     @asynccontextmanager
     async def _door(
         self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
     ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
         box = await self._sessions.find(name)
+        require_open(box, actor)
         record = box.record
-        if LABEL in record.labels and actor != SELF and box.only_for != _who():
-            raise NotFound(
-                f"sandbox '{name}' is for calls without a context only", field="id", hint="make a sandbox of your own"
-            )
         operation = Operation(kind, operation_name, arguments, actor, record.id, record.context_id, box.asks_as)
         async with self._admitted(operation) as traffic:
             box.in_flight += 1
@@ -145,6 +145,8 @@ class Operations:
     ) -> tuple[SandboxInfo, bool]:
         """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
         arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
+        if variables := await self._sessions.new_variables(request):
+            arguments["env"] = variables
         async with self.session_door("deploy_or_resume", arguments, actor, "", request.context_id):
             return await self._sessions.deploy_or_resume(request, idempotency_key)
 
@@ -216,6 +218,8 @@ class Operations:
         async with self._door(name, "shell", "list_commands", {}, actor) as (box, _):
             found = check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
             redactor = await self._redactor(box.record.context_id or box.record.id)
+            for info in found.items:
+                info.oom_killed = box.starved.get(info.id, False)
             return CommandList(items=[clean_info(redactor, info) for info in found.items])
 
     async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
@@ -240,8 +244,8 @@ class Operations:
         segment = segment_of(command_id)
         arguments = {"id": command_id, "offset": offset}
         async with self._door(name, "shell", "command_output", arguments, actor) as (box, traffic):
-            redactor = await self._redactor(box.record.context_id or box.record.id)
-            chunks = written(box, traffic, redactor, f"/commands/{segment}/output", offset, follow=follow)
+            current = partial(self._redactor, box.record.context_id or box.record.id)
+            chunks = written(box, traffic, current, f"/commands/{segment}/output", offset, follow=follow)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
@@ -281,7 +285,7 @@ class Operations:
             return await self.python.execute(name, request, actor)
         if request.env_name is not None or request.requirements is not None:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
-        arguments = {"command": request.code, "files": sorted(request.files)}
+        arguments = {"command": request.code} | brought(request.files)
         async with self._door(name, "shell", "execute", arguments, actor) as (box, traffic):
             await self.settled(box)
             if request.files:
@@ -293,9 +297,10 @@ class Operations:
                 box, "POST", "/execute", body, deadline=timeout + GRACE, limit=result_size(MAX_OUTPUT_BYTES)
             )
             result = check(ExecuteResult, answer)
-            traffic.gave(size_of(result.output) + size_of(result.stderr))
-            redactor = await self._redactor(box.record.context_id or box.record.id)
-            changes = {"output": redactor.text(result.output), "stderr": redactor.text(result.stderr)}
+            size = size_of(result.output) + size_of(result.stderr)
+            traffic.gave(size)
+            clean = (await self._redactor(box.record.context_id or box.record.id)).value
+            changes = await apart(size, clean, {"output": result.output, "stderr": result.stderr})
             return result.model_copy(update=changes)
 
     # secrets
@@ -347,7 +352,8 @@ class Operations:
                 "the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7"
             )
         target = f"/files/content{query_of(path=checked_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
-        async with self._door(name, "file", "write", {"path": path}, actor) as (box, traffic):
+        arguments = {"path": path} | ({} if mode is None else {"mode": mode})
+        async with self._door(name, "file", "write", arguments, actor) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
                 traffic.took(len(content))
@@ -398,7 +404,8 @@ class Operations:
     async def delete_file(self, name: str, path: str, *, recursive: bool = False, actor: str = "") -> None:
         """Delete a file, or with `recursive` a tree."""
         query = query_of(path=checked_path(path), recursive=recursive)
-        async with self._door(name, "file", "delete", {"path": path}, actor) as (box, _):
+        arguments = {"path": path} | ({"recursive": True} if recursive else {})
+        async with self._door(name, "file", "delete", arguments, actor) as (box, _):
             await self._ask(box, "DELETE", f"/files{query}", deadline=600.0)
 
     # tools and health
@@ -446,26 +453,27 @@ class Operations:
         return await box.connection.request_json(method, path, body, deadline=deadline, max_bytes=limit)
 
     async def _told(self, box: LiveSandbox, answer: object) -> CommandInfo:
-        return clean_info(await self._redactor(box.record.context_id or box.record.id), check(CommandInfo, answer))
+        info = check(CommandInfo, answer)
+        info.oom_killed = await for_memory(box, info)
+        return clean_info(await self._redactor(box.record.context_id or box.record.id), info)
 
     async def _result(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
-        traffic.gave(size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64))
-        killed = result.signal in {"SIGKILL", "KILL"} or result.exit_code == 137  # the shell's name for it
-        if killed and not result.timed_out:
-            result.oom_killed = await self._out_of_memory(box)
-        return clean_result(await self._redactor(box.record.context_id or box.record.id), result)
-
-    async def _out_of_memory(self, box: LiveSandbox) -> bool:
-        """Whether the kernel has ended something in this sandbox for want of memory since this was last asked."""
-        count = await box.provider.out_of_memory_kills(box.handle)
-        more = count > box.oom_kills
-        box.oom_kills = max(count, box.oom_kills)
-        return more
+        size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
+        traffic.gave(size)
+        result.oom_killed = await for_memory(box, result)
+        return await apart(size, clean_result, await self._redactor(box.record.context_id or box.record.id), result)
 
 
-def _who() -> tuple[str, str | None]:
-    identity = caller.get().identity
-    return identity.subject, identity.namespace
+def require_open(box: LiveSandbox, actor: str) -> None:
+    """Refuse a sandbox that is not for whoever asks: one of carrel's own, or one for another's calls."""
+    if actor == SELF:
+        return
+    record, identity, hint = box.record, caller.get().identity, "make a sandbox of your own"
+    if record.acts_for is not None:
+        # It has the secrets of a context, or makes what others will use; the door would not know whose rules hold.
+        raise NotFound(f"sandbox '{record.id}' is one in which carrel itself works", field="id", hint=hint)
+    if LABEL in record.labels and box.only_for != (identity.subject, identity.namespace):
+        raise NotFound(f"sandbox '{record.id}' is for calls without a context only", field="id", hint=hint)
 
 
 def _room(box: LiveSandbox) -> None:

@@ -37,6 +37,7 @@ from carrel.control.ownership import Ownership
 from carrel.control.policies import Policies
 from carrel.control.recovery import Recovered, recover
 from carrel.control.router import Router
+from carrel.control.secrets import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets import Secrets
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
@@ -131,7 +132,7 @@ class ControlPlane:
             live,
         )
         self.policies.template_of = self.secrets.template_of = self.templates.of
-        self.policies.layer_of = self.templates.layer
+        self.policies.template_for, self.policies.layer_of = self.templates.meant, self.templates.layer
         self.sessions.make_by(self.templates.prepare)
         self.sessions.govern_with(self.policies.fit, self._masks)
         self.sessions.network_with(self._network, self._trusting)
@@ -206,7 +207,7 @@ class ControlPlane:
             self.sessions,
             self.workspaces,
             self.metrics,
-            self.secrets.clean_text,
+            self.secrets.redactor,
             start_s=settings.mcp.start_timeout_s,
             timeout_s=settings.mcp.discovery_timeout_s,
         )
@@ -250,6 +251,7 @@ class ControlPlane:
         )
         self.janitor.also(self.end_revoked, CACHE_S)
         self.janitor.also(self.secrets.forget_former, FORGET_EVERY_S)
+        self.janitor.also(self.secrets.catch_up, SECRETS_FRESH_S)
         self.janitor.also(self.environments.evict, EVICT_EVERY_S)
         self._upkeep: asyncio.Task[None] | None = None
 

@@ -15,15 +15,27 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from carrel.control.caller import caller
 from carrel.control.door import Decision, Operation
 from carrel.control.environment_terms import INDEX_LABEL, building_layer
+from carrel.control.masking import unmasked
 from carrel.control.mcp_terms import discovers, whose
-from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
+from carrel.errors import AlreadyExists, Conflict, InvalidRequest, LimitExceeded, PlatformError
+from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy import settings as settings_document
 from carrel.policy import sources as sources_document
-from carrel.policy.decide import Verdict, decide_environment, decide_file, decide_mcp, decide_network, decide_shell
+from carrel.policy.decide import (
+    ALLOWED,
+    Verdict,
+    decide_environment,
+    decide_file,
+    decide_mcp,
+    decide_network,
+    decide_shell,
+    decide_tree,
+)
 from carrel.policy.layers import Layer, Policy
 from carrel.policy.syntax import Dialect
 from carrel.store import SessionRecord
@@ -36,6 +48,7 @@ FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
 MOST_CACHED, MOST_TEMPLATES = 4096, 1024
 MOST_REQUIREMENTS = 1 << 20
+TRIES = 10
 _COMMANDS = frozenset(
     {
         "run_command", "start_command", "execute", "build_env", "attach_env", "python_exec", "start_python", "run_cell",
@@ -44,9 +57,12 @@ _COMMANDS = frozenset(
 )  # fmt: skip
 _FILE_OPERATIONS = {
     "read": "read", "stat": "read", "list": "read", "filespace_read": "read", "filespace_list": "read",
+    "export": "read",
     "write": "write", "edit": "write", "mkdir": "write", "filespace_write": "write",
     "delete": "delete", "filespace_delete": "delete", "filespace_forget": "delete",
 }  # fmt: skip
+_WHOLE = frozenset({"export", "filespace_forget"})
+"""Operations on all files of a context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,10 @@ async def _no_template(_name: str) -> str | None:
     return None
 
 
+async def _as_named(_context_id: str | None, asked: str | None) -> str | None:
+    return asked
+
+
 async def _no_layer(_template: str | None) -> Layer | None:
     return None
 
@@ -80,10 +100,13 @@ class Policies:
         """Told of a context whose policy has changed."""
         self.template_of: Callable[[str], Awaitable[str | None]] = _no_template
         """The template of a context or a sandbox."""
+        self.template_for: Callable[[str | None, str | None], Awaitable[str | None]] = _as_named
+        """The template of a sandbox that is asked for, by its context and the template that was named."""
         self.layer_of: Callable[[str | None], Awaitable[Layer | None]] = _no_layer
         """What a template says."""
         self._default = self._compile(None, None, None)
         self._shared: dict[int, tuple[Layer, Policy]] = {}
+        self._changes = 0
 
     @staticmethod
     def server_layer(settings_file: str | None, sources_file: str | None) -> Layer | None:
@@ -124,7 +147,10 @@ class Policies:
         now = time.monotonic()
         if known is not None and known.layer is layer and now - known.seen_at < FRESH_S:
             return known.policy
+        changes = self._changes
         record = await self._store.get(context_id)
+        if changes != self._changes:  # what was read may be from before
+            return await self._of(context_id, template)
         version = 0 if record is None else record.version
         if known is not None and known.layer is layer and known.version == version:
             policy = known.policy
@@ -152,12 +178,21 @@ class Policies:
     async def decide(self, operation: Operation, workspace: str | None = None) -> Decision:
         """What the policy of its context says of an operation. `workspace` is where its files lie on this server."""
         if operation.kind == "session":
-            return Decision()
-        policy = await self.of(operation.context_id, operation.sandbox_id)
-        if not policy.governed and not policy.sources:
-            return Decision()
-        verdict = _verdict(policy, operation, workspace)
+            verdict = await self._of_start(operation)
+        else:
+            policy = await self.of(operation.context_id, operation.sandbox_id)
+            if not policy.governed and not policy.sources:
+                return Decision()
+            verdict = _verdict(policy, operation, workspace)
         return Decision(verdict.verdict, verdict.rule, verdict.source, verdict.reason, verdict.hint)
+
+    async def _of_start(self, operation: Operation) -> Verdict:
+        """The variables a sandbox is started with are those of every command in it, and decided like theirs."""
+        env, template = operation.arguments.get("env"), operation.arguments.get("template")
+        if operation.name != "deploy_or_resume" or not isinstance(env, Mapping):
+            return ALLOWED
+        named = await self.template_for(operation.context_id, template if isinstance(template, str) else None)
+        return decide_environment(await self._of(operation.context_id, named), env)
 
     async def fit(self, record: SessionRecord, asked: Limits) -> SessionRecord:
         """A session within the limits of its policy; what was asked for beyond them is refused."""
@@ -217,23 +252,32 @@ class Policies:
         self._compile(context_id, await self._layer(context_id), record)
         expected = given.version if given.version is not None else before.version if before else 0
         await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
-        self._cache.pop(context_id, None)
+        self._forget(context_id)
         await self.on_changed(context_id)
         return await self.get(context_id)
 
     async def delete(self, context_id: str) -> None:
         """Forget the policy of a context: the server's own holds from now on."""
         await self._store.delete(context_id)
-        self._cache.pop(context_id, None)
+        self._forget(context_id)
         await self.on_changed(context_id)
 
     async def copy(self, origin: str, context_id: str) -> None:
-        """Give a fork the policy of its origin."""
-        record = await self._store.get(origin)
-        if record is not None:
-            by = record.updated_by
-            await self._store.put(context_id, record.settings, record.sources, by=by, at=time.time())
-            self._cache.pop(context_id, None)
+        """Give a fork the policy of its origin. A context may have one from before it was deleted: only who administers
+        may replace that, else a fork would be the way to other rules.
+        """
+        record, own = await self._store.get(origin), await self._store.get(context_id)
+        given, has = ((each.settings, each.sources) if each else (None, None) for each in (record, own))
+        if own is not None and has != given and not caller.get().identity.has(Scope.ADMINISTER):
+            raise AlreadyExists(
+                f"context '{context_id}' has a policy of its own",
+                field="context_id",
+                hint="fork to a new context, or let the policy be deleted first",
+            )
+        if record is not None and has != given:
+            at, version = time.time(), 0 if own is None else own.version
+            await self._store.put(context_id, *given, by=record.updated_by, at=at, expected=version)
+            self._forget(context_id)
 
     async def check_rule(self, context_id: str, rule: str) -> None:
         """Refuse a rule that cannot be read or would defeat the policy."""
@@ -248,15 +292,30 @@ class Policies:
 
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:
         """Allow something in a context from now on."""
-        record = _with_rule(context_id, await self._store.get(context_id), rule)
-        given = PolicyDocuments(settings=dict(record.settings or {}), version=record.version)
-        await self.put(context_id, given, by)
+        for left in reversed(range(TRIES)):
+            record = _with_rule(context_id, await self._store.get(context_id), rule)
+            given = PolicyDocuments(settings=dict(record.settings or {}), version=record.version)
+            try:
+                await self.put(context_id, given, by)
+                return
+            except Conflict:  # another rule was given at the same moment
+                if not left:
+                    raise
+
+    def _forget(self, context_id: str) -> None:
+        """Its policy was changed."""
+        self._changes += 1
+        self._cache.pop(context_id, None)
 
     async def _layer(self, context_id: str) -> Layer | None:
         return await self.layer_of(await self.template_of(context_id))
 
     def _info(self, context_id: str, record: PolicyRecord | None, layer: Layer | None) -> PolicyInfo:
         policy = self._compile(context_id, layer, record)
+        told = [(each.source, each.rule, each.text) for each in policy.warnings]
+        told += [
+            (each.source, each.text, f"programs inside are not held by it: {why}") for each, why in unmasked(policy)
+        ]
         return PolicyInfo(
             context_id=context_id,
             settings=None if record is None or record.settings is None else dict(record.settings),
@@ -264,7 +323,7 @@ class Policies:
             version=0 if record is None else record.version,
             updated_at=None if record is None else datetime.fromtimestamp(record.updated_at, UTC),
             updated_by=None if record is None else record.updated_by,
-            warnings=[PolicyWarning(source=each.source, rule=each.rule, text=each.text) for each in policy.warnings],
+            warnings=[PolicyWarning(source=source, rule=rule, text=text) for source, rule, text in told],
         )
 
     def _compile(self, context_id: str | None, layer: Layer | None, record: PolicyRecord | None) -> Policy:
@@ -319,14 +378,16 @@ def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Ver
     if operation.kind == "file" and operation.name == "move":
         source = _absolute(str(arguments.get("path", "")))
         parts = [
-            decide_file(policy, "read", source),  # what is moved can be read where it goes
-            decide_file(policy, "delete", source),
+            decide_tree(policy, "read", source, surely=True),  # what is moved can be read where it goes
+            decide_tree(policy, "delete", source, surely=True),
             decide_file(policy, "write", _absolute(str(arguments.get("destination", "")))),
         ]
         return max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
     if operation.kind == "file":
         what = _FILE_OPERATIONS.get(operation.name, "write")
-        return decide_file(policy, what, _absolute(str(arguments.get("path", ""))))  # type: ignore[arg-type]
+        whole = operation.name in _WHOLE or arguments.get("recursive") is True
+        decide = decide_tree if whole else decide_file
+        return decide(policy, what, _absolute(str(arguments.get("path", ""))))  # type: ignore[arg-type]
     if operation.kind == "network":
         port = arguments.get("port")
         return decide_network(policy, str(arguments.get("host", "")), port if isinstance(port, int) else None)

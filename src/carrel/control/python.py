@@ -12,7 +12,7 @@ from typing import Protocol
 
 from carrel.control.connection import Json
 from carrel.control.door import Kind, Traffic
-from carrel.control.exchange import GRACE, SMALL, R, check, checked_result, json_object, result_size, size_of
+from carrel.control.exchange import GRACE, SMALL, R, brought, check, checked_result, json_object, result_size, size_of
 from carrel.control.live import LiveSandbox
 from carrel.control.redacting import clean_info
 from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
@@ -186,6 +186,4 @@ def _asked(request: PythonRequest) -> dict[str, object]:
         arguments["env"] = dict(request.variables)
     if request.env is not None:
         arguments["environment"] = request.env
-    if request.files:
-        arguments["files"] = sorted(request.files)
-    return arguments
+    return arguments | brought(request.files)

@@ -10,18 +10,36 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from carrel.control.frames import Chunk, FrameReader
 from carrel.errors import CarrelError, SandboxLost
 from carrel.events.redact import Redactor, StreamRedactor
 from carrel.models import CommandInfo, CommandResult
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Current = Callable[[], Awaitable[Redactor]]
+"""What takes out the secrets there are now: they may change while an output is read."""
+
+LARGE = 32 * 1024
+"""What has more bytes is looked through beside the event loop: text that is made for it takes seconds a megabyte."""
+_BESIDE = ThreadPoolExecutor(8, thread_name_prefix="carrel-redact")
+
 QUIET_S = 0.05
 """How long a terminal waits for what may be the rest of a secret."""
 MOST_WAITING = 64 * 1024
 """How much of one stream waits while the other may be in the middle of a secret."""
+
+
+async def apart(size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Do it, beside the event loop when that many bytes have to be looked through."""
+    if size <= LARGE:
+        return work(*arguments, **named)
+    return await asyncio.get_running_loop().run_in_executor(_BESIDE, partial(work, *arguments, **named))
 
 
 class OutputRedactor:
@@ -42,6 +60,13 @@ class OutputRedactor:
     def holds(self) -> bool:
         """Whether bytes are held back."""
         return self._holder is not None
+
+    def use(self, redactor: Redactor) -> None:
+        """Take out these secrets from here on, also of what is held back."""
+        if redactor is not self._redactor:
+            self._redactor = redactor
+            for stream in self._streams.values():
+                stream.use(redactor)
 
     def feed(self, chunk: Chunk) -> list[Chunk]:
         """What can be given now; `raw` of each says how many raw bytes it completes."""
@@ -118,19 +143,20 @@ class OutputRedactor:
             given.append(Chunk(name, data, raw))
 
 
-async def clean_output(stream: AsyncIterator[bytes], redactor: Redactor, skip: int) -> AsyncGenerator[Chunk, None]:
+async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int) -> AsyncGenerator[Chunk, None]:
     """The output in a supervisor's frames, as it may be shown; the end comes last.
 
     The stream begins `skip` bytes before what is wanted: they are only looked at.
     """
-    reader, cleaned = FrameReader(), OutputRedactor(redactor, skip)
+    reader, cleaned = FrameReader(), OutputRedactor(await current(), skip)
     async for data in _or_quiet(stream, cleaned):
         if data is None:
             for chunk in cleaned.quiet():
                 yield chunk
             continue
+        cleaned.use(await current())
         for raw in reader.feed(data):
-            for chunk in cleaned.finish() if raw.stream == "end" else cleaned.feed(raw):
+            for chunk in cleaned.finish() if raw.stream == "end" else await apart(len(raw.data), cleaned.feed, raw):
                 yield chunk
             if raw.stream == "end":
                 yield raw

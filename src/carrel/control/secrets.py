@@ -11,18 +11,20 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from carrel.control.lifecycle import LIVE
 from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.mcp_terms import whose
-from carrel.errors import LimitExceeded, NotFound, PlatformError
+from carrel.control.redacting import apart
+from carrel.errors import LimitExceeded, NotFound, PlatformError, Unsupported
 from carrel.events.redact import Redactor
 from carrel.models import SecretList, SecretName
 from carrel.providers.base import Capability
 from carrel.secrets import OVERHEAD, ScopeKind, Sealed, Vault, checked_name
 from carrel.store import SecretInfo, SecretStore, SessionRecord
-from carrel.store.secrets import places_of
+from carrel.store.secrets import Mark, places_of
 
 log = logging.getLogger("carrel.secrets")
 
@@ -41,6 +43,24 @@ Deliver = Callable[[LiveSandbox, Mapping[str, bytes]], Awaitable[None]]
 
 Dress = Callable[[SessionRecord, Mapping[str, bytes]], Awaitable[Mapping[str, bytes]]]
 """Makes of the secrets of a session the files that its sandbox gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A redactor, what it was made of, and when that was read."""
+
+    redactor: Redactor
+    values: Mapping[str, bytes] = field(repr=False)
+    former: Named = field(repr=False)
+    at: float
+
+
+@dataclass(eq=False, slots=True)
+class _Making:
+    """A redactor that is being made; stale when its secrets have changed meanwhile."""
+
+    name: str
+    stale: bool = False
 
 
 async def _nowhere(_box: LiveSandbox, _values: Mapping[str, bytes]) -> None:
@@ -74,7 +94,9 @@ class Secrets:
         """Told of a context whose secrets have changed; None when those of many have."""
         self.template_of: Callable[[str], Awaitable[str | None]] = _none
         """The template of a context."""
-        self._redactors: OrderedDict[str, tuple[Redactor, float]] = OrderedDict()
+        self._redactors: OrderedDict[str, _Made] = OrderedDict()
+        self._making: list[_Making] = []
+        self._mark: Mark | None = None
 
     async def put(self, scope: str, name: str, value: bytes, *, kind: ScopeKind = "context") -> SecretName:
         """Keep a secret, or the next version of it; running sandboxes have it at once."""
@@ -102,12 +124,12 @@ class Secrets:
     async def forget(self, context_id: str) -> None:
         """Forget all secrets of a context that is gone, and what they were before."""
         await self._store.forget("context", context_id)
-        self._redactors.pop(context_id, None)
+        self._stale(context_id)
 
     async def forget_former(self) -> None:
         """Forget the former values of secrets that no sandbox which still runs can have seen."""
         if await self._store.forget_former([state.value for state in LIVE]):
-            self._redactors.clear()
+            self._stale(None)
 
     def _using(self, kind: ScopeKind, scope: str) -> Boxes:
         """The running sandboxes that have the secrets of a context or a template."""
@@ -117,13 +139,15 @@ class Secrets:
         return [] if box is None or box.record.context_id != scope else [box]
 
     async def _changed(self, kind: ScopeKind, scope: str) -> None:
-        if kind == "context":
-            self._redactors.pop(scope, None)
-        else:
-            self._redactors.clear()
-        for box in self._using(kind, scope):
-            await self.give(box)
+        boxes = self._using(kind, scope)
+        for name in (scope, *(box.record.id for box in boxes)) if kind == "context" else (None,):
+            self._stale(name)
+        # One that cannot be reached must not keep the others from it.
+        failures = await asyncio.gather(*map(self.give, boxes), return_exceptions=True)
         await self.on_changed(scope if kind == "context" else None)
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     async def values_of(self, record: SessionRecord) -> Mapping[str, bytes]:
         """The values, for who puts them into requests outside of the sandbox. Nobody else may ask."""
@@ -132,16 +156,32 @@ class Secrets:
     async def give(self, box: LiveSandbox) -> None:
         """Make the secrets of its context and its template those of a running sandbox."""
         record = box.record
-        self._redactors.pop(record.context_id or record.id, None)  # it was made before the template was known
-        values = await self.dress(record, await self._values(whose(record), record.template))
-        if not values and not box.has_secrets:
+        self._stale(record.context_id or record.id)  # it was made before the template was known
+        async with box.giving:
+            values = await self.dress(record, await self._values(whose(record), record.template))
+            if values == box.given or (not values and not box.has_secrets):
+                return
+            if values:
+                box.provider.require(Capability.SECRETS)
+            elif Capability.SECRETS not in box.provider.capabilities():
+                return
+            box.has_secrets, box.given = True, None
+            await self.deliver(box, values)
+            box.given = values
+
+    async def catch_up(self) -> None:
+        """Give running sandboxes what another server has changed."""
+        mark = await self._store.mark()
+        if mark == self._mark:
             return
-        if values:
-            box.provider.require(Capability.SECRETS)
-        elif Capability.SECRETS not in box.provider.capabilities():
-            return
-        box.has_secrets = True
-        await self.deliver(box, values)
+        self._stale(None)
+        boxes = [box for box in self._live.all() if box.record.acts_for is None]
+        failures = await asyncio.gather(*map(self.give, boxes), return_exceptions=True)
+        for box, failure in zip(boxes, failures, strict=True):
+            if failure is not None:
+                log.warning("sandbox %s does not have its secrets as they are now: %s", box.record.id, failure)
+        if all(failure is None or isinstance(failure, Unsupported) for failure in failures):  # else it is tried again
+            self._mark = mark
 
     async def _values(self, context_id: str | None, template: str | None) -> dict[str, bytes]:
         templates = [] if template is None else [template]
@@ -165,20 +205,48 @@ class Secrets:
         if name is None:
             return self._shapes
         known = self._redactors.get(name)
+        if known is not None and time.monotonic() - known.at < FRESH_S:
+            return known.redactor
+        making = _Making(name)
+        self._making.append(making)
+        try:
+            while True:
+                making.stale = False
+                made = await self._made(name, known)
+                if not making.stale:  # else a secret was changed meanwhile
+                    break
+        finally:
+            self._making.remove(making)
+        self._redactors[name] = made
+        self._redactors.move_to_end(name)
+        while len(self._redactors) > MOST_CACHED:
+            self._redactors.popitem(last=False)
+        return made.redactor
+
+    async def _made(self, name: str, known: _Made | None) -> _Made:
+        """What is known already, if nothing has changed since."""
         now = time.monotonic()
-        if known is not None and now - known[1] < FRESH_S:
-            return known[0]
         box = self._live.find(name)
         record = None if box is None else box.record
         context = name if record is None else whose(record)
         template = await self.template_of(name) if record is None else record.template
         values, former = await self._values(context, template), await self._former(context, template)
-        made = await asyncio.to_thread(Redactor, values, former=former) if values or former else self._shapes
-        self._redactors[name] = (made, now)
-        self._redactors.move_to_end(name)
-        while len(self._redactors) > MOST_CACHED:
-            self._redactors.popitem(last=False)
-        return made
+        if not values and not former:
+            redactor = self._shapes
+        elif known is not None and (known.values, known.former) == (values, former):
+            redactor = known.redactor
+        else:
+            redactor = await asyncio.to_thread(Redactor, values, former=former)
+        return _Made(redactor, values, former, now)
+
+    def _stale(self, name: str | None) -> None:
+        """What was made of the secrets under a name, or of all, is not used any more; nor is what is being made."""
+        if name is None:
+            self._redactors.clear()
+        else:
+            self._redactors.pop(name, None)
+        for each in self._making:
+            each.stale = each.stale or name is None or each.name == name
 
     async def _former(self, context_id: str | None, template: str | None) -> Named:
         """The values that secrets had before: what runs may have kept them."""
@@ -194,11 +262,11 @@ class Secrets:
 
     async def clean_text(self, name: str | None, text: str) -> str:
         """A text as it may be shown."""
-        return (await self.redactor(name)).text(text)
+        return await apart(len(text), (await self.redactor(name)).text, text)
 
     async def clean(self, name: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
         """Arguments as they may be shown."""
-        return (await self.redactor(name)).value(dict(arguments))
+        return await apart(len(repr(arguments)), (await self.redactor(name)).value, dict(arguments))
 
 
 def _room(sizes: Mapping[str, int]) -> None:

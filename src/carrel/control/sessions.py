@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
@@ -31,6 +31,7 @@ from carrel.errors import (
     RunsElsewhere,
 )
 from carrel.models import Limits, Network, SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
+from carrel.policy.variables import changes_what_runs
 from carrel.providers import Masks
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
@@ -188,6 +189,15 @@ class Sessions:
             if made.ephemeral or made.state is State.TERMINATED:
                 return self._info(made), False
             return await self._deploy(request, None)
+
+    async def new_variables(self, request: SandboxRequest) -> dict[str, str]:
+        """The variables asked for that change what commands run, but for those that the session has already."""
+        wanted = {name: value for name, value in request.env.items() if changes_what_runs(name)}
+        if wanted and request.context_id is not None:
+            with suppress(NotFound):
+                kept = (await self.record(request.context_id)).env
+                wanted = {name: value for name, value in wanted.items() if kept.get(name) != value}
+        return wanted
 
     async def _deploy(self, request: SandboxRequest, key: str | None) -> tuple[SandboxInfo, bool]:
         if self._starting.closing:

@@ -114,12 +114,20 @@ class Templates:
         return TemplateList(items=items)
 
     async def of(self, name: str) -> str | None:
-        """The template of a context or a sandbox; None when it has none, or there is no such session."""
+        """The template of a context or a sandbox; None when it has none, or there is no such session. A context that
+        was terminated has its own still.
+        """
         box = self._live.find(name)
         if box is not None:
             return box.record.template
-        record = await self._store.of_context(name)
+        record = await self._store.newest_of_context(name)
         return None if record is None else record.template
+
+    async def meant(self, context_id: str | None, asked: str | None) -> str | None:
+        """The template that a sandbox asked for would be made by; `InvalidRequest` as `get`."""
+        kept = None if context_id is None else await self.of(context_id)
+        name = kept or asked or self._default
+        return name if name is None or name == kept else (await self.get(name)).name
 
     async def layer(self, name: str | None) -> Layer | None:
         """The policy of a template that something was made by; `PlatformError` when it cannot be had any more."""

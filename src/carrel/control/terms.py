@@ -5,6 +5,7 @@ Decides and refuses before anything is made; makes nothing.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ LIMIT_CAPABILITY = {
     "processes": Capability.LIMIT_PROCESSES,
 }
 """The disk limit is not in here: the control plane watches workspaces itself, whatever the provider."""
+_SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
+"""A sandbox is found by its id or its context: what is meant for one must not come to another."""
 
 
 def plan(
@@ -34,6 +37,10 @@ def plan(
     node: str,
 ) -> tuple[SessionRecord, Provider]:
     """The record of a sandbox to be started and its provider. Everything that can be refused is refused here."""
+    if existing is None and _SANDBOX.fullmatch(request.context_id or ""):
+        raise InvalidRequest(
+            "a context cannot be called like a sandbox", field="context_id", hint="take another name for the context"
+        )
     given = request.model_fields_set
     trust = request.trust if existing is None or "trust" in given else existing.trust
     wanted = request.provider if request.provider != "auto" else settings.sandbox.provider

@@ -79,7 +79,7 @@ class Conversation:
         self._client, self._given_server = client, server
         self._target, self._passage, self._tunnel = target, passage, tunnel
         self._credentials = credentials
-        self._consent = tunnel.said if passage.rules.decide(target).verdict == "ask" else None
+        self._known = credentials()
         self._begun = False
 
     @property
@@ -149,7 +149,7 @@ class Conversation:
         """Whether the connection may go on."""
         passage, access = self._passage, self._access()
         access.method = request.method
-        credentials = self._credentials()
+        credentials = self._known = self._credentials()
         try:
             path = self._path(request)
             access.path = path.partition("?")[0][:_MOST_PATH]
@@ -164,7 +164,7 @@ class Conversation:
         except Refused as refusal:
             passage.refuse(access, refusal)
             raise
-        await self._decide(access)
+        await passage.within(access, self._target, self._tunnel)
         exchange = _Exchange(
             request,
             path,
@@ -175,24 +175,13 @@ class Conversation:
         )
         try:
             if self._credentials() is not credentials:
-                raise Refused("the policy has changed meanwhile", code="conflict", status=503, retry=True)
+                raise _changed()
             return await self._relay(exchange)
         except BaseException as error:
             passage.close(access, error)
             raise
         finally:
             passage.close(access)
-
-    async def _decide(self, access: Access) -> None:
-        """A person who was asked for the tunnel, or for a request in it, is not asked again for the next one."""
-        asked = self._passage.rules.decide(self._target).verdict == "ask"
-        if asked and self._consent is not None:
-            access.said = self._consent
-            self._passage.begin(access)
-            return
-        await self._passage.again(access, self._target, self._tunnel)
-        if asked:
-            self._consent = access.said
 
     def _path(self, request: Request) -> str:
         """The path and query of a request, which must be for the host that the tunnel is for. Raises `Refused`."""
@@ -278,6 +267,7 @@ class Conversation:
         """Pass the answer on. Whether both connections may be used again."""
         request = exchange.request
         response = await self._response(exchange)
+        self._check_known()
         if response.status == 101:
             await self._switch(exchange, response)
             return False
@@ -332,6 +322,7 @@ class Conversation:
 
         redactor = None if exchange.credentials is None else exchange.credentials.redactor.stream()
         while piece := await _patiently(body, redactor, give):
+            self._check_known()
             exchange.meter.received(len(piece))
             await give(piece if redactor is None else redactor.feed(piece))
         last = b"" if redactor is None else redactor.finish()
@@ -339,6 +330,12 @@ class Conversation:
             last = (chunk(last) if last else b"") + chunk(b"")
         if last:
             await self._client.write(last)
+
+    def _check_known(self) -> None:
+        """Raises `Refused` when the host has got a credential since the request, which its answer may hold."""
+        now = self._credentials()
+        if now is not self._known and not self._known.cover(now, self._target.host):
+            raise _changed()
 
     async def _switch(self, exchange: _Exchange, response: Response) -> None:
         """A WebSocket begins, and lasts until one side ends it."""
@@ -385,6 +382,10 @@ def _clean(exchange: _Exchange, response: Response) -> tuple[bytes, list[Header]
 def _whole(sending: asyncio.Future[bool]) -> bool:
     """Whether the body of a request has gone out to its end."""
     return sending.done() and not sending.cancelled() and sending.exception() is None and sending.result()
+
+
+def _changed() -> Refused:
+    return Refused("the policy has changed meanwhile", code="conflict", status=503, retry=True)
 
 
 def _bad(reason: str) -> NoReturn:

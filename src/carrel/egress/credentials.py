@@ -52,6 +52,10 @@ class Credentials:
         """Whether the host is given a credential in some requests. Then it may send it back in any of its responses."""
         return any(each.host == host for each in self.known)
 
+    def cover(self, others: Credentials, host: str) -> bool:
+        """Whether everything is kept from coming back that others keep from coming back from a host."""
+        return all(each in self.known for each in others.known if each.host == host)
+
     def choose(self, host: str, method: str, target: str) -> tuple[Injected, ...]:
         """Those for a request, given in origin form. Raises `Refused` where it is not clear whether there is one."""
         known = [each for each in self._injected if each.host == host]

@@ -7,10 +7,14 @@ moment.
 
 from __future__ import annotations
 
+import errno
+import logging
 import marshal
 import os
 from collections.abc import Iterable
 from typing import Any
+
+log = logging.getLogger("carrel.egress")
 
 Item = dict[str, object]
 
@@ -28,21 +32,21 @@ class Journal:
         self._open, self.last = read(path)
         self.left = list(self._open.values())
         self._file = -1
-        self._size = 0
+        self._size = self._least = 0
         self._rewrite()
 
     def opened(self, number: int, item: Item) -> None:
-        """It is about to go out. Raises `OSError`."""
+        """It is about to go out. Raises `OSError`: then it must not."""
+        self._write((number, item))
         self._open[number] = item
         self.last = number
-        self._write((number, item))
 
     def written(self, numbers: Iterable[int]) -> None:
         """They are written down."""
         done = [number for number in numbers if self._open.pop(number, None) is not None]
         if done:
             self._write(done)
-        if self._size > self._most:
+        if self._size > max(self._most, 2 * self._least):
             self._rewrite()
 
     def close(self) -> None:
@@ -52,24 +56,39 @@ class Journal:
             os.unlink(self._path)
 
     def _write(self, entry: Any) -> None:
-        data = marshal.dumps(entry)
-        self._size += os.write(self._file, len(data).to_bytes(_LENGTH, "little") + data)
+        """Add a line. Where there is no room for the whole of it, nothing of it stays."""
+        line = _line(entry)
+        if (written := os.write(self._file, line)) < len(line):
+            os.ftruncate(self._file, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += written
 
     def _rewrite(self) -> None:
-        """Into a new file, which then takes the place of the old one."""
+        """Into a new file, which takes the place of the old one once it is whole."""
+        lines = b"".join(map(_line, (self.last, *self._open.items())))
         draft = f"{self._path}.new"
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(file, lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.rename(draft, self._path)
+        except BaseException:
+            os.close(file)
+            raise
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._size = file, 0
-        self._write(self.last)
-        for number, item in self._open.items():
-            self._write((number, item))
-        os.rename(draft, self._path)
+        self._file, self._size, self._least = file, len(lines), len(lines)
+
+
+def _line(entry: Any) -> bytes:
+    data = marshal.dumps(entry)
+    return len(data).to_bytes(_LENGTH, "little") + data
 
 
 def read(path: str) -> tuple[dict[int, Item], int]:
-    """What is open in a journal, and the last number in it. What was cut off at its end is left out."""
+    """What is open in a journal, and the last number in it. What was cut off at its end is left out, and so is all that
+    follows a line that cannot be read: a machine that lost its power may have left anything there.
+    """
     found: dict[int, Item] = {}
     last = 0
     try:
@@ -84,14 +103,18 @@ def read(path: str) -> tuple[dict[int, Item], int]:
         at += _LENGTH + size
         if len(piece) < size:
             break
-        entry = marshal.loads(piece)  # noqa: S302 - its own file, in a directory that only the server's user has
-        if isinstance(entry, int):
-            last = max(last, entry)
-        elif isinstance(entry, list):
-            for number in entry:
-                found.pop(number, None)
-        else:
-            number, item = entry
-            found[number] = item
-            last = max(last, number)
+        try:
+            entry = marshal.loads(piece)  # noqa: S302 - its own file, in a directory that only the server's user has
+            if isinstance(entry, int):
+                last = max(last, entry)
+            elif isinstance(entry, list):
+                for number in entry:
+                    found.pop(number, None)
+            else:
+                number, item = entry
+                found[number] = item
+                last = max(last, number)
+        except (ValueError, EOFError, TypeError):
+            log.warning("the journal of the access log is damaged: what follows byte %d of it is lost", at)
+            break
     return found, last

@@ -79,6 +79,7 @@ class Ledger:
         self._most = most
         self._new: OrderedDict[int, Item] = OrderedDict()
         self._told: OrderedDict[int, list[Item]] = OrderedDict()
+        self._unwritten = 0
         self._timer: asyncio.TimerHandle | None = None
         self.tell: Tell | None = None
         """Set while somebody listens."""
@@ -89,11 +90,11 @@ class Ledger:
             self._new[number] = {**item, **lost}
 
     def __len__(self) -> int:
-        return len(self._new) + sum(len(items) for items in self._told.values())
+        return len(self._new) + self._unwritten
 
     def opened(self, access: Access) -> None:
         """See `terms.Report`."""
-        if len(self._new) + len(self._told) >= self._most:
+        if len(self) >= self._most:
             raise _unwritable()
         access.number = next(self._numbers)
         if access.ended is not None:
@@ -124,6 +125,7 @@ class Ledger:
         written: list[int] = []
         while self._told and next(iter(self._told)) <= upto:
             written += [int(str(item["number"])) for item in self._told.popitem(last=False)[1]]
+        self._unwritten -= len(written)
         self._journal.written(written)
 
     def _put(self, number: int, item: Item) -> None:
@@ -146,6 +148,7 @@ class Ledger:
     def _tell(self, items: list[Item]) -> None:
         place = next(self._places)
         self._told[place] = items
+        self._unwritten += len(items)
         if self.tell is not None and not self.tell(place, items):
             self.tell = None
 

@@ -101,20 +101,42 @@ class Passage:
 
     async def again(self, access: Access, target: Target, before: Access) -> None:
         """One more request over a connection that `before` opened to the same target: decided by itself, and reported
-        as `open` does, but nothing is looked up or dialled. Raises `Refused`.
+        as `open` does, but nothing is looked up or dialled. It counts as a connection, unless `before` still does.
+        Raises `Refused`.
         """
         access.target, access.address, access.upstream = target, before.address, before.upstream
+        entering = id(before) not in self._running
         try:
-            self.budget.count()
+            self.budget.enter() if entering else self.budget.count()
+        except Refused as refusal:
+            self.refuse(access, refusal)
+            raise
+        try:
             await self._consent(access, target, self._said(target))
             if before.address is not None:
                 said = self._said(target, ip_address(before.address))
                 if said.verdict == "deny":
                     await self._consent(access, target, said)
         except BaseException as error:
+            if entering:
+                self.budget.leave()
             self.refuse(access, error)
             raise
-        self._begin(access, entered=False)
+        self._begin(access, entered=entering)
+
+    async def within(self, access: Access, target: Target, tunnel: Access) -> None:
+        """A request inside a tunnel to the target, as `again`. A person who was asked for the tunnel, or for a request
+        in it, is not asked for the next one.
+        """
+        asks = self._said(target).verdict == "ask"
+        if asks and tunnel.said.rule is None:
+            access.target, access.address, access.upstream = target, tunnel.address, tunnel.upstream
+            access.said = tunnel.said
+            self.begin(access)
+            return
+        await self.again(access, target, tunnel)
+        if asks:
+            tunnel.said = access.said
 
     def begin(self, access: Access) -> None:
         """Report an access that somebody else allowed, and that needs no connection of its own. Raises `Refused`."""
@@ -170,24 +192,33 @@ class Passage:
         return Packages(indexes, rules.blocked, rules.allowed, rules.max_install_bytes, rules.enabled, self._installs)
 
     def change(self, plan: Plan) -> None:
-        """Another policy holds from now on. What runs to where it now denies is cut."""
+        """Another policy holds from now on. What runs and would not be let out by it as it is, is cut."""
+        before = self.rules
         self.plan, self.rules = plan, _rules(plan)
         self._remembered.clear()
         self.budget.change(self.rules.limits)
         for running in list(self._running.values()):
-            said = self._still(running.access)
+            said = self._still(running.access, before)
             if said.verdict == "deny" and running.task is not None:
                 if running.access.result == "ok":
                     running.access.result = "denied_by_policy"
                 running.access.said = said
                 running.task.cancel()
 
-    def _still(self, access: Access) -> Said:
-        if access.target is None:
+    def _still(self, access: Access, before: Rules) -> Said:
+        """What is said now of an access that `before` let out."""
+        target = access.target
+        if target is None:
             return access.said
-        said = self._said(access.target)
+        said = self._said(target)
+        # What a person allowed goes on without a rule. In a tunnel that is looked into, the next request asks.
+        asks = access.protocol == "http" or not access.inspected
+        if said.verdict == "ask" and access.said.rule is not None and asks:
+            return replace(said, verdict="deny")
+        if said.verdict != "deny" and not access.inspected and _newly_seen(target, before, self.rules):
+            return Said("deny", f"what is said to {target.host} is looked at from now on", hint="connect again")
         if said.verdict != "deny" and access.address is not None:
-            return self._said(access.target, ip_address(access.address))
+            return self._said(target, ip_address(access.address))
         return said
 
     # deciding
@@ -261,6 +292,13 @@ class Passage:
 
 def _rules(plan: Plan) -> Rules:
     return Rules(plan.policy(), indexes=plan.indexes)
+
+
+def _newly_seen(target: Target, before: Rules, now: Rules) -> bool:
+    """Whether what a host sends is to be looked at and was not before: it could send a credential back."""
+    return (now.inspected(target) and not before.inspected(target)) or (
+        now.credited(target) and not before.credited(target)
+    )
 
 
 def _denied(error: Refused) -> Said:

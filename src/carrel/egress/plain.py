@@ -139,21 +139,35 @@ class Plain:
             raise clear
         return await self._forward(request, access, target, path)
 
-    async def _inside(self, way: Way, request: Request) -> bool:
-        """A request inside a tunnel."""
-        if self._passage.rules.credited(way.target):
-            raise _in_the_clear(way.target)
+    async def _inside(self, tunnel: Way, request: Request) -> bool:
+        """A request inside a tunnel. Whoever opens one for it has it decided and logged by itself all the same."""
+        passage, target = self._passage, tunnel.target
+        self._check_inside(target, request)
+        access = Access(passage.plan.sandbox, "http", target, request.method, request.target.partition("?")[0])
+        await passage.within(access, target, tunnel.access)
+        try:
+            way = Way(target, tunnel.upstream, access, passage.meter(access))
+            lasting, onward = await self._relay(request, way, request.target)
+            return lasting and onward
+        except BaseException as error:
+            passage.close(access, error)
+            raise
+        finally:
+            passage.close(access)
+
+    def _check_inside(self, target: Target, request: Request) -> None:
+        """Raises `Refused` for a request that is not for the target of its tunnel, or not in the clear."""
+        if self._passage.rules.credited(target):
+            raise _in_the_clear(target)
         if not request.target.startswith("/") and request.target != "*":
             raise _bad("inside a tunnel, a request names a path only")
         for host in request.all(b"host"):
-            if authority(host, way.target.port) != way.target:
+            if authority(host, target.port) != target:
                 raise Refused(
-                    f"the tunnel is for {way.target}, and the request inside it is for another host",
+                    f"the tunnel is for {target}, and the request inside it is for another host",
                     status=421,
                     hint="open a tunnel for each host",
                 )
-        lasting, onward = await self._relay(request, way, request.target)
-        return lasting and onward
 
     async def _forward(self, request: Request, access: Access, target: Target, path: str) -> bool:
         passage = self._passage
@@ -398,18 +412,22 @@ def _at_hand(source: socket.socket, most: int) -> bytes:
 
 async def _unchunked(source: socket.socket, count: Callable[[int], None]) -> AsyncIterator[bytes]:
     """The body that a peer sends in chunks, piece by piece; not a byte after it is taken."""
-    chunks = Chunks()
-
-    def feed(data: bytes) -> tuple[int, bytes] | None:
-        used, piece = chunks.feed(data)
-        return (used, piece) if used else None
-
-    while not chunks.ended:
-        used, piece = await look(source, feed, _PIECE, IDLE_S)
-        take(source, used)
-        count(used)
+    chunks, held, ended = Chunks(), b"", False
+    while not ended:
+        data = await look(source, _whatever, _PIECE, IDLE_S)
+        used, piece = chunks.feed(held + data)
+        ended = chunks.ended
+        # The beginning of a line is the body's too. Left where it lies, it could keep the rest from being sent.
+        taken = used - len(held) if ended else len(data)
+        held = (held + data)[used:]
+        take(source, taken)
+        count(taken)
         if piece:
             yield piece
+
+
+def _whatever(data: bytes) -> bytes | None:
+    return data or None
 
 
 def _bad(reason: str) -> Refused:

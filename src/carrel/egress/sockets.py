@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -153,7 +154,13 @@ async def look(
                 await readable(connection, ends - loop.time())
                 continue
             if len(data) == seen:
-                raise Ended("the peer has ended")
+                if has_ended(connection):
+                    raise Ended("the peer has ended")
+                # The kernel wakes for less than was asked for when it has little room: no sign of the end.
+                await asyncio.sleep(_PAUSE_S)
+                if loop.time() >= ends:
+                    raise TimeoutError("the peer takes too long")
+                continue
             found = read(data)
             if found is not None:
                 return found
@@ -171,6 +178,13 @@ async def look(
     finally:
         if seen:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the peer will send no more than what lies there unread."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def take(connection: socket.socket, size: int) -> bytes:

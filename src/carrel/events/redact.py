@@ -26,6 +26,9 @@ Found = tuple[int, int, int, bytes]
 CONTEXT = LONGEST_ESCAPE * (WRAPPED + 2)
 """Bytes before a place that are kept to be looked at."""
 
+BLOCK = 256 * 1024
+"""Bytes that are looked through at once: hostile text may have a candidate in every few of them."""
+
 DEEPEST = 200
 """Levels of a JSON value that are looked into."""
 
@@ -102,6 +105,11 @@ class Redactor:
 
     def data(self, data: bytes) -> bytes:
         """The bytes without secrets; the same object when there are none."""
+        if len(data) > BLOCK:
+            stream = self.stream()
+            pieces = [stream.feed(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+            clean = b"".join([*pieces, stream.finish()])
+            return data if clean == data else clean
         if not data or not self.find(data, 0, final=True)[0]:
             return data
         return self.stream().finish(data)
@@ -283,6 +291,10 @@ class StreamRedactor:
     def held(self) -> int:
         """Raw bytes held back."""
         return max(0, self._base + len(self._kept) - self.position)
+
+    def use(self, redactor: Redactor) -> None:
+        """Take out these secrets from here on, also of what is held back."""
+        self._redactor = redactor
 
     def feed(self, chunk: bytes) -> bytes:
         """What can be given now that these bytes have come."""

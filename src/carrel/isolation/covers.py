@@ -12,6 +12,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,6 +36,7 @@ class Order:
     programs: dict[str, str]
     hidden: list[str]
     writable: list[str] | None
+    readonly: list[str]
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Store:
         found = {program: catalogue.find(program) for program in masks.programs}
         names = {program: self._cover(masks.text(program)) for program, paths in found.items() if paths}
         programs = {path: names[program] for program in reversed(found) for path in found[program]}
-        order = in_memory({"programs": programs, "hidden": masks.hidden, "writable": masks.writable})
+        places = {"writable": masks.writable, "readonly": masks.readonly}
+        order = in_memory({"programs": programs, "hidden": masks.hidden, **places})
         covers = frozenset(names.values())
         self._uses.update(covers)
         return _Kept(order, catalogue.stamps, covers)
@@ -139,6 +142,7 @@ def _put_on(order: Order, covers: int) -> None:
     """Every path is resolved in the sandbox's own root, and nothing runs yet that could change it."""
     if order.writable is not None:
         narrow(order.writable)
+    keep(order.readonly)  # before anything is hidden in them
     hidden = list(islice(expand(order.hidden), MOST_COVERS + 1))
     if len(order.programs) + len(hidden) > MOST_COVERS:
         raise PlatformError(f"more than {MOST_COVERS} paths are to be masked")
@@ -268,9 +272,10 @@ def narrow(places: Sequence[str]) -> None:
         for given in sorted(set(places)):
             place = given.removesuffix("/**")
             if not any(place == above or place.startswith(f"{above}/") for _, above in kept):
-                tree = _open_place(place, make=place != given)
-                if tree is not None:
-                    kept.append((tree, place))
+                with suppress(OSError):
+                    tree = _open_place(place, make=place != given)
+                    if tree is not None:
+                        kept.append((tree, place))
         if any(place == rootfs.WORKSPACE for _, place in kept):
             return
         workspace = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -285,8 +290,27 @@ def narrow(places: Sequence[str]) -> None:
             os.close(tree)
 
 
+def keep(paths: Sequence[str]) -> None:
+    """Make what is at these paths of the workspace read-only, where it can be written now. One behind a link is not."""
+    above = None
+    for path in sorted(set(paths)):
+        if above is not None and path.startswith(f"{above}/"):
+            continue
+        try:
+            tree = _open_place(path, make=False)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if tree is not None:
+            try:
+                linux.set_mount_attributes(tree, linux.MOUNT_ATTR_RDONLY)
+                linux.move_mount(tree, path)
+            finally:
+                os.close(tree)
+            above = path
+
+
 def _open_place(place: str, *, make: bool) -> int | None:
-    """A writable view of a place, detached. No link is followed: it could lead to what is not writable."""
+    """A view of a place, detached; None when it is a link. None is followed: it could lead to what is not writable."""
     here = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in place.removeprefix(rootfs.WORKSPACE).split("/")[1:]:
@@ -296,8 +320,6 @@ def _open_place(place: str, *, make: bool) -> int | None:
         if stat.S_ISLNK(os.fstat(here).st_mode):
             return None
         return linux.open_tree("", dir_fd=here)
-    except OSError:
-        return None
     finally:
         os.close(here)
 

@@ -34,14 +34,16 @@ class Masks:
     `programs` are names, looked for on the default PATH, or absolute paths. `hidden` are absolute paths or patterns
     (`*` and `?` inside a name, `**` for any number of names, a backslash before what stands for itself); what they mean
     when the sandbox starts cannot be read. `writable`, when given, are the only places of the workspace that can be
-    written: a path that exists, or a directory as `path/**`, which is made when it is missing. `refusal` is what a
-    denied program prints.
+    written: a path that exists, or a directory as `path/**`, which is made when it is missing. `readonly` are paths of
+    the workspace that cannot be written all the same, if they exist when the sandbox starts. `refusal` is what a denied
+    program prints.
     """
 
     programs: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     writable: tuple[str, ...] | None = None
     refusal: Mapping[str, str] = field(default_factory=dict)
+    readonly: tuple[str, ...] = ()
 
     def text(self, program: str) -> str:
         """What the masked program prints, as one line."""
@@ -55,7 +57,7 @@ Part = str | Callable[[str], object] | None
 
 def check(masks: Masks) -> None:
     """Refuse masks that are malformed (`InvalidRequest`), too many (`TooLarge`) or impossible (`Unsupported`)."""
-    count = len(masks.programs) + len(masks.hidden) + len(masks.writable or ())
+    count = len(masks.programs) + len(masks.hidden) + len(masks.writable or ()) + len(masks.readonly)
     if count > MOST:
         raise TooLarge(f"{count} masks are more than {MOST}", field="masks", hint="use patterns, or fewer rules")
     for program in masks.programs:
@@ -83,6 +85,10 @@ def check(masks: Masks) -> None:
                 field="masks.writable",
                 hint="name the directory the pattern lies in, as `directory/**`",
             )
+    for path in masks.readonly:
+        _absolute(path, "masks.readonly")
+        if not _within(path, rootfs.WORKSPACE) or path == rootfs.WORKSPACE:
+            raise InvalidRequest(f"{path} is not in the workspace", field="masks.readonly")
     for program, text in masks.refusal.items():
         if program not in masks.programs:
             raise InvalidRequest(f"a refusal for {program!r}, which is not masked", field="masks.refusal")
@@ -137,6 +143,7 @@ def pack(masks: Masks) -> int:
         "hidden": masks.hidden,
         "writable": masks.writable,
         "refusal": dict(masks.refusal),
+        "readonly": masks.readonly,
     }
     return in_memory(body)
 
@@ -174,6 +181,7 @@ def unpack(packed: bytes) -> Masks:
             _texts(body["hidden"]),
             None if writable is None else _texts(writable),
             {_text(program): _text(told) for program, told in body["refusal"].items()},
+            _texts(body["readonly"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest("the masks are malformed", field="masks") from error

@@ -227,6 +227,18 @@ class NewToken(TokenInfo):
     token: str
 
 
+class IdentityInfo(Answer):
+    """Who a token stands for. Two tokens of one name and kind are the same subject."""
+
+    subject: str = Field(description="what is done with the token is recorded under it")
+    kind: TokenKind
+    scopes: list[TokenScope]
+    namespace: str | None = None
+    contexts: list[str] | None = None
+    token_id: str | None = Field(default=None, description="none for the token of the data directory")
+    expires_at: datetime | None = None
+
+
 class TokenPage(Answer):
     """A page of tokens, newest first; `next` is the cursor of the following page."""
 

@@ -85,6 +85,27 @@ def decide_file(policy: Policy, operation: Operation, path: str) -> Verdict:
     return _whole([_file(policy, operation, normal(path))])
 
 
+def decide_tree(policy: Policy, operation: Operation, path: str, *, surely: bool = False) -> Verdict:
+    """What the policy says of reading or deleting a folder with all that is in it, or of what may be one.
+
+    A deny rule for something in it denies the whole; one that only may mean something in it asks, unless only what is
+    `surely` meant counts.
+    """
+    if not policy.governed:
+        return ALLOWED
+    place = normal(path)
+    parts, hint = [_file(policy, operation, place)], "take what is in it one by one, without that"
+    for rule in policy.deny.files_of(operation):
+        if rule.path is None or not rule.path.matches_below(place):
+            continue
+        within = rule.path.fixed == place or rule.path.fixed.startswith(f"{place.rstrip('/')}/")
+        if within or not surely:
+            reason = f"{rule.text} denies {'' if within else 'perhaps '}something in {place[:200]}"
+            answer: Answer = "deny" if within else "ask"
+            parts.append(Decided("file", f"{operation} {place}", answer, reason, rule.text, rule.source, hint))
+    return _whole(parts)
+
+
 def decide_network(policy: Policy, host: str, port: int | None = None) -> Verdict:
     """What the policy says of a connection to a host."""
     if not policy.governed and not policy.sources:

@@ -85,6 +85,20 @@ class PathPattern:
                 return False
         return len(names) in places
 
+    def matches_below(self, path: str) -> bool:
+        """Whether something in the folder that an absolute path names could be meant."""
+        names = path.strip("/").split("/") if path.strip("/") else []
+        places = self._past({0})
+        for name in names:
+            stays = {at for at in places if at < len(self.parts) and self.parts[at] is None}
+            fits = {at + 1 for at in places - stays if at < len(self.parts) and self.parts[at].matches(name)}  # type: ignore[union-attr]
+            places = self._past(stays | fits)
+        return any(at < len(self.parts) for at in places)
+
+    def _past(self, places: set[int]) -> set[int]:
+        """The same places, and those behind a `**` that means no name."""
+        return places | {at + 1 for at in places if at < len(self.parts) and self.parts[at] is None}
+
 
 def path_pattern(text: str) -> PathPattern:
     """A path pattern; a backslash makes the next character stand for itself."""

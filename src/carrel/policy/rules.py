@@ -108,7 +108,9 @@ def _parse(text: str, source: str, order: int, variables: Mapping[str, str]) -> 
     server, colon, tool = bare.partition(":")
     if not server or (colon and not tool):
         raise ValueError("write mcp(server:tool)")
-    return Rule(text, kind, source, order, words=(pattern(server), pattern(tool or "*")), open=is_open)
+    if not tool or (is_open and not tool.endswith("*")):
+        tool += "*"
+    return Rule(text, kind, source, order, words=(pattern(server), pattern(tool)), open=is_open)
 
 
 def _variable(name: str, variables: Mapping[str, str]) -> str:
@@ -327,6 +329,10 @@ class Index:
                 found += self.pairs.get((name, second), ())
         return found
 
+    def files_of(self, operation: str) -> Iterable[Rule]:
+        """Every file rule of an operation."""
+        return [rule for (name, _), rules in self.files.items() if name == operation for rule in rules]
+
     def file(self, operation: str, path: str) -> Iterable[Rule]:
         """The file rules that mean a path."""
         folder = path
@@ -364,9 +370,7 @@ class Index:
     def mcp(self, server: str, tool: str) -> Iterable[Rule]:
         """The rules that mean a tool of a server."""
         for rule in (*self.servers.get(server, ()), *self.tools):
-            if rule.words[0].matches(server) and (
-                rule.words[1].matches(tool) or (rule.open and tool.startswith(rule.words[1].prefix))
-            ):
+            if rule.words[0].matches(server) and rule.words[1].matches(tool):
                 yield rule
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import ColumnElement, Select, and_, insert, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, func, insert, or_, select, update
 from sqlalchemy.engine import Connection, RowMapping
 
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
@@ -75,6 +75,15 @@ class ApprovalStore:
         query = select(approvals).where(_same(context_id, digest), approvals.c.state == ApprovalState.PENDING.value)
         found = await self._all(query.where(approvals.c.expires_at > now).limit(1))
         return found[0] if found else None
+
+    async def waiting(self, context_id: str | None, requested_by: str, now: float) -> int:
+        """How many approvals of a context still wait; without one, how many of who asked."""
+        mine = approvals.c.context_id == context_id
+        if context_id is None:
+            mine = and_(approvals.c.context_id.is_(None), approvals.c.requested_by == requested_by)
+        query = select(func.count()).select_from(approvals).where(mine, approvals.c.expires_at > now)
+        query = query.where(approvals.c.state == ApprovalState.PENDING.value)
+        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def granted(self, context_id: str, digest: str) -> ApprovalRecord | None:
         """An approval of the same operation for the whole context."""

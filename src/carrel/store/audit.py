@@ -18,8 +18,8 @@ from sqlalchemy.exc import IntegrityError
 from carrel.errors import Conflict
 from carrel.store.audit_search import AuditSearch
 from carrel.store.database import Occupied
-from carrel.store.tables import audit_chains as chains
 from carrel.store.tables import audit_heads as heads
+from carrel.store.tables import audit_holds as holds
 from carrel.store.tables import audit_records as records
 
 AuditRow = tuple[str, int, float, str, int | None, str, str, str, str, str | None, bytes, str]
@@ -27,8 +27,8 @@ AuditRow = tuple[str, int, float, str, int | None, str, str, str, str, str | Non
 AuditHead = tuple[str, int, str, int, float, str, str]
 """chain, seq, hash, records, at, key, signature"""
 AuditHold = tuple[str, str, int, bool]
-"""chain, node, open_from, clean: a clean chain ends with a head, and no operation in it lacks its end; in another,
-those that do have at least the number `open_from`.
+"""chain, node, open_from, clean: what a server that writes to a chain leaves in it. Left clean, its last record there
+is signed and none of its operations lacks its end; else those that do have at least the number `open_from`.
 """
 AuditTip = tuple[int, bytes, int]
 """seq and hash of the last record, seq of the newest head; 0 and no hash where there are none"""
@@ -38,7 +38,7 @@ AuditStored = tuple[int, bytes, str]
 Batch = tuple[Sequence[AuditRow], Sequence[AuditHead], Sequence[AuditHold]]
 _RECORD = tuple(column.name for column in records.columns if column.name != "id")
 _HEAD = tuple(column.name for column in heads.columns)
-_HOLD = tuple(column.name for column in chains.columns)
+_HOLD = tuple(column.name for column in holds.columns)
 _STORED = select(records.c.seq, records.c.hash, records.c.body)
 _BATCH = 100
 _INSERT = f"INSERT INTO {records.name} ({', '.join(_RECORD)}) VALUES ({', '.join('?' * len(_RECORD))})"  # noqa: S608
@@ -83,17 +83,16 @@ class AuditStore(AuditSearch):
 
     async def chains(self, *, after: str = "", limit: int = 1000) -> list[str]:
         """The names of chains, in their order."""
-        query = select(chains.c.chain).where(chains.c.chain > after).order_by(chains.c.chain).limit(limit)
+        query = select(holds.c.chain).distinct().where(holds.c.chain > after).order_by(holds.c.chain).limit(limit)
         return await self._database.read(lambda connection: list(connection.execute(query).scalars()))
 
     async def unclean(self, node: str) -> list[AuditHold]:
-        """The chains a server continued last and did not leave clean."""
-        return await self._holds(select(chains).where(chains.c.node == node, chains.c.clean.is_(False)))
+        """The chains a server wrote to and did not leave clean."""
+        return await self._holds(select(holds).where(holds.c.node == node, holds.c.clean.is_(False)))
 
-    async def hold(self, chain: str) -> AuditHold | None:
-        """Which server continues a chain."""
-        found = await self._holds(select(chains).where(chains.c.chain == chain))
-        return found[0] if found else None
+    async def holds(self, chain: str) -> list[AuditHold]:
+        """Which servers wrote to a chain."""
+        return await self._holds(select(holds).where(holds.c.chain == chain).order_by(holds.c.node))
 
     async def unfinished(self, chain: str, start: int) -> list[AuditStored]:
         """The records from `start` on that begin an operation whose end is not there."""
@@ -137,7 +136,7 @@ class AuditStore(AuditSearch):
             connection.execute(delete(heads).where(heads.c.chain == chain, heads.c.seq < seq))
             if whole and _tip(connection, chain)[0] == seq:
                 connection.execute(delete(heads).where(heads.c.chain == chain))
-                connection.execute(delete(chains).where(chains.c.chain == chain))
+                connection.execute(delete(holds).where(holds.c.chain == chain))
             return count
 
         return await self._database.write(run)
@@ -186,8 +185,8 @@ def _tip(connection: Connection, chain: str) -> AuditTip:
 
 def _upsert(connection: Connection) -> Insert:
     kind = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = kind(chains)
+    statement = kind(holds)
     new = statement.excluded
     return statement.on_conflict_do_update(
-        index_elements=["chain"], set_={"node": new.node, "open_from": new.open_from, "clean": new.clean}
+        index_elements=["chain", "node"], set_={"open_from": new.open_from, "clean": new.clean}
     )

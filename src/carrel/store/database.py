@@ -13,7 +13,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -85,6 +85,7 @@ class _Runner(Protocol):
     async def read(self, query: Query[T]) -> T: ...
     async def write(self, query: Query[T]) -> T: ...
     def write_here(self, query: Query[T]) -> T: ...
+    async def sync(self) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -99,6 +100,7 @@ class _Sqlite:
 
     def __init__(self, path: str):
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        self._path = path
         url = URL.create("sqlite", database=path)
         self._engine = create_engine(url, pool_size=2, max_overflow=0, hide_parameters=True)
         self._here = create_engine(
@@ -143,6 +145,15 @@ class _Sqlite:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    async def sync(self) -> None:
+        for path in (self._path, f"{self._path}-wal", os.path.dirname(self._path) or "."):
+            with suppress(FileNotFoundError):  # the log of changes, when all of it is in the file
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    await asyncio.to_thread(os.fsync, fd)
+                finally:
+                    os.close(fd)
 
     async def close(self) -> None:
         for executor in (self._writer, self._reader):
@@ -211,6 +222,11 @@ class Database:
         """The same for a short query, now and without waiting for anything. Raises `Occupied` when that cannot be."""
         with _words(self._name, self._field, self._runner.failures):
             return self._runner.write_here(query)
+
+    async def sync(self) -> None:
+        """Return when what was written outlasts a power cut."""
+        with _words(self._name, self._field):
+            await self._runner.sync()
 
     async def close(self) -> None:
         """Finish what runs and close every connection."""

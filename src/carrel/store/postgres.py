@@ -60,6 +60,9 @@ class Postgres:
         """There is always a way to the server."""
         raise Occupied
 
+    async def sync(self) -> None:
+        """The server has done that at each commit."""
+
     async def close(self) -> None:
         """Close every connection."""
         await self._engine.dispose()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, insert, literal, or_, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
@@ -24,6 +24,8 @@ MOST = 256
 """Secrets a context or a template may have."""
 MOST_FORMER = 16
 """Former values of one secret that are remembered."""
+Mark = tuple[int, float | None, int | None]
+"""How many secrets there are, when one was last put, and the newest of the former ones."""
 Sizes = Mapping[str, int]
 """How many bytes the sealed values have that a sandbox would get, by the names of the secrets."""
 
@@ -52,6 +54,7 @@ class SecretRecord(SecretInfo):
 class FormerSecret:
     """A value that a secret had, sealed: a sandbox that runs may have seen it."""
 
+    id: int
     kind: ScopeKind
     scope: str
     name: str
@@ -66,6 +69,7 @@ Formers = list[FormerSecret]
 
 _SHOWN = tuple(secrets.c[name] for name in SecretInfo.__slots__)
 _ALL = (*_SHOWN, secrets.c.key_id, secrets.c.sealed)
+_FORMER = tuple(former_secrets.c[name] for name in FormerSecret.__slots__)
 
 
 def _anything(_sizes: Sizes) -> None:
@@ -148,15 +152,14 @@ class SecretStore:
         order = places_of(context, templates)
         if not order:
             return []
-        query = select(*(former_secrets.c[name] for name in FormerSecret.__slots__)).where(
-            _any_of(former_secrets, order)
-        )
+        query = select(*_FORMER).where(_any_of(former_secrets, order))
+        return await self._formers(query.order_by(former_secrets.c.id.desc()))
 
-        def run(connection: Connection) -> Formers:
-            rows = connection.execute(query.order_by(former_secrets.c.id.desc())).mappings()
-            return [FormerSecret(**{**row, "sealed": bytes(row["sealed"])}) for row in rows]
-
-        return await self._database.read(run)
+    async def mark(self) -> Mark:
+        """Another one whenever any secret was put, changed or deleted, by whichever server."""
+        newest = select(func.max(former_secrets.c.id)).scalar_subquery()
+        query = select(func.count(), func.max(secrets.c.updated_at), newest).select_from(secrets)
+        return await self._database.read(lambda connection: tuple(connection.execute(query).one()))
 
     async def forget_former(self, states: Iterable[str]) -> int:
         """Forget the former values that no sandbox can have seen, as none of their context or template is in one of
@@ -184,16 +187,43 @@ class SecretStore:
 
         return await self._database.write(run)
 
-    async def sealed_with(self, key_id: str, *, limit: int) -> Records:
-        """At most `limit` secrets that this key sealed."""
+    async def sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Records:
+        """At most `limit` secrets that this key sealed, without the first `skip`."""
         query = select(*_ALL).where(secrets.c.key_id == key_id)
-        return await self._records(query.order_by(secrets.c.kind, secrets.c.scope, secrets.c.name).limit(limit))
+        query = query.order_by(secrets.c.kind, secrets.c.scope, secrets.c.name)
+        return await self._records(query.limit(limit).offset(skip))
 
     async def reseal(self, kind: ScopeKind, scope: str, name: str, *, version: int, sealed: bytes, key_id: str) -> bool:
         """Replace the sealed bytes of that version and keep all else; False when it has changed since."""
         statement = update(secrets).where(_is(kind, scope, name), secrets.c.version == version)
         statement = statement.values(sealed=sealed, key_id=key_id)
         return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+
+    async def former_sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Formers:
+        """At most `limit` former values that this key sealed, without the first `skip`."""
+        query = select(*_FORMER).where(former_secrets.c.key_id == key_id).order_by(former_secrets.c.id)
+        return await self._formers(query.limit(limit).offset(skip))
+
+    async def reseal_former(self, id: int, *, sealed: bytes, key_id: str) -> bool:
+        """Replace the sealed bytes of a former value and keep all else; False when it is forgotten since."""
+        statement = update(former_secrets).where(former_secrets.c.id == id).values(sealed=sealed, key_id=key_id)
+        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+
+    async def not_sealed_with(self, key_id: str) -> int:
+        """How many values, former ones too, other keys than this one have sealed."""
+        counts = (
+            select(func.count()).select_from(table).where(table.c.key_id != key_id).scalar_subquery()
+            for table in (secrets, former_secrets)
+        )
+        query = select(sum(counts, start=literal(0)))
+        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
+
+    async def _formers(self, query: Select[tuple[object, ...]]) -> Formers:
+        def run(connection: Connection) -> Formers:
+            rows = connection.execute(query).mappings()
+            return [FormerSecret(**{**row, "sealed": bytes(row["sealed"])}) for row in rows]
+
+        return await self._database.read(run)
 
     async def _records(self, query: Select[tuple[object, ...]]) -> Records:
         def run(connection: Connection) -> Records:

@@ -176,15 +176,15 @@ audit_heads = Table(
 )
 Index("audit_heads_at", audit_heads.c.at)
 
-audit_chains = Table(
-    "audit_chains",
+audit_holds = Table(
+    "audit_holds",
     metadata,
     Column("chain", Words(255), primary_key=True),
-    Column("node", Words(255), nullable=False),
+    Column("node", Words(255), primary_key=True),
     Column("open_from", BigInteger, nullable=False),
     Column("clean", Boolean, nullable=False),
 )
-Index("audit_chains_node", audit_chains.c.node, audit_chains.c.clean)
+Index("audit_holds_node", audit_holds.c.node, audit_holds.c.clean)
 
 tokens = Table(
     "tokens",

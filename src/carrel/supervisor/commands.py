@@ -335,7 +335,7 @@ class Commands:
                     return  # clean already, and perhaps with another command by now
                 if runner is None and self._last_direct is not command:
                     return
-                left = kill_below(runner.pid if runner else self._pid, () if runner else tuple(self._runners))
+                left = runner.kill_below() if runner else kill_below(self._pid, tuple(self._runners))
                 if left == 0 and (not command.running or runner is None):
                     return
                 await asyncio.sleep(pause)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from carrel.errors import CarrelError, Unsupported
 from carrel.supervisor.commands import Commands
+from carrel.supervisor.conditions import Conditions, conditions
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.load import Load
 from carrel.supervisor.python.calls import Python
@@ -72,6 +73,7 @@ class Emptying:
         self._load = load
         self._places = places
         self._kept: list[tuple[int, _Kept]] | None = None
+        self._conditions: Conditions | None = None
         self._busy = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -94,6 +96,7 @@ class Emptying:
         """Nothing has run yet: what there is now is what there is to be. Python is started, so that nobody waits."""
         # A message queue has a name and outlives its maker, and nothing lists them here: so there are none.
         resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
+        self._conditions = conditions()
         self._kept = []
         try:
             for place in self._places:
@@ -119,6 +122,8 @@ class Emptying:
             async with asyncio.timeout(TIME_S):
                 await self._contexts.close()
                 await self._end_commands()
+                if conditions() != self._conditions:
+                    raise _Changed("the limits or the priority of the supervisor were changed")
                 _remove_shared_memory()
                 for top, kept in self._kept:
                     os.fchmod(top, stat.S_IMODE(kept.stamp[0]))

@@ -1,5 +1,6 @@
 """The few system calls that Python's `os` lacks: resolving beneath a directory, renaming without replacing,
-changing a mode without following a link. Descriptors and names in, `OSError` out; it knows no workspace.
+changing a mode without following a link, the priority of input and output. Descriptors and names in, `OSError` out; it
+knows no workspace.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ RESOLVE_BENEATH = 0x08
 _OPENAT2 = 437
 _FCHMODAT2 = 452
 _RENAMEAT2 = {"x86_64": 316, "aarch64": 276}.get(os.uname().machine)
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(os.uname().machine)
 _RENAME_NOREPLACE = 1
+_IOPRIO_WHO_PROCESS = 1
 _AT_SYMLINK_NOFOLLOW = 0x100
 _ATTEMPTS = 500
 
@@ -81,3 +84,13 @@ def chmod_directory(parent: int, name: bytes, mode: int) -> None:
             os.chmod(f"/proc/self/fd/{handle}", mode)
     finally:
         os.close(handle)
+
+
+def io_priority(pid: int) -> int:
+    """The priority of a process for input and output; -1 where the kernel does not tell."""
+    try:
+        return _call(_IOPRIO_GET, ctypes.c_int(_IOPRIO_WHO_PROCESS), ctypes.c_int(pid))
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return -1

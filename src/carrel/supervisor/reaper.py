@@ -154,6 +154,14 @@ def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
     return len(targets)
 
 
+def resume(pid: int) -> None:
+    """Let a process go on that somebody may have stopped."""
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+
+
 def memory_file(data: bytes) -> int:
     """A descriptor of an anonymous file with these bytes, at its beginning."""
     memory = os.memfd_create("carrel", os.MFD_CLOEXEC)
@@ -187,6 +195,11 @@ class Reaper:
                 return
             kind, value = struct.unpack("=8sq", message)
             self.on_event(self, kind.rstrip(b"\0").decode(), value)
+
+    def kill_below(self) -> int:
+        """Kill what is below it now; how many. What it looks after may have stopped it: then it would never tell."""
+        resume(self.pid)
+        return kill_below(self.pid)
 
     def close(self) -> None:
         """End the process."""

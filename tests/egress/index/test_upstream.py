@@ -182,7 +182,19 @@ async def test_a_public_index_leads_to_no_private_address(server):
         await upstream.aclose()
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "fe80::1%eth0", "100.64.0.1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1",
+        "169.254.169.254",
+        "168.63.129.16",
+        "100.64.0.1",
+        "::ffff:127.0.0.1",
+        "::ffff:0:127.0.0.1",
+        "64:ff9b::a9fe:a9fe",
+        "fe80::1%eth0",
+    ],
+)
 async def test_private_addresses_in_every_form(server, address):
     async def resolve(host, port):
         return ["93.184.216.34"] if host == "index.test" else ["93.184.216.34", address]

@@ -56,10 +56,10 @@ async def test_no_carrel_no_callers() -> None:
 
 async def test_idle_clients_are_closed_in_the_end(ground: Ground) -> None:
     callers = Callers(ground.url)
-    kept = Caller("carrel_kept")
+    kept = Caller("carrel_kept", "kept")
     async with callers.client(kept) as client:
         for number in range(MOST_IDLE + 10):
-            async with callers.client(Caller(f"carrel_{number}")):
+            async with callers.client(Caller(f"carrel_{number}", "others")):
                 pass
         async with callers.client(kept) as again:
             assert again is client
@@ -68,9 +68,9 @@ async def test_idle_clients_are_closed_in_the_end(ground: Ground) -> None:
 
 
 def test_no_token_is_printed() -> None:
-    context = ServerCallContext(user=Caller("carrel_secret"))
+    context = ServerCallContext(user=Caller("carrel_secret", "me"))
     assert "carrel_secret" not in repr(context) + str(context) + repr(context.user)
-    assert caller_of(context).user_name == Caller("carrel_secret").name
-    assert Caller("carrel_secret").name != Caller("carrel_other").name
+    assert caller_of(context).user_name == Caller("carrel_secret", "me").name
+    assert Caller("carrel_secret", "me").name != Caller("carrel_other", "other").name
     with pytest.raises(Unauthorized):
         caller_of(ServerCallContext())

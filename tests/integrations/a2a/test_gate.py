@@ -71,7 +71,7 @@ async def test_a_failure_tells_nothing_of_the_inside(http: httpx.AsyncClient, gr
 
 def test_the_context_of_a_call_keeps_no_token() -> None:
     headers = [(b"a2a-version", b"1.0"), (b"authorization", b"Bearer carrel_x")]
-    scope = {"type": "http", "headers": headers, "query_string": b"", CALLER: Caller("carrel_x")}
+    scope = {"type": "http", "headers": headers, "query_string": b"", CALLER: Caller("carrel_x", "x")}
     context = CallContexts().build(Request(scope))
     assert context.state == {"headers": {"A2A-Version": "1.0"}}
     with pytest.raises(Unauthorized):

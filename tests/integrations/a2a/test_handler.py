@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 from a2a.client.errors import A2AClientError
-from a2a.types.a2a_pb2 import ListTasksRequest, SubscribeToTaskRequest, TaskPushNotificationConfig, TaskState
+from a2a.types.a2a_pb2 import ListTasksRequest, Role, SubscribeToTaskRequest, TaskPushNotificationConfig, TaskState
 from a2a.utils.errors import A2AError
-from a2a_ground import Caller, Ground, Process, answer, caller, state, until, words
+from a2a_ground import Caller, Ground, Process, answer, caller, said, state, until, words
 
 from carrel.integrations.a2a.push import MOST_CONFIGS
 
@@ -144,6 +144,14 @@ async def test_a_message_with_another_context_than_its_tasks_is_refused(ground: 
         with pytest.raises(A2AError, match="does not match"):
             await one.send("approve", task=task.id, context="another")
         assert "does not wait for apr-1" in words(await one.send("deny apr-1", task=task.id))
+
+
+async def test_a_message_is_its_callers_whatever_role_it_says(ground: Ground) -> None:
+    message = said("echo hello", context=ground.context)
+    message.role = Role.ROLE_AGENT
+    async with ground.talk() as one:
+        [event] = await one.events(message)
+        assert (state(event.task), answer(event.task)) == ("completed", "hello")
 
 
 async def test_a_context_with_a_long_name_is_refused(ground: Ground) -> None:

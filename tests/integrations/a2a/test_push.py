@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from a2a.server.context import ServerCallContext
 from a2a.types.a2a_pb2 import (
     AuthenticationInfo,
     DeleteTaskPushNotificationConfigRequest,
     ListTaskPushNotificationConfigsRequest,
+    Task,
     TaskPushNotificationConfig,
 )
 from a2a.utils.errors import A2AError
@@ -22,7 +25,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.errors import Denied, InvalidRequest, LimitExceeded
-from carrel.integrations.a2a.push import MOST_CONFIGS, Destinations, Push, is_public
+from carrel.integrations.a2a.background import Background
+from carrel.integrations.a2a.callers import Caller
+from carrel.integrations.a2a.push import MOST_CONFIGS, TRIES, Destinations, Push, is_public
+from carrel.integrations.a2a.tasks import open_tasks
 
 
 class Receiver:
@@ -110,10 +116,25 @@ async def test_a_task_that_waits_tells_it_and_that_it_goes_on(ground: Ground) ->
         )
 
 
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
 async def test_a_slow_receiver_keeps_no_task_waiting(ground: Ground) -> None:
+    came, left = 0, 0
+
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
+        nonlocal came, left
+        came += 1
+        with suppress(ConnectionError):
+            await reader.read()
+        await closed(writer)
+        left += 1
+
+    async def all_left() -> bool:
+        return left == came
 
     listener = await asyncio.start_server(silent, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/"
@@ -122,6 +143,45 @@ async def test_a_slow_receiver_keeps_no_task_waiting(ground: Ground) -> None:
         async with asyncio.timeout(9):  # one try alone takes longer
             [event] = await one.events(said("true", context=ground.context), task_push_notification_config=config)
         assert event.task.artifacts
+    await until(all_left)
+    listener.close()
+
+
+async def test_a_receiver_that_never_comes_to_an_end_is_given_up(tmp_path: Path) -> None:
+    """It sends a byte now and then, so that no single read takes too long."""
+    calls, left = 0, 0
+    ended = asyncio.Event()
+
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls, left
+        calls += 1
+        with suppress(ConnectionError):
+            writer.write(b"HTTP/1.1 200 OK\r\nx: ")
+            while not reader.at_eof() and not ended.is_set():
+                writer.write(b"y")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        await closed(writer)
+        left += 1
+
+    listener = await asyncio.start_server(trickle, "127.0.0.1", 0)
+    config = TaskPushNotificationConfig(id="1", url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
+    async with open_tasks(str(tmp_path / "agent.db")) as kept, Background() as background:
+        push = Push(kept.push, Destinations(["127.0.0.1"]), background, pause_s=0, timeout_s=0.3)
+        await kept.push.set_info("task", config, ServerCallContext(user=Caller("carrel_x", "x")))
+        await push.send_notification("task", Task(id="task"))
+
+        async def given_up() -> bool:
+            return calls == TRIES and not push._waiting
+
+        await until(given_up)
+        await push.close()
+
+    async def all_left() -> bool:
+        return left == calls
+
+    ended.set()
+    await until(all_left)
     listener.close()
 
 

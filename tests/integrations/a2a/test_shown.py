@@ -13,6 +13,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from carrel.errors import Denied, ServerUnreachable
 from carrel.integrations.a2a import shown
 from carrel.integrations.langgraph import PendingApproval
+from carrel.integrations.langgraph.approvals import one_line
 
 anything = st.text(alphabet=st.characters(), max_size=300)
 
@@ -32,6 +33,19 @@ def test_an_approval_is_shown_whatever_it_says(summary: str, reason: str, value:
     [data] = get_data_parts(message.parts)
     assert (data["type"], data["approval"], data["decide"]) == ("approval", "apr-1", False)
     assert "carrel approve apr-1" in get_text_parts(message.parts)[0]
+
+
+def test_who_decides_is_shown_all_of_it_and_nothing_that_hides_it() -> None:
+    command = "echo harmless\x1b[2K\r" + " " * 300 + "\n" + "x" * 600 + "; rm -rf ~ \u202e"
+    [words] = get_text_parts(
+        shown.waiting([waits(summary=one_line(command), arguments={"command": command})], decides=True)
+    )[:1]
+    assert "; rm -rf ~" in words
+    assert "[300 spaces]" in words
+    assert all(line.isprintable() for line in words.split("\n"))
+    assert "characters more, which are not shown" in one_line(command)
+    [words] = get_text_parts(shown.waiting([waits()], decides=True))[:1]
+    assert words.count("uname -s") == 1
 
 
 def test_several_approvals_have_to_be_named() -> None:

@@ -18,7 +18,7 @@ from carrel.integrations.a2a.callers import Caller
 from carrel.integrations.a2a.names import LONGEST
 from carrel.integrations.a2a.tasks import FOLLOWED, Kept, open_tasks
 
-ME, OTHER = ServerCallContext(user=Caller("carrel_me")), ServerCallContext(user=Caller("carrel_other"))
+ME, OTHER = ServerCallContext(user=Caller("carrel_me", "me")), ServerCallContext(user=Caller("carrel_other", "other"))
 
 
 def task(state: TaskState = TaskState.TASK_STATE_WORKING, age: timedelta = timedelta()) -> Task:

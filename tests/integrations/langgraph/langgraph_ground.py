@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from carrel.client import AsyncClient
@@ -82,6 +82,8 @@ class Scripted:
             return JSONResponse({"error": {"message": "the script is over", "code": "over"}}, 400)
         step = self.script[done]
         message = step(body["messages"]) if callable(step) else step
+        if body.get("stream"):
+            return StreamingResponse(_chunks(body, message), media_type="text/event-stream")
         return JSONResponse(
             {
                 "id": f"chatcmpl-{done}",
@@ -98,6 +100,20 @@ class Scripted:
                 "usage": {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18},
             }
         )
+
+
+def _chunks(body: Message, message: Message) -> Iterator[str]:
+    """A text, letter by letter; how many tokens it took is told to who asks for that."""
+    deltas: list[Message] = [{"delta": {"content": letter}} for letter in message["content"]]
+    deltas.append({"delta": {}, "finish_reason": "stop"})
+    chunks: list[Message] = [{"choices": [{"index": 0, **each}]} for each in deltas]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
+        chunks.append({"choices": [], "usage": usage})
+    for chunk in chunks:
+        whole = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": body["model"], **chunk}
+        yield f"data: {json.dumps(whole)}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph_ground import Ground, lines_of, until
 from pydantic import TypeAdapter
+from slow_way import slow_way
 
 from carrel.client import AsyncClient
 from carrel.errors import InvalidRequest
@@ -73,3 +74,25 @@ async def test_a_run_that_only_stops_goes_on_with_the_same_command(ground: Groun
     result = await graph.ainvoke(None, here, context=ground.workspace)
     assert result["messages"][-1].text == "over"
     assert await lines_of(ground.owner, ground.context, "begun") == ["begun"]
+
+
+async def test_a_run_that_is_cancelled_while_its_command_is_being_started_takes_it_too(ground: Ground) -> None:
+    graph = build_graph("shell", checkpointer=InMemorySaver())
+    here: Any = {"configurable": {"thread_id": ground.context}}
+    box = await ground.agent.sandbox(ground.context)
+    async with slow_way(ground.url, "/commands/start") as way, AsyncClient(way.url, ground.token) as client:
+        workspace = Workspace(client)
+        run = asyncio.ensure_future(graph.ainvoke({"messages": [("user", "sleep 1000")]}, here, context=workspace))
+        await asyncio.wait_for(way.held.wait(), 30)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        way.release.set()
+        await asyncio.wait_for(workspace.kill(), 30)
+        await asyncio.wait_for(way.answered.wait(), 30)
+
+        async def over() -> bool:
+            [command] = await box.commands.list()
+            return not command.running
+
+        await until(over)

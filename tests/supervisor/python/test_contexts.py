@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from carrel.supervisor.python.cells import MOST_CONTEXTS
 from carrel.supervisor.python.contexts import REMEMBERED
-from sandboxes import Supervisor
+from leaks import below
+from sandboxes import Box, Supervisor, until
 
 steps = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from(["set", "get", "die", "restart", "raise"]), st.integers(0, 9)),
@@ -18,8 +20,8 @@ steps = st.lists(
 )
 
 
-async def cell(supervisor: Supervisor, name: str, code: str) -> dict[str, Any]:
-    return dict(await supervisor.ask("POST", f"/contexts/{name}/cells", {"code": code, "timeout": 20}, wait=1))
+async def cell(supervisor: Supervisor, name: str, code: str, timeout: float = 20) -> dict[str, Any]:
+    return dict(await supervisor.ask("POST", f"/contexts/{name}/cells", {"code": code, "timeout": timeout}, wait=1))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -68,3 +70,34 @@ async def test_limits(supervisor: Supervisor) -> None:
     assert len(waiting) == 64
     await supervisor.ask("DELETE", "/contexts/c0")
     assert (await running).json()["status"] == "died"
+
+
+async def test_restarts_and_cells_at_once_start_one_process(box: Box) -> None:
+    supervisor = box.supervisor
+    await cell(supervisor, "a", "1")
+    for _ in range(5):
+        await cell(supervisor, "a", "1")
+        restarts = [supervisor.call("POST", "/contexts/a/restart") for _ in range(3)]
+        assert all(each.is_success for each in await asyncio.gather(*restarts))
+        await cell(supervisor, "a", "1")
+        await asyncio.gather(supervisor.call("POST", "/contexts/a/restart"), supervisor.ask("DELETE", "/contexts/a"))
+    assert (await supervisor.ask("GET", "/contexts"))["items"] == []
+    await until(lambda: not any(_writes_somewhere(pid) for pid, _started in below(box.pid)))
+
+
+def _writes_somewhere(pid: int) -> bool:
+    """Whether a process has become a context: one that only waits has nowhere to write to."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1").startswith("pipe:")
+    except OSError:
+        return False
+
+
+async def test_a_cell_that_stops_its_host_can_be_ended(supervisor: Supervisor) -> None:
+    stop = "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)"
+    assert (await cell(supervisor, "a", stop))["status"] == "ok"
+    died = await cell(supervisor, "a", f"{stop}; os._exit(3)", timeout=1)
+    assert died["status"] == "died"
+    assert (await cell(supervisor, "a", "2"))["fresh"]
+    await cell(supervisor, "a", stop)
+    await supervisor.ask("DELETE", "/contexts/a")

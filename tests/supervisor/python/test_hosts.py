@@ -64,3 +64,58 @@ async def test_spares_that_are_killed_are_replaced(box: Box) -> None:
                 f"for p in /proc/[0-9]*; do grep -qs warm.py $p/cmdline && {word} ${{p#/proc/}}; done; true"
             )
             assert (await run(box, "print('next')"))["stdout"] == "next\n"
+
+
+ABOVE = """
+import os, resource, signal
+above = [os.getppid(), int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])]
+"""
+
+
+async def test_what_stops_its_host_has_a_deadline_all_the_same(box: Box) -> None:
+    stopped = await run(box, f"{ABOVE}print('said', flush=True); os.kill(above[0], signal.SIGSTOP)", timeout=1)
+    assert stopped["timed_out"] and stopped["stdout"] == "said\n"
+    await run(box, f"{ABOVE}os.kill(above[1], signal.SIGSTOP)")
+    answers = await asyncio.gather(*[run(box, f"import time; time.sleep(0.1); print({n})") for n in range(4)])
+    assert [each["stdout"] for each in answers] == [f"{n}\n" for n in range(4)]
+
+
+async def test_those_that_wait_go_on_when_they_were_stopped(box: Box) -> None:
+    if not box.isolated():
+        return  # here it would stop what is not its own
+    await run(box, "1")
+    others = "for pid in filter(str.isdigit, os.listdir('/proc')):\n    if int(pid) not in (1, os.getpid(), os.getppid()): os.kill(int(pid), signal.SIGSTOP)"
+    await run(box, f"{ABOVE}{others}")
+    for number in range(3):
+        assert (await run(box, f"print({number})"))["stdout"] == f"{number}\n"
+
+
+CHANGES = (
+    "resource.prlimit(each, resource.RLIMIT_NOFILE, (3, 3))",
+    "resource.prlimit(each, resource.RLIMIT_FSIZE, (1000, 1000))",
+    "os.setpriority(os.PRIO_PROCESS, each, 15)",
+    "os.sched_setscheduler(each, os.SCHED_BATCH, os.sched_param(0))",
+)
+
+
+async def test_no_call_has_the_limits_that_another_gave_its_interpreter(box: Box) -> None:
+    look = "import os, resource; print([resource.getrlimit(each) for each in range(10)], os.nice(0), os.sched_getscheduler(0))"
+    before = await run(box, look)
+    for change in CHANGES:
+        for whom in ("above", "above[:1]"):
+            done = await run(box, f"{ABOVE}for each in {whom}: {change}")
+            assert done["exit_code"] == 0, done
+            for _ in range(3):  # some were forked before, some after
+                assert (await run(box, look))["stdout"] == before["stdout"], (change, whom)
+
+
+async def test_what_an_import_changes_is_no_reason_to_start_anew(box: Box) -> None:
+    if not box.isolated():
+        return  # only a sandbox has its workspace at a fixed place
+    made = await box.supervisor.run("/usr/bin/python3 -m venv --without-pip .venv && ls -d .venv/lib/*/site-packages")
+    place = box.workspace / made["stdout"].strip()
+    (place / "greedy.py").write_text("import os; os.nice(3)")
+    (box.workspace / ".venv/carrel-env.json").write_text('{"imports": ["greedy"]}')
+    look = f"{ABOVE}print(above[1], os.nice(0))"
+    first = (await run(box, look))["stdout"]
+    assert first.endswith(" 3\n") and [(await run(box, look))["stdout"] for _ in range(4)] == [first] * 4

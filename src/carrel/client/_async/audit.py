@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import datetime
 
 from carrel.client._async.connection import AsyncConnection
@@ -54,7 +54,7 @@ class AsyncAudit:
             if cursor is None:
                 return
 
-    async def export(self, *, context_id: str | None = None, compress: bool = False) -> AsyncIterator[bytes]:
+    async def export(self, *, context_id: str | None = None, compress: bool = False) -> AsyncGenerator[bytes, None]:
         """The log, or the part of one context, as a file that `carrel audit verify` checks, in pieces."""
         query = {"context_id": context_id, "compress": "true" if compress else None}
         response = await self._connection.stream(

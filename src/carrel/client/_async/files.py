@@ -152,7 +152,7 @@ class AsyncFiles:
         target = Path(local)
         info = await self.stat(path)
         if info.kind is not FileKind.DIRECTORY:
-            await self._download_file(path, info, target, progress)
+            await save_as(self.stream(path), target, _local_mode(info), progress)
             return
         found = await self.list(path, recursive=True, limit=DIRECTORY_LIMIT)
         if found.truncated:
@@ -169,7 +169,7 @@ class AsyncFiles:
                 await blocking(_make_directory, place)
             elif entry.kind is FileKind.FILE:
                 await blocking(_make_directory, place.parent)
-                await self._download_file(entry.path, entry, place, progress)
+                await save(self.stream(entry.path), place, _local_mode(entry), progress)
 
     async def write_many(self, files: GivenFiles) -> FilesWritten:
         """Make or replace many files in one request: paths in the workspace to bytes, or to the paths of local files.
@@ -193,17 +193,28 @@ class AsyncFiles:
                 saved += await save_all(incoming, Path(local))
         return saved
 
-    async def _download_file(self, path: str, info: FileInfo, target: Path, progress: Progress | None) -> None:
-        executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
-        await save(self.stream(path), target, 0o777 if executable else 0o666, progress)
+
+async def save_as(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
+    """Write what arrives to the local path a person named: as `save` does where a file is or nothing. A device, a pipe
+    or a link is written into, as a shell would: to put a file in its place would take it from everybody.
+    """
+    if not await blocking(_is_special, target):
+        await save(pieces, target, mode, progress)
+        return
+    try:
+        special = await blocking(_written_into, target)
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    with special as file:
+        await give(pieces, file, progress)
 
 
 async def save(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
-    """Write what arrives to a local file, whole or not at all."""
+    """Write what arrives to a local file, whole or not at all. Follows no link: the name may come from a sandbox."""
     try:
         descriptor, partial = await blocking(_partial, target)
     except OSError as error:
-        raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="local") from None
+        raise _unwritable(target, error) from None
     try:
         with os.fdopen(descriptor, "wb") as file:
             await give(pieces, file, progress)
@@ -241,6 +252,25 @@ async def give(pieces: AsyncGenerator[bytes, None], file: IO[bytes], progress: P
                 progress(len(piece))
     finally:
         await pieces.aclose()
+
+
+def _unwritable(target: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest(f"cannot write {target}: {error.strerror}", field="local")
+
+
+def _is_special(target: Path) -> bool:
+    try:
+        return not stat.S_ISREG(target.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _local_mode(info: FileInfo) -> int:
+    return 0o777 if info.kind is FileKind.FILE and int(info.mode, 8) & 0o100 else 0o666
+
+
+def _written_into(target: Path) -> IO[bytes]:
+    return target.open("wb")
 
 
 def _opened(source: Path) -> IO[bytes]:

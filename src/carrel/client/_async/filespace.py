@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection
@@ -47,7 +47,7 @@ class AsyncFilespace:
         """The bytes of a file."""
         return b"".join([piece async for piece in self.stream(path)])
 
-    async def stream(self, path: str) -> AsyncIterator[bytes]:
+    async def stream(self, path: str) -> AsyncGenerator[bytes, None]:
         """The bytes of a file in pieces, for files of any size."""
         response = await self._connection.stream("GET", self._content, query={"path": path})
         try:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from carrel.client._async.commands import AsyncCommands
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.envs import AsyncSandboxEnvironments
-from carrel.client._async.files import AsyncFiles, give, save
+from carrel.client._async.files import AsyncFiles, give, save_as
 from carrel.client._async.mcp import AsyncMcp
 from carrel.client._async.python import AsyncPython
 from carrel.client._io_async import Progress
@@ -167,7 +167,7 @@ class AsyncSandbox:
         path = f"{self._path}/snapshots/{quote(_id(snapshot), safe='')}/tar"
         arriving = self._connection.pieces(path, timeout=self._connection.patience(None))
         if isinstance(target, str | os.PathLike):
-            await save(arriving, Path(target), 0o666, progress)
+            await save_as(arriving, Path(target), 0o666, progress)
         else:
             await give(arriving, target, progress)
 

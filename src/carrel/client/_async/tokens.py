@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection, encoded
-from carrel.models import NewToken, TokenInfo, TokenPage
+from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage
 
 PAGE = 200
 
@@ -54,6 +54,10 @@ class AsyncTokens:
     async def get(self, id: str) -> TokenInfo:
         """What is known of a token."""
         return await self._connection.get(TokenInfo, f"/v1/tokens/{quote(id, safe='')}")
+
+    async def mine(self) -> IdentityInfo:
+        """Who this client's own token stands for."""
+        return await self._connection.get(IdentityInfo, "/v1/tokens/me")
 
     async def revoke(self, id: str) -> None:
         """Make a token worthless."""

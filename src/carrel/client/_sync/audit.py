@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from datetime import datetime
 
 from carrel.client._sync.connection import Connection
@@ -54,7 +54,7 @@ class Audit:
             if cursor is None:
                 return
 
-    def export(self, *, context_id: str | None = None, compress: bool = False) -> Iterator[bytes]:
+    def export(self, *, context_id: str | None = None, compress: bool = False) -> Generator[bytes, None]:
         """The log, or the part of one context, as a file that `carrel audit verify` checks, in pieces."""
         query = {"context_id": context_id, "compress": "true" if compress else None}
         response = self._connection.stream(

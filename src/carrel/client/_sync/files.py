@@ -149,7 +149,7 @@ class Files:
         target = Path(local)
         info = self.stat(path)
         if info.kind is not FileKind.DIRECTORY:
-            self._download_file(path, info, target, progress)
+            save_as(self.stream(path), target, _local_mode(info), progress)
             return
         found = self.list(path, recursive=True, limit=DIRECTORY_LIMIT)
         if found.truncated:
@@ -166,7 +166,7 @@ class Files:
                 blocking(_make_directory, place)
             elif entry.kind is FileKind.FILE:
                 blocking(_make_directory, place.parent)
-                self._download_file(entry.path, entry, place, progress)
+                save(self.stream(entry.path), place, _local_mode(entry), progress)
 
     def write_many(self, files: GivenFiles) -> FilesWritten:
         """Make or replace many files in one request: paths in the workspace to bytes, or to the paths of local files.
@@ -190,17 +190,28 @@ class Files:
                 saved += save_all(incoming, Path(local))
         return saved
 
-    def _download_file(self, path: str, info: FileInfo, target: Path, progress: Progress | None) -> None:
-        executable = info.kind is FileKind.FILE and int(info.mode, 8) & 0o100
-        save(self.stream(path), target, 0o777 if executable else 0o666, progress)
+
+def save_as(pieces: Generator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
+    """Write what arrives to the local path a person named: as `save` does where a file is or nothing. A device, a pipe
+    or a link is written into, as a shell would: to put a file in its place would take it from everybody.
+    """
+    if not blocking(_is_special, target):
+        save(pieces, target, mode, progress)
+        return
+    try:
+        special = blocking(_written_into, target)
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    with special as file:
+        give(pieces, file, progress)
 
 
 def save(pieces: Generator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
-    """Write what arrives to a local file, whole or not at all."""
+    """Write what arrives to a local file, whole or not at all. Follows no link: the name may come from a sandbox."""
     try:
         descriptor, partial = blocking(_partial, target)
     except OSError as error:
-        raise InvalidRequest(f"cannot write {target}: {error.strerror}", field="local") from None
+        raise _unwritable(target, error) from None
     try:
         with os.fdopen(descriptor, "wb") as file:
             give(pieces, file, progress)
@@ -238,6 +249,25 @@ def give(pieces: Generator[bytes, None], file: IO[bytes], progress: Progress | N
                 progress(len(piece))
     finally:
         pieces.close()
+
+
+def _unwritable(target: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest(f"cannot write {target}: {error.strerror}", field="local")
+
+
+def _is_special(target: Path) -> bool:
+    try:
+        return not stat.S_ISREG(target.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _local_mode(info: FileInfo) -> int:
+    return 0o777 if info.kind is FileKind.FILE and int(info.mode, 8) & 0o100 else 0o666
+
+
+def _written_into(target: Path) -> IO[bytes]:
+    return target.open("wb")
 
 
 def _opened(source: Path) -> IO[bytes]:

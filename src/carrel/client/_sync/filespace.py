@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from urllib.parse import quote
 
 from carrel.client._io_sync import Progress, Source
@@ -47,7 +47,7 @@ class Filespace:
         """The bytes of a file."""
         return b"".join(list(self.stream(path)))
 
-    def stream(self, path: str) -> Iterator[bytes]:
+    def stream(self, path: str) -> Generator[bytes, None]:
         """The bytes of a file in pieces, for files of any size."""
         response = self._connection.stream("GET", self._content, query={"path": path})
         try:

@@ -18,7 +18,7 @@ from carrel.client._io_sync import Progress
 from carrel.client._sync.commands import Commands
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.envs import SandboxEnvironments
-from carrel.client._sync.files import Files, give, save
+from carrel.client._sync.files import Files, give, save_as
 from carrel.client._sync.mcp import Mcp
 from carrel.client._sync.python import Python
 from carrel.client.requests import approved, waiting
@@ -166,7 +166,7 @@ class Sandbox:
         path = f"{self._path}/snapshots/{quote(_id(snapshot), safe='')}/tar"
         arriving = self._connection.pieces(path, timeout=self._connection.patience(None))
         if isinstance(target, str | os.PathLike):
-            save(arriving, Path(target), 0o666, progress)
+            save_as(arriving, Path(target), 0o666, progress)
         else:
             give(arriving, target, progress)
 

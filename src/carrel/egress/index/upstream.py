@@ -7,13 +7,13 @@ private address. Credentials go to the index's own origin only and are in no mes
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import ssl
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass
@@ -22,6 +22,7 @@ import httpcore
 import httpx
 
 from carrel.egress.plan import Index
+from carrel.policy import addresses
 
 MOST_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -183,13 +184,13 @@ class _Guarded(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """A connection, to the first address that answers."""
         try:
-            addresses = await self._resolve(host, port)
+            found = await self._resolve(host, port)
         except OSError:
             raise httpcore.ConnectError("the name is not known") from None
-        if host != self._own and not all(map(_is_public, addresses)):
+        if host != self._own and not all(map(_is_public, found)):
             raise httpcore.ConnectError(_PRIVATE)
         failure: Exception = httpcore.ConnectError("the name has no address")
-        for address in addresses[:4]:
+        for address in found[:4]:
             try:
                 return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
@@ -206,9 +207,7 @@ _PRIVATE = "it led on to a private address"
 
 
 def _is_public(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_global and not found.is_multicast
+    return addresses.private(ip_address(address.partition("%")[0])) is None
 
 
 async def _look_up(host: str, port: int) -> Sequence[str]:

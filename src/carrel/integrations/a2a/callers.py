@@ -1,11 +1,12 @@
-"""Who calls: each caller is a carrel token, which carrel itself checks, and which makes every API call of their tasks.
+"""Who calls: each shows a carrel token, which carrel itself checks, and which makes every API call of their tasks.
 
-The token is held in memory alone; tasks are kept under a digest of it.
+The token is held in memory alone. Tasks are kept under whom it stands for, so that a new token of the same finds them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -16,20 +17,20 @@ from a2a.auth.user import User
 from a2a.server.context import ServerCallContext
 
 from carrel.client import AsyncClient
-from carrel.errors import Denied, NotFound, Unauthorized
+from carrel.errors import Unauthorized
+from carrel.models import IdentityInfo
 
 TRUSTED_S = 5.0
 """How long a token that carrel took is taken again without asking; whatever is done with it is checked there anyway."""
 MOST_IDLE = 64
-_NOBODY = "a2a-caller-check"
 
 
 class Caller(User):
     """One caller. Its printed form shows no token."""
 
-    def __init__(self, token: str):
+    def __init__(self, token: str, name: str):
         self.token = token
-        self.name = hashlib.sha256(token.encode()).hexdigest()[:40]
+        self.name = name
 
     def __repr__(self) -> str:
         return f"<Caller {self.name[:8]}>"
@@ -45,11 +46,21 @@ class Caller(User):
         return self.name
 
 
+def owner(identity: IdentityInfo) -> str:
+    """What tasks of an identity are kept under: the same for each of its tokens.
+
+    The reach is part of it: whoever gives out tokens for a part of carrel must not find tasks of elsewhere by a name.
+    """
+    known = [identity.subject, identity.namespace, identity.contexts and sorted(identity.contexts)]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:40]
+
+
 @dataclass
 class _Held:
     client: AsyncClient
     users: int = 0
     trusted_until: float = 0.0
+    name: str = ""
 
 
 class Callers:
@@ -64,36 +75,35 @@ class Callers:
         """The caller of a token. Raises `Unauthorized` when carrel does not take it."""
         if not token or len(token) > 512 or not token.isascii() or not token.isprintable():
             raise Unauthorized("this is no token of carrel", hint="send `Authorization: Bearer TOKEN`")
-        caller = Caller(token)
-        known = self._held.get(caller.name)
-        if known is not None and self._clock() < known.trusted_until:
-            return caller
-        async with self.client(caller) as client:
-            try:
-                await client.find(_NOBODY)
-            except (NotFound, Denied):
-                pass  # whoever is told that there is nothing, or nothing for them, was known
-            self._held[caller.name].trusted_until = self._clock() + TRUSTED_S
-        return caller
+        async with self._using(token) as held:
+            if not self._clock() < held.trusted_until:
+                held.name = owner(await held.client.tokens.mine())
+                held.trusted_until = self._clock() + TRUSTED_S
+            return Caller(token, held.name)
 
     @asynccontextmanager
     async def client(self, caller: Caller) -> AsyncIterator[AsyncClient]:
         """A client with the caller's own token, shared by all they do at once."""
-        held = self._held.get(caller.name)
+        async with self._using(caller.token) as held:
+            yield held.client
+
+    @asynccontextmanager
+    async def _using(self, token: str) -> AsyncIterator[_Held]:
+        held = self._held.get(token)
         if held is None:
-            held = self._held[caller.name] = _Held(AsyncClient(self._url, caller.token))
-        self._held.move_to_end(caller.name)
+            held = self._held[token] = _Held(AsyncClient(self._url, token))
+        self._held.move_to_end(token)
         held.users += 1
         try:
-            yield held.client
+            yield held
         finally:
             held.users -= 1
             await self._tidy()
 
     async def _tidy(self) -> None:
-        idle = [name for name, held in self._held.items() if not held.users]
-        for name in idle[: max(0, len(idle) - MOST_IDLE)]:
-            await self._held.pop(name).client.close()
+        idle = [token for token, held in self._held.items() if not held.users]
+        for token in idle[: max(0, len(idle) - MOST_IDLE)]:
+            await self._held.pop(token).client.close()
 
     async def close(self) -> None:
         """Close every client."""

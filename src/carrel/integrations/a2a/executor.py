@@ -42,12 +42,13 @@ log = logging.getLogger("carrel.a2a")
 
 NUDGE = "carrel.nudge"
 """Set in the context of a call that the agent makes to itself."""
+SHOWN = "carrel.shown"
+"""Set in the context of a call: which words of the task its caller could see when the message came."""
 AT_ONCE = 32
 """Tasks that run; more wait as `submitted`."""
 MOST_OF_ONE = 256
 """Tasks of one caller that run or wait to run; one more is rejected."""
 LOOK_S = 2.0
-KILL_AGAIN_S = 1.0
 _TURNED_AWAY = (Denied, InvalidRequest, Unauthorized)
 
 Nudge = Callable[[Task, Caller, str], Awaitable[None]]
@@ -60,6 +61,12 @@ class _Job:
     run: asyncio.Task[None]
     canceled: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def shown_of(task: Task) -> str:
+    """What tells the words of a task's status from earlier ones; none while it does not wait for somebody."""
+    waits = task.status.state == TaskState.TASK_STATE_INPUT_REQUIRED
+    return str(task.status.message.message_id) if waits else ""
 
 
 class Executor(AgentExecutor):
@@ -116,7 +123,8 @@ class Executor(AgentExecutor):
             if known is None:
                 return
         self._stop_watching(task_id)
-        ask = Ask(known, carrel_context(context_id), None if nudged else context.message, updates, new)
+        late = not new and not nudged and context.call_context.state.get(SHOWN) != shown_of(known)
+        ask = Ask(known, carrel_context(context_id), None if nudged else context.message, updates, new, late)
         self._counts[caller.name] += 1
         job = _Job(asyncio.get_running_loop().create_task(self._run(ask, caller, nudged), name=f"run of {task_id}"))
         self._jobs[task_id] = job
@@ -124,7 +132,8 @@ class Executor(AgentExecutor):
         try:
             await job.run
         except asyncio.CancelledError:
-            if not job.canceled:  # the process ends: whoever comes next goes on
+            # Else the process ends: whoever comes next goes on. The SDK may hear of a cancel sooner than `_look` does.
+            if not job.canceled and not await self._was_canceled(task_id, context.call_context):
                 raise
             await self._canceled(ask, caller)
         finally:
@@ -204,6 +213,10 @@ class Executor(AgentExecutor):
                 if await self._runs.run(ask, client):
                     return True
         except CarrelError as error:
+            if nudged and isinstance(error, Unauthorized):
+                # Its caller's token is no longer good: it stays as it is until they ask for it with another.
+                log.info("task %s waits for its caller: %s", ask.task.id, error.detail)
+                return False
             await self._fail(ask, error)
         except Exception as error:
             log.exception("task %s failed", ask.task.id)
@@ -229,8 +242,9 @@ class Executor(AgentExecutor):
         self._background.start(self._clear_up(ask, caller), f"clear up after {ask.task.id}")
 
     async def _clear_up(self, ask: Ask, caller: Caller) -> None:
-        # A command whose start was on its way when the run was cancelled runs only now.
-        await asyncio.sleep(KILL_AGAIN_S)
+        # A command whose start was on its way when the run was cancelled runs only then.
+        for workspace in ask.used:
+            await workspace.settled()
         await self.kill_left(ask.task, caller)
         await self._forget(ask.thread)
 
@@ -238,11 +252,18 @@ class Executor(AgentExecutor):
         """Notice that the task was cancelled through another process."""
         while True:
             await asyncio.sleep(LOOK_S)
-            stored = await self._kept.tasks.get(task_id, context)
-            if stored is not None and stored.task.status.state == TaskState.TASK_STATE_CANCELED:
+            if await self._was_canceled(task_id, context):
                 job.canceled = True
                 job.run.cancel()
                 return
+
+    async def _was_canceled(self, task_id: str, context: ServerCallContext) -> bool:
+        try:
+            stored = await self._kept.tasks.get(task_id, context)
+        except Exception as error:  # of either database driver
+            log.warning("whether task %s was cancelled elsewhere is not known: %s", task_id, type(error).__name__)
+            return False
+        return stored is not None and stored.task.status.state == TaskState.TASK_STATE_CANCELED
 
     async def _ended(self, task_id: str, caller: Caller) -> bool:
         stored = await self._kept.tasks.get(task_id, ServerCallContext(user=caller))

@@ -34,13 +34,16 @@ from a2a.utils.errors import A2AError, InvalidParamsError
 from carrel.errors import CarrelError
 from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import Caller, caller_of
-from carrel.integrations.a2a.executor import NUDGE, Executor
+from carrel.integrations.a2a.executor import NUDGE, SHOWN, Executor, shown_of
 from carrel.integrations.a2a.names import LONGEST
 from carrel.integrations.a2a.push import Push
 from carrel.integrations.a2a.tasks import TERMINAL, Kept
 
 log = logging.getLogger("carrel.a2a")
 
+MOST_ANSWERS = 100
+LONGEST_ANSWER = 20_000
+"""Messages to one task, and the bytes of each: all of them stay in its history."""
 IDLE_S = 600.0
 """How long a task that waits for a person stays in memory."""
 
@@ -117,22 +120,37 @@ class Handler(DefaultRequestHandlerV2):
         self, params: TaskPushNotificationConfig, context: ServerCallContext
     ) -> TaskPushNotificationConfig:
         """Keep a URL that is told of a task."""
-        known = await self._kept.push.get_info(params.task_id, context)
-        if params.id not in {each.id for each in known}:
-            try:
-                self._push.room(len(known))
-            except CarrelError as error:
-                raise InvalidParamsError(message=str(error)) from None
+        await self._room_for(params.task_id, params, context)
         stored: TaskPushNotificationConfig = await super().on_create_task_push_notification_config(params, context)
         return stored
 
     async def _prepare(self, params: SendMessageRequest, context: ServerCallContext) -> None:
         if len(params.message.context_id) > LONGEST:
             raise InvalidParamsError(message=f"a context id has at most {LONGEST} characters")
+        if params.message.role == Role.ROLE_AGENT:  # who calls is the one to be served, whatever they are
+            params.message.role = Role.ROLE_USER
         stored = await self._kept.tasks.get(params.message.task_id, context) if params.message.task_id else None
-        if stored is not None and not params.message.context_id:
+        if stored is None:
+            return
+        if params.message.ByteSize() > LONGEST_ANSWER:
+            raise InvalidParamsError(message=f"a message to a task has at most {LONGEST_ANSWER} bytes")
+        if sum(each.role == Role.ROLE_USER for each in stored.task.history) > MOST_ANSWERS:
+            raise InvalidParamsError(message=f"a task takes {MOST_ANSWERS} messages; decide in the inbox, or cancel it")
+        context.state[SHOWN] = shown_of(stored.task)
+        if params.configuration.HasField("task_push_notification_config"):
+            await self._room_for(stored.task.id, params.configuration.task_push_notification_config, context)
+        if not params.message.context_id:
             # A task has one context; the SDK would make up another for a message that names the task alone.
             params.message.context_id = stored.task.context_id
+
+    async def _room_for(self, task_id: str, config: TaskPushNotificationConfig, context: ServerCallContext) -> None:
+        known = await self._kept.push.get_info(task_id, context)
+        if config.id in {each.id for each in known}:
+            return
+        try:
+            self._push.room(len(known))
+        except CarrelError as error:
+            raise InvalidParamsError(message=str(error)) from None
 
     def _revive_soon(self, task: Task, context: ServerCallContext) -> None:
         if task.status.state not in TERMINAL and not self._executor.knows(task.id):

@@ -48,9 +48,9 @@ class Inbox:
 
     async def decided(self, caller: Caller, approvals: Iterable[str]) -> None:
         """Return once one of the approvals no longer waits, or cannot be seen any more."""
-        watch = self._watches.get(caller.name)
+        watch = self._watches.get(caller.token)
         if watch is None or watch.lost:
-            watch = self._watches[caller.name] = _Watch()
+            watch = self._watches[caller.token] = _Watch()
         event, names = asyncio.Event(), list(approvals)
         for name in names:
             watch.waiting.setdefault(name, set()).add(event)
@@ -67,8 +67,8 @@ class Inbox:
                 if not watch.waiting[name]:
                     del watch.waiting[name]
             if not watch.waiting:
-                if self._watches.get(caller.name) is watch:
-                    del self._watches[caller.name]
+                if self._watches.get(caller.token) is watch:
+                    del self._watches[caller.token]
                 if watch.task is not None:
                     watch.task.cancel()
 

@@ -113,14 +113,16 @@ class Push(PushNotificationSender):
         background: Background,
         *,
         pause_s: float = 1.0,
+        timeout_s: float = TIMEOUT_S,
     ):
         self._store = store
         self._destinations = destinations
         self._background = background
         self._pause_s = pause_s
+        self._timeout_s = timeout_s
         self._waiting: dict[str, asyncio.Queue[tuple[TaskPushNotificationConfig, bytes]]] = {}
         self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
-        self._client = httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=timeout_s, follow_redirects=False, trust_env=False)
 
     async def check(self, url: str) -> bool:
         """Whether a URL may be told. For the SDK, which asks when one is given."""
@@ -157,8 +159,7 @@ class Push(PushNotificationSender):
         try:
             while not queue.empty():
                 config, body = queue.get_nowait()
-                async with self._at_once:
-                    await self._tell(task_id, config, body)
+                await self._tell(task_id, config, body)
         finally:
             del self._waiting[task_id]
 
@@ -168,11 +169,12 @@ class Push(PushNotificationSender):
             if attempt:
                 await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
             try:
-                status = await self._post(await self._destinations.resolve(config.url), config, body)
+                async with self._at_once:  # not while it pauses: who cannot be told keeps nobody else from it
+                    status = await self._post(await self._destinations.resolve(config.url), config, body)
             except Denied as refusal:
                 said = refusal.detail
                 break
-            except (httpx.HTTPError, httpx.InvalidURL, CarrelError, ValueError) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, CarrelError, TimeoutError, ValueError) as error:
                 said = type(error).__name__
                 continue
             if status < 300:
@@ -184,8 +186,12 @@ class Push(PushNotificationSender):
         """Send it. Of the answer only the status is read: the rest is whatever a stranger sends."""
         about = {"sni_hostname": target.name}
         headers = _headers(config, target)
-        async with self._client.stream("POST", target.url, content=body, headers=headers, extensions=about) as answer:
-            return answer.status_code
+        # The client's own limit begins anew with each byte: a receiver that sends them one by one would never end.
+        async with asyncio.timeout(self._timeout_s):
+            async with self._client.stream(
+                "POST", target.url, content=body, headers=headers, extensions=about
+            ) as answer:
+                return answer.status_code
 
     async def close(self) -> None:
         """Close the connections."""

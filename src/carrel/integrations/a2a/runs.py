@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from a2a.helpers import new_data_part, new_text_part
@@ -47,13 +47,18 @@ class Beginnings(Protocol):
 
 @dataclass(frozen=True)
 class Ask:
-    """What a run is for. `message` is None when nobody said anything: it only goes on, if it can."""
+    """What a run is for. `message` is None when nobody said anything: it only goes on, if it can.
+
+    `late` is what was sent before the task asked for what it waits for now. `used` is whatever the run works in.
+    """
 
     task: Task
     context: str
     message: Message | None
     updates: Updates
     new: bool = False
+    late: bool = False
+    used: list[Workspace] = field(default_factory=list)
 
     @property
     def thread(self) -> str:
@@ -100,6 +105,7 @@ class Runs:
         before = await self._before(ask, box)
         state = _EMPTY if ask.new else await self._graph.aget_state(ask.config)
         workspace = Workspace(client, context_id=ask.context, approver=self._approver)
+        ask.used.append(workspace)
         try:
             if not _over(state):
                 given = await self._input(ask, state)
@@ -157,18 +163,22 @@ class Runs:
             return None
         if ask.message is None:
             return answer(state, "look")
-        problem, decision = self._read(ask.message, list(waiting.values()))
+        problem, decision = self._read(ask, ask.message, list(waiting.values()))
         if decision is None:
             parts = shown.waiting(waiting.values(), decides=self._approver is not None, said=problem)
             await ask.updates.status(TaskState.TASK_STATE_INPUT_REQUIRED, parts)
             raise _Nothing
         return answer(state, decision.decision, message=decision.message, approval=decision.approval)
 
-    def _read(self, message: Message, waiting: Sequence[PendingApproval]) -> tuple[str | None, replies.Decision | None]:
+    def _read(
+        self, ask: Ask, message: Message, waiting: Sequence[PendingApproval]
+    ) -> tuple[str | None, replies.Decision | None]:
         """What a person decided, or why that cannot be taken for a decision."""
         decision = replies.decision_of(message)
         if decision is None:
             return "This is neither `approve` nor `deny`.", None
+        if decision.approval is None and ask.late:
+            return "This was sent before the task asked for what it waits for now.", None
         if decision.approval is None and len(waiting) > 1:
             return "Several things wait: name the one that you mean.", None
         if decision.approval is not None and all(each.approval != decision.approval for each in waiting):
@@ -181,7 +191,9 @@ class Runs:
         await ask.updates.working(again=ask.message is None)
         for attempt in range(TRIES):
             try:
-                stream = self._graph.astream(given, ask.config, context=workspace, stream_mode="updates")
+                stream = self._graph.astream(
+                    given, ask.config, context=workspace, stream_mode="updates", durability="sync"
+                )
                 async for update in stream:
                     for line in shown.steps(update):
                         if self._speaks:

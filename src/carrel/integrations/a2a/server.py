@@ -35,14 +35,12 @@ from carrel.integrations.a2a.executor import AT_ONCE, Executor
 from carrel.integrations.a2a.gate import CallContexts, Gate
 from carrel.integrations.a2a.handler import Handler
 from carrel.integrations.a2a.inbox import Inbox
+from carrel.integrations.a2a.keeping import KEEP_DAYS, Keeping
 from carrel.integrations.a2a.push import Destinations, Push
 from carrel.integrations.a2a.runs import Runs
-from carrel.integrations.a2a.tasks import Kept, open_tasks
+from carrel.integrations.a2a.tasks import open_tasks
 from carrel.integrations.langgraph import ModelMetrics, build_graph, open_checkpointer, resolve_model
 
-log = logging.getLogger("carrel.a2a")
-
-PRUNE_S = 3600.0
 GRACE_S = 5
 TABLES, TABLES_S = "the tables of tasks", 30.0
 HEALTH, METRICS, OLD_CARD = "/healthz", "/metrics", "/.well-known/agent.json"
@@ -63,6 +61,8 @@ class AgentSettings:
     approver_token: str | None = field(default=None, repr=False)
     push_hosts: tuple[str, ...] = ()
     at_once: int = AT_ONCE
+    keep_days: float = KEEP_DAYS
+    """How long a task is kept after its end."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,10 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
         if settings.approver_token is not None:
             approver = await stack.enter_async_context(AsyncClient(settings.carrel_url, settings.approver_token))
         background = await stack.enter_async_context(Background())
-        background.start(_prune(kept), "prune")
         graph = build_graph(model, checkpointer=checkpoints.saver)
         conversations = Conversations(graph, checkpoints)
+        keeping = Keeping(kept, conversations, checkpoints, keep_days=settings.keep_days)
+        background.start(keeping.run(), "forget old tasks")
         runs = Runs(graph, conversations, kept, approver=approver, speaks=settings.model != "shell")
         inbox = Inbox(callers, background)
         executor = Executor(runs, checkpoints, kept, callers, inbox, background, at_once=settings.at_once)
@@ -182,15 +183,6 @@ def _bound(settings: AgentSettings) -> Iterator[socket.socket]:
         listener.listen(1024)
         listener.setblocking(False)
         yield listener
-
-
-async def _prune(kept: Kept) -> None:
-    while True:
-        await asyncio.sleep(PRUNE_S)
-        try:
-            await kept.prune()
-        except PlatformError as error:
-            log.warning("old tasks cannot be cleared up: %s", error.detail)
 
 
 async def _healthy(_request: Request) -> Response:

@@ -11,10 +11,12 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
 from carrel.errors import CarrelError, PlatformError
 from carrel.integrations.langgraph import PendingApproval
+from carrel.integrations.langgraph.approvals import one_line
 
 LONGEST_ANSWER = 100_000
 LONGEST_STEP = 500
 LONGEST_DATA = 20_000
+LONGEST_SHOWN = 10_000
 JSON = "application/json"
 
 
@@ -30,10 +32,11 @@ def waiting(approvals: Iterable[PendingApproval], *, decides: bool, said: str | 
     approvals = list(approvals)
     lines = [said] if said else []
     for each in approvals:
-        lines.append(f"A person has to decide: {each.summary}")
-        lines.append(f"  {each.reason}")
+        lines.append(f"A person has to decide: {one_line(each.summary, LONGEST_SHOWN)}")
+        lines += _arguments(each)
+        lines.append(f"  {one_line(each.reason, LONGEST_SHOWN)}")
         if each.problem:
-            lines.append(f"  the answer could not be given to the inbox: {each.problem}")
+            lines.append(f"  the answer could not be given to the inbox: {one_line(each.problem)}")
     name = approvals[0].approval if len(approvals) == 1 else "ID"
     if decides:
         one = "" if len(approvals) == 1 else " ID"
@@ -44,6 +47,16 @@ def waiting(approvals: Iterable[PendingApproval], *, decides: bool, said: str | 
     parts = [new_text_part(clean("\n".join(lines)))]
     parts += [new_data_part(_data(each, decides), media_type=JSON) for each in approvals]
     return parts
+
+
+def _arguments(each: PendingApproval) -> list[str]:
+    """All that is asked for, where the summary does not say it already."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        for name, value in each.arguments.items()
+    }
+    shown = {name: one_line(text, LONGEST_SHOWN) for name, text in texts.items()}
+    return [f"  {one_line(name)}: {text}" for name, text in shown.items() if text != each.summary]
 
 
 def _data(each: PendingApproval, decides: bool) -> dict[str, object]:
@@ -81,7 +94,7 @@ def messages_in(value: object) -> Sequence[BaseMessage]:
 
 def _call(name: str, arguments: Mapping[str, object]) -> str:
     words = " ".join(str(value) for value in arguments.values())
-    return clean(" ".join(f"{name}: {words}".split()), LONGEST_STEP)
+    return one_line(" ".join(f"{name}: {words}".split()), LONGEST_STEP)
 
 
 def answer(messages: Sequence[BaseMessage]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -17,10 +17,17 @@ from typing import cast
 
 from a2a.server.cluster import DatabaseTaskEventStream, VersionedDatabaseTaskStore
 from a2a.server.context import ServerCallContext
-from a2a.server.models import Base, TaskEventModel, TaskMixin, TaskModel
+from a2a.server.models import (
+    Base,
+    PushNotificationConfigModel,
+    TaskEventModel,
+    TaskMixin,
+    TaskModel,
+    TaskVersionModel,
+)
 from a2a.server.tasks import DatabasePushNotificationConfigStore, DatabaseTaskStore
 from a2a.types.a2a_pb2 import TaskPushNotificationConfig, TaskState
-from sqlalchemy import JSON, String, Table, delete, event, insert, select
+from sqlalchemy import JSON, ColumnElement, String, Table, delete, event, insert, select, update
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -52,6 +59,11 @@ class KeptTask(TaskMixin, Base):
     __tablename__ = "a2a_tasks"
 
     context_id: Mapped[str] = mapped_column(String(LONGEST), nullable=False)
+
+
+_HAS_ENDED: ColumnElement[bool] = (
+    KeptTask.status["state"].as_string().in_([TaskState.Name(state) for state in sorted(TERMINAL)])
+)
 
 
 class KeptBeginning(Base):
@@ -117,14 +129,39 @@ class Kept:
 
     async def prune(self) -> None:
         """Drop what nobody needs any more of tasks that have ended."""
-        names = [TaskState.Name(state) for state in TERMINAL]
-        before = datetime.now(UTC).replace(tzinfo=None) - FOLLOWED
-        ended = select(KeptTask.id).where(
-            KeptTask.status["state"].as_string().in_(names), KeptTask.last_updated < before
-        )
+        now = _now()
+        ended = select(KeptTask.id).where(_HAS_ENDED, KeptTask.last_updated < now - FOLLOWED)
         async with self.engine.begin() as connection:
+            # The SDK ends some tasks without a time; they are as old as they were found.
+            untimed = update(KeptTask).where(_HAS_ENDED, KeptTask.last_updated.is_(None))
+            await connection.execute(untimed.values(last_updated=now))
             await connection.execute(delete(TaskEventModel).where(TaskEventModel.task_id.in_(ended)))
             await connection.execute(delete(KeptBeginning).where(KeptBeginning.task_id.in_(ended)))
+
+    async def ended(self, keep: timedelta, most: int) -> list[tuple[str, str]]:
+        """Some tasks that ended longer ago than `keep`, the oldest first: their ids and contexts."""
+        query = select(KeptTask.id, KeptTask.context_id).where(_HAS_ENDED, KeptTask.last_updated < _now() - keep)
+        async with self.engine.connect() as connection:
+            found = await connection.execute(query.order_by(KeptTask.last_updated).limit(most))
+            return [(row.id, row.context_id) for row in found]
+
+    async def delete(self, task_ids: Sequence[str]) -> None:
+        """Drop tasks and all that is kept beside them. For those that have ended."""
+        async with self.engine.begin() as connection:
+            for model in (KeptBeginning, TaskEventModel, TaskVersionModel, PushNotificationConfigModel):
+                await connection.execute(delete(model).where(model.task_id.in_(task_ids)))
+            await connection.execute(delete(KeptTask).where(KeptTask.id.in_(task_ids)))
+
+    async def any_of(self, context_id: str, *, besides: Sequence[str]) -> bool:
+        """Whether a context has a task besides some, whoever it belongs to."""
+        query = select(KeptTask.id).where(KeptTask.context_id == context_id, KeptTask.id.not_in(besides)).limit(1)
+        async with self.engine.connect() as connection:
+            return (await connection.execute(query)).first() is not None
+
+
+def _now() -> datetime:
+    """Now, as the SDK keeps times."""
+    return datetime.now(UTC).replace(tzinfo=None)
 
 
 @asynccontextmanager

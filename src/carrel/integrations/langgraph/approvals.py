@@ -6,6 +6,7 @@ there once for who may decide. Only "deny" needs nobody: what is not to be done 
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -19,6 +20,15 @@ Decision = Literal["approve", "deny", "look"]
 
 MOST_GIVEN = 4096
 _given: dict[str, None] = {}
+_SPACES = re.compile(r" {4,}")
+
+
+def one_line(text: str, longest: int = 500) -> str:
+    """An agent's words for a person who decides: without what a terminal would obey, or what hides the rest of them."""
+    line = "".join(c if c.isprintable() else "⏎" if c == "\n" else "�" for c in text.strip())
+    line = _SPACES.sub(lambda found: f" [{len(found[0])} spaces] ", line)
+    left = len(line) - longest
+    return line if left <= 0 else f"{line[:longest]} […] and {left} characters more, which are not shown"
 
 
 class PendingApproval(BaseModel):

@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 MOST_MODELS = 32
 """More names than this are counted together, so that nothing a caller sends can grow the metrics."""
+MOST_OPEN = 4096
+"""Requests that have begun; of one that is cancelled no end is told, and the oldest are forgotten."""
 OTHER = "other"
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
@@ -85,6 +87,8 @@ class _Handler(AsyncCallbackHandler):
         named = (metadata or {}).get("ls_model_name") or given.get("model") or given.get("model_name")
         name = str(named or (serialized or {}).get("name") or OTHER)
         self._begun[run_id] = (name, time.monotonic())
+        while len(self._begun) > MOST_OPEN:
+            del self._begun[next(iter(self._begun))]
 
     async def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_kwargs: Any) -> None:
         if (begun := self._begun.pop(run_id, None)) is not None:

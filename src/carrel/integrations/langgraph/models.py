@@ -114,7 +114,12 @@ def _endpoint(
     # Many endpoints of one's own take no key, but the protocol's client insists on one.
     key = api_key or os.environ.get("OPENAI_API_KEY") or "none"
     return ChatOpenAI(
-        model=name, base_url=base_url, api_key=SecretStr(key), callbacks=callbacks, use_responses_api=False
+        model=name,
+        base_url=base_url,
+        api_key=SecretStr(key),
+        callbacks=callbacks,
+        use_responses_api=False,
+        stream_usage=True,  # else an answer that is streamed has no count of tokens
     )
 
 

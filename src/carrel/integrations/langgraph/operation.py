@@ -30,7 +30,7 @@ from carrel.errors import (
     SandboxLost,
     Unauthorized,
 )
-from carrel.integrations.langgraph.approvals import Answer, PendingApproval
+from carrel.integrations.langgraph.approvals import Answer, PendingApproval, one_line
 from carrel.integrations.langgraph.workspace import Workspace, own_id
 
 Runtime = ToolRuntime[Any, Any]
@@ -149,7 +149,7 @@ def asked(
         thread_id=None if thread_id is None else str(thread_id),
         name=name,
         arguments={name: value for name, value in arguments.items() if value is not None},
-        summary=" ".join(summary.split())[:500],
+        summary=one_line(summary),
         act=act,
     )
 

@@ -171,7 +171,7 @@ async def followed(
 ) -> Said:
     """Start a command and wait for its end; if an earlier try started it, only wait."""
     try:
-        command = await start()
+        command = await attempt.workspace.started(start)
     except (NotRunning, RunsElsewhere):
         raise
     except Conflict as error:  # this id, or this approval, was used before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from carrel.client import AsyncClient, AsyncCommand, AsyncSandbox
@@ -23,6 +25,7 @@ class Workspace:
     approver: AsyncClient | None = None
     template: str | None = None
     _running: dict[str, AsyncCommand] = field(default_factory=dict, init=False, repr=False)
+    _starting: set[asyncio.Task[AsyncCommand]] = field(default_factory=set, init=False, repr=False)
 
     def context(self, thread_id: str | None) -> str:
         """The context of a thread."""
@@ -43,6 +46,27 @@ class Workspace:
         """Another client for the same server with the same token, for another event loop. The caller closes it."""
         return AsyncClient(self.client.url, self.client._connection.address.token)
 
+    async def started(self, start: Callable[[], Awaitable[AsyncCommand]]) -> AsyncCommand:
+        """Start a command. A run that is cancelled meanwhile does not take it back: the server has the request."""
+
+        async def begin() -> AsyncCommand:
+            return await start()
+
+        starting = asyncio.get_running_loop().create_task(begin())
+        self._starting.add(starting)
+        starting.add_done_callback(self._begun)
+        return await asyncio.shield(starting)
+
+    def _begun(self, starting: asyncio.Task[AsyncCommand]) -> None:
+        self._starting.discard(starting)
+        if not starting.cancelled():
+            starting.exception()  # whoever waited has it; nobody else needs to
+
+    async def settled(self) -> list[AsyncCommand]:
+        """The commands whose start was on its way, once it has arrived."""
+        found = await asyncio.gather(*self._starting, return_exceptions=True)
+        return [each for each in found if isinstance(each, AsyncCommand)]
+
     def follow(self, command: AsyncCommand) -> None:
         """Remember a command while it runs."""
         self._running[command.id] = command
@@ -53,7 +77,7 @@ class Workspace:
 
     async def kill(self) -> None:
         """End what the tools of this run have running, with all it started. For a run that is cancelled for good."""
-        for command in list(self._running.values()):
+        for command in [*self._running.values(), *await self.settled()]:
             try:
                 await command.kill()
             except CarrelError:  # its sandbox may be gone, and the command with it

@@ -21,7 +21,7 @@ from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
 from carrel.supervisor.output import STDERR, STDOUT
 from carrel.supervisor.python.cell import Cell
 from carrel.supervisor.python.hosts import Host
-from carrel.supervisor.reaper import Reaper, kill_below, memory_file
+from carrel.supervisor.reaper import Reaper, memory_file
 
 MOST_QUEUED = 64
 REMEMBERED = 32
@@ -50,6 +50,7 @@ class CodeContext:
         self._pipes: dict[int, int] = {}
         self._between: list[tuple[int, bytes]] = []
         self._worker: asyncio.Task[None] | None = None
+        self._beginning = asyncio.Lock()
         self._ending: dict[Reaper, asyncio.Future[None]] = {}
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -130,12 +131,8 @@ class CodeContext:
     async def _run_queue(self) -> None:
         """Start the process if there is none, then run what waits."""
         try:
-            if self._host is None:
-                await self._start()
-                if self._closed:
-                    await self.end()
-                if self._queue:
-                    self._queue[0].fresh = True
+            if await self._begin() and self._queue:
+                self._queue[0].fresh = True
         except CarrelError as error:
             while self._queue:
                 self._refuse(self._queue.popleft(), error)
@@ -169,6 +166,21 @@ class CodeContext:
             return  # it has just died: that is on the way to be heard of
         if cell.timeout is not None:
             self._timer = self._loop.call_later(cell.timeout, self._expire, cell)
+
+    async def _begin(self) -> bool:
+        """Start the process unless there is one; False when there is. Cells and restarts may want that at once."""
+        async with self._beginning:
+            if self._host is not None:
+                return False
+            if not self._closed:
+                await self._start()
+            if self._closed:  # perhaps meanwhile
+                await self.end()
+                raise self._deleted()
+            return True
+
+    def _deleted(self) -> NotFound:
+        return NotFound(f"code context '{self.name}' was deleted", hint="a cell in it makes it anew")
 
     async def _start(self) -> None:
         self._starting = True
@@ -329,7 +341,7 @@ class CodeContext:
 
     def _kill_more(self, reaper: Reaper, pause: float) -> None:
         if reaper in self._ending:
-            kill_below(reaper.pid)
+            reaper.kill_below()
             self._loop.call_later(pause, self._kill_more, reaper, min(pause * 2, 0.05))
 
     async def end(self) -> None:
@@ -342,15 +354,14 @@ class CodeContext:
     async def restart(self) -> None:
         """A new process without the variables of the old one; what waits is not run."""
         await self.end()
-        if self._host is None and self._worker is None:
-            await self._start()
+        if self._worker is None:
+            await self._begin()
 
     async def close(self) -> None:
         """End, and forget every cell."""
         self._closed = True
-        gone = NotFound(f"code context '{self.name}' was deleted")
         while self._queue:
-            self._refuse(self._queue.popleft(), gone)
+            self._refuse(self._queue.popleft(), self._deleted())
         await self.end()
         for cell in self._cells.values():
             cell.output.release()

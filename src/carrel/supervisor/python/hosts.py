@@ -16,8 +16,9 @@ from typing import Any
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded
 from carrel.supervisor.commands import Commands
+from carrel.supervisor.conditions import Conditions, conditions
 from carrel.supervisor.python import warm
-from carrel.supervisor.reaper import Program, Reaper, Stdio, doomed, memory_file
+from carrel.supervisor.reaper import Program, Reaper, Stdio, doomed, memory_file, resume
 
 READY = 2
 """How many hosts are kept ready: while one ends a call and prepares the next, another has its turn."""
@@ -46,6 +47,17 @@ class Host(Reaper):
             socket.send_fds(self.socket, [b"run"], [memory, directory, *stdio, *more])
         finally:
             os.close(memory)
+
+    def fit(self) -> bool:
+        """Whether a call can be had of it that has nothing of what ran before; goes on if it was stopped."""
+        for pid in (self.pid, self.spare):
+            resume(pid)
+        if doomed(self.pid) or doomed(self.spare):
+            return False  # code that killed all it could killed it too: its end is on the way to be heard of
+        if conditions(self.spare) != self.interpreter.conditions:
+            self.interpreter.dismiss(self)
+            return False
+        return True
 
     def prepare(self) -> None:
         """Ask for the next spare."""
@@ -87,6 +99,8 @@ class Interpreter(Reaper):
         self._waiting: deque[asyncio.Future[Host]] = deque()
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._watched: dict[str, int | None] = {}
+        self.conditions: Conditions | None = None
+        """What it was ready with: modules that it imports may have changed something, and nobody else."""
         self._rest: asyncio.TimerHandle | None = None
         self.retired = False
         self._said = os.memfd_create("said", os.MFD_CLOEXEC)
@@ -130,9 +144,8 @@ class Interpreter(Reaper):
         self._rest_later()
         while self._ready:
             host = self._ready.popleft()
-            if not doomed(host.pid) and not doomed(host.spare):
+            if host.fit():
                 return host
-            # Code that killed all it could killed it too: its end is on the way to be heard of.
         if self.retired:
             raise Conflict(f"{self.python} was ended", hint="call again")
         future: asyncio.Future[Host] = self._loop.create_future()
@@ -151,8 +164,11 @@ class Interpreter(Reaper):
             self._offer(host)
 
     def stale(self) -> bool:
-        """Whether something was installed or removed since it started."""
-        return any(_stamp(folder) != stamp for folder, stamp in self._watched.items())
+        """Whether something was installed or removed since it started, or its conditions are not what they were."""
+        resume(self.pid)
+        if any(_stamp(folder) != stamp for folder, stamp in self._watched.items()):
+            return True
+        return self.greeted and conditions(self.pid) != self.conditions
 
     def grow(self) -> None:
         """Ask for one host more."""
@@ -195,6 +211,7 @@ class Interpreter(Reaper):
             self.commands.on_reaper(self, "dead", 0)
             return
         self._watched = {folder: _stamp(folder) for folder in told if isinstance(folder, str)}
+        self.conditions = conditions(self.pid)
         if not self._hello.done():
             self._hello.set_result(None)
 

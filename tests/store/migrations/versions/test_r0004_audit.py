@@ -13,5 +13,5 @@ async def test_what_it_adds(migrated: Database) -> None:
         return set(found.get_table_names()), [str(name) for name in unique]
 
     tables, unique = await migrated.read(look)
-    assert {"audit_records", "audit_heads", "audit_chains", "tokens"} <= tables
+    assert {"audit_records", "audit_heads", "audit_holds", "tokens"} <= tables
     assert unique == ["audit_records_seq"]

@@ -1,0 +1,72 @@
+"""Changes the key that seals the secrets, while no server runs. Knows in which order, so that it may end anywhere and
+be done again: what is sealed can always be opened with a key that is in a file or with the operator.
+
+A key that is kept in the data directory is replaced last: the next one is in a file beside it before anything is sealed
+with it, and moved over it when everything is, on the disk. A server does not start in between.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from carrel.config import Settings
+from carrel.errors import InvalidRequest, NotFound
+from carrel.secrets import KEY_FILE, Vault, decoded_key, next_key, replace_key, rewrap
+from carrel.store import Database, SecretStore
+
+
+@dataclass(frozen=True, slots=True)
+class Rekeyed:
+    """How many secrets and former values were sealed again, how many were left as no key at hand opens them, and the
+    new key: its name, and the file that holds it.
+    """
+
+    secrets: int
+    former: int
+    left: int
+    key_id: str
+    key_file: str
+
+
+async def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
+    """Seal everything with a new key: the one in the file `new_key`, else one that is made. Opened is what the key in
+    use has sealed, and the one in the file `old_key`. Whoever calls keeps servers away from the data directory.
+    """
+    kept = os.path.join(settings.data_dir, KEY_FILE)
+    olds = [] if old_key is None else [Vault.of_file(old_key, "old_key")]
+    if settings.secret_key is not None:
+        olds.append(Vault(decoded_key(settings.secret_key.get_secret_value(), "secret_key")))
+        if new_key is None:
+            raise InvalidRequest(
+                "the key is the setting secret_key, so the new one must come in a file",
+                field="new_key",
+                hint="(umask 077; head -c 32 /dev/urandom | base64 > new.key), then give it with --new-key new.key",
+            )
+    elif os.path.lexists(kept):
+        olds.append(Vault.of_file(kept, "data_dir"))
+    if not olds:
+        raise NotFound(
+            f"there is no key to change: {kept} does not exist",
+            field="data_dir",
+            hint="name the data directory of the server with --data-dir, or a file with the key with --old-key",
+        )
+    theirs = None if settings.secret_key is None else new_key  # the operator keeps it
+    database = await Database.open(settings.database_url)
+    try:
+        new = next_key(settings.data_dir, new_key) if theirs is None else Vault.of_file(theirs, "new_key")
+        store = SecretStore(database)
+        done = [await rewrap(store, old, new) for old in olds]
+        left = await store.not_sealed_with(new.key_id)
+        await database.sync()
+    finally:
+        await database.close()
+    if theirs is None:
+        replace_key(settings.data_dir)
+    return Rekeyed(
+        secrets=sum(each.secrets for each in done),
+        former=sum(each.former for each in done),
+        left=left,
+        key_id=new.key_id,
+        key_file=kept if theirs is None else os.path.abspath(theirs),
+    )

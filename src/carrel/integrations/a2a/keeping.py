@@ -1,0 +1,76 @@
+"""Forgets what ended long ago: tasks with all that is kept of them, and conversations of which no task is left.
+
+A task that runs or waits is never forgotten. Any process on the database may do it, several at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+from carrel.errors import InvalidRequest, RunsElsewhere
+from carrel.integrations.a2a.conversations import Conversations
+from carrel.integrations.a2a.names import carrel_context, conversation, task_thread
+from carrel.integrations.a2a.tasks import Kept
+from carrel.integrations.langgraph import Checkpoints
+
+log = logging.getLogger("carrel.a2a")
+
+KEEP_DAYS = 30.0
+MOST_DAYS = 36_500.0
+EVERY_S = 3600.0
+AT_ONCE = 100
+
+
+class Keeping:
+    """Keeps tasks for `keep_days` after their end."""
+
+    def __init__(self, kept: Kept, conversations: Conversations, checkpoints: Checkpoints, *, keep_days: float):
+        if not 0 < keep_days <= MOST_DAYS:
+            raise InvalidRequest(
+                f"tasks are kept for more than 0 and at most {MOST_DAYS:.0f} days",
+                field="keep_days",
+                hint="for example 30",
+            )
+        self._kept = kept
+        self._conversations = conversations
+        self._checkpoints = checkpoints
+        self._keep = timedelta(days=keep_days)
+
+    async def run(self) -> None:
+        """Sweep now and then, for as long as the agent runs."""
+        while True:
+            try:
+                await self._kept.prune()
+                swept = await self.sweep()
+                if swept:
+                    log.info("%d tasks that ended long ago were forgotten", swept)
+            except Exception as error:  # of either database driver: the next time may do
+                log.warning("old tasks cannot be forgotten for now: %s", type(error).__name__)
+            await asyncio.sleep(EVERY_S)
+
+    async def sweep(self) -> int:
+        """Forget what is old enough; how many tasks that were."""
+        swept = 0
+        while found := await self._kept.ended(self._keep, AT_ONCE):
+            # Their rows go last: whatever stops this, the next sweep finds the rest by them.
+            for task_id, context_id in found:
+                await self._conversations.drop(task_thread(carrel_context(context_id), task_id))
+            ids = [task_id for task_id, _ in found]
+            for context_id in dict.fromkeys(context_id for _, context_id in found):
+                await self._forget_conversation(context_id, ids)
+            await self._kept.delete(ids)
+            swept += len(found)
+        return swept
+
+    async def _forget_conversation(self, context_id: str, ids: Sequence[str]) -> None:
+        """Forget what was said in a context that has no task but these."""
+        thread = conversation(carrel_context(context_id))
+        try:
+            async with self._checkpoints.running(thread):
+                if not await self._kept.any_of(context_id, besides=ids):
+                    await self._conversations.drop(thread)
+        except RunsElsewhere:  # a task of it ends just now: its own end will be found
+            return

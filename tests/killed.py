@@ -1,0 +1,18 @@
+"""A control plane that was killed, as far as one that lives in this process can be."""
+
+from __future__ import annotations
+
+import asyncio
+
+from carrel.control.plane import ControlPlane
+from carrel.providers.zygote_provider import ZygoteProvider
+
+
+async def killed(plane: ControlPlane) -> None:
+    """It does nothing any more by itself, and its zygotes see it gone: who closes after it need not wait for it."""
+    if plane._upkeep is not None:
+        plane._upkeep.cancel()
+        await asyncio.gather(plane._upkeep, return_exceptions=True)
+    for provider in plane.providers.values():
+        assert isinstance(provider, ZygoteProvider)
+        provider._zygote._hang_up()
