@@ -54,11 +54,13 @@ async def test_the_way_of_what_lasts_is_known_at_its_end(plane: ControlPlane) ->
     log.take(1, [item_of(long)], lambda _: "c")
     await until(lambda: written(plane), what="the begin")
     long.upstream, long.address, long.ended = "eu", None, 101.0
+    long.method, long.path = "GET", "secret.example"
     log.take(2, [item_of(long)], lambda _: "c")
     await log.close()
     await plane.audit.flush()
     [found] = (await plane.audit.search(Filter(chain=chain_of("c"), kind="network"), limit=9)).items
     assert (found.arguments["address"], found.arguments["upstream"], found.result) == ("192.0.2.1", "eu", "ok")
+    assert (found.arguments["method"], found.arguments["path"]) == ("GET", "[hidden]")
     [sought] = (await plane.audit.search(Filter(chain=chain_of("c"), result="ok", kind="network"), limit=9)).items
     assert sought.arguments == found.arguments
 

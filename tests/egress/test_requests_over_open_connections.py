@@ -17,15 +17,17 @@ async def test_inside_a_tunnel_requests_count_and_a_person_is_asked_once() -> No
         web = {"max_connections_per_minute": 4, "allowed_ports": [port]}
         async with wayout(plan([OPEN], web=web), NAMES, person) as out:
             reader, writer = await out.tunnel(f"a.test:{port}")
-            for number in range(4):
+            for number in range(5):
                 writer.write(b"GET /%d HTTP/1.1\r\nHost: a.test\r\n\r\n" % number)
                 head = await reader.readuntil(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200 " if number < 3 else b"HTTP/1.1 429 ")
-                if number < 3:
+                assert head.startswith(b"HTTP/1.1 200 " if number < 4 else b"HTTP/1.1 429 ")
+                if number < 4:
                     await reader.readuntil(b"you are at a.test:%d" % port)
             writer.close()
             done = await out.records.settled(5)
-            assert [each.path for each in done if each.result == "ok"] == ["/0", "/1", "/2"]
+            assert [each.path for each in done if each.protocol == "http" and each.result == "ok"] == ["/1", "/2", "/3"]
+            [tunnel] = [each for each in done if each.protocol == "connect"]
+            assert (tunnel.method, tunnel.path) == ("GET", "/0"), "what it was opened for"
             assert {each.said.approval for each in done[:3]} == {"a1"}
             assert len(person.asked) == 1
 

@@ -24,7 +24,7 @@ log = logging.getLogger("carrel.egress")
 
 NAMES = {"connect": "connect", "socks5": "connect", "http": "request", "index": "package"}
 _SHOWN = ("host", "port", "protocol", "method", "path", "address", "upstream", "credential")
-_WAY = ("address", "upstream")
+_LATER = ("address", "upstream", "method", "path")
 _COMPANY_S = 0.05
 """How long what happened waits for more to be written with."""
 _RETRY_S = 1.0
@@ -132,8 +132,10 @@ class AccessLog:
             return
         ending = await self._ending(item, context)
         if ticket is not None:
+            later = _later(item, ticket.entry.arguments)
+            shown = await self._redact(context or str(item["sandbox"]), later) if later else later
             del self._open[number]
-            ticket.end(replace(ending, arguments=_later(item, ticket.entry.arguments)))
+            ticket.end(replace(ending, arguments=shown))
         else:
             self._audit.record(await self._entry(item, context), ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
@@ -179,8 +181,8 @@ def _last_of_each(items: list[tuple[Item, str | None]]) -> Iterator[tuple[Item, 
 
 
 def _later(item: Item, known: Mapping[str, object]) -> dict[str, object]:
-    """The way it went, as far as that was not known when it began."""
-    return {name: item[name] for name in _WAY if item.get(name) is not None and item[name] != known.get(name)}
+    """The way it went and what was asked for, as far as that was not known when it began."""
+    return {name: item[name] for name in _LATER if item.get(name) is not None and item[name] != known.get(name)}
 
 
 def _text(value: object) -> str | None:

@@ -140,10 +140,17 @@ class Plain:
         return await self._forward(request, access, target, path)
 
     async def _inside(self, tunnel: Way, request: Request) -> bool:
-        """A request inside a tunnel. Whoever opens one for it has it decided and logged by itself all the same."""
+        """A request inside a tunnel. The first is what the tunnel was opened for, and its own record tells of it; every
+        other is decided, counted and logged by itself.
+        """
         passage, target = self._passage, tunnel.target
         self._check_inside(target, request)
-        access = Access(passage.plan.sandbox, "http", target, request.method, request.target.partition("?")[0])
+        path = request.target.partition("?")[0]
+        if tunnel.access.path is None:
+            tunnel.access.method, tunnel.access.path = request.method, path
+            lasting, onward = await self._relay(request, tunnel, request.target)
+            return lasting and onward
+        access = Access(passage.plan.sandbox, "http", target, request.method, path)
         await passage.within(access, target, tunnel.access)
         try:
             way = Way(target, tunnel.upstream, access, passage.meter(access))
