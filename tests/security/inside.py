@@ -48,6 +48,18 @@ def call(name, *arguments):
     return answer
 
 
+def those_that_work(tries):
+    """The names of the ways that the kernel does not refuse."""
+    done = []
+    for name, attempt in tries.items():
+        try:
+            attempt()
+        except OSError:
+            continue
+        done.append(name)
+    return done
+
+
 def first_that_works(*tries):
     """The first true answer of several ways to the same end; a way the kernel refuses counts as none."""
     for one in tries:

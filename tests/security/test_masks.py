@@ -293,34 +293,32 @@ def test_writing_where_nothing_may_be_written(masked: Masked) -> None:
     def attack() -> object:
         import os
 
+        import inside
+
         os.makedirs("/workspace/out/d", exist_ok=True)
         os.symlink("../../config/settings", "/workspace/out/d/link")
-        done = []
-        for name, attempt in {
-            "create": lambda: open("/workspace/x", "w").close(),
-            "create below": lambda: open("/workspace/config/x", "w").close(),
-            "write": lambda: open("/workspace/config/settings", "a").close(),
-            "through a link": lambda: open("/workspace/out/d/link", "a").close(),
-            "through a link that was there": lambda: open("/workspace/linked/settings", "a").close(),
-            "through /proc": lambda: open("/proc/self/cwd/config/settings", "a").close(),
-            "beside a file that is writable": lambda: open("/workspace/given/other", "w").close(),
-            "truncate": lambda: os.truncate("/workspace/config/settings", 0),
-            "delete": lambda: os.unlink("/workspace/config/settings"),
-            "rename": lambda: os.rename("/workspace/config", "/workspace/config2"),
-            "rename out": lambda: os.rename("/workspace/config/settings", "/workspace/out/settings"),
-            "rename in": lambda: os.rename("/workspace/out/d", "/workspace/config/d"),
-            "hard link": lambda: os.link("/workspace/config/settings", "/workspace/out/hard"),
-            "mode": lambda: os.chmod("/workspace/config/settings", 0o777),
-            "time": lambda: os.utime("/workspace/config/settings"),
-            "attribute": lambda: os.setxattr("/workspace/config/settings", "user.x", b"1"),
-            "replace the place": lambda: os.rename("/workspace/out", "/workspace/out2"),
-            "remove the place": lambda: os.rmdir("/workspace/new/deep"),
-        }.items():
-            try:
-                attempt()
-                done.append(name)
-            except OSError:
-                continue
+        done = inside.those_that_work(
+            {
+                "create": lambda: open("/workspace/x", "w").close(),
+                "create below": lambda: open("/workspace/config/x", "w").close(),
+                "write": lambda: open("/workspace/config/settings", "a").close(),
+                "through a link": lambda: open("/workspace/out/d/link", "a").close(),
+                "through a link that was there": lambda: open("/workspace/linked/settings", "a").close(),
+                "through /proc": lambda: open("/proc/self/cwd/config/settings", "a").close(),
+                "beside a file that is writable": lambda: open("/workspace/given/other", "w").close(),
+                "truncate": lambda: os.truncate("/workspace/config/settings", 0),
+                "delete": lambda: os.unlink("/workspace/config/settings"),
+                "rename": lambda: os.rename("/workspace/config", "/workspace/config2"),
+                "rename out": lambda: os.rename("/workspace/config/settings", "/workspace/out/settings"),
+                "rename in": lambda: os.rename("/workspace/out/d", "/workspace/config/d"),
+                "hard link": lambda: os.link("/workspace/config/settings", "/workspace/out/hard"),
+                "mode": lambda: os.chmod("/workspace/config/settings", 0o777),
+                "time": lambda: os.utime("/workspace/config/settings"),
+                "attribute": lambda: os.setxattr("/workspace/config/settings", "user.x", b"1"),
+                "replace the place": lambda: os.rename("/workspace/out", "/workspace/out2"),
+                "remove the place": lambda: os.rmdir("/workspace/new/deep"),
+            }
+        )
         os.unlink("/workspace/out/d/link")
         os.rmdir("/workspace/out/d")
         return done

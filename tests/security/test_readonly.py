@@ -32,32 +32,30 @@ def test_writing_what_is_to_stay(hold: Hold, writable: list[str] | None) -> None
     def attack() -> object:
         import os
 
+        import inside
+
         os.symlink("../config/settings", "/workspace/out/link")
         open("/workspace/out/mine", "w").close()
-        done = []
-        for name, attempt in {
-            "write": lambda: open("/workspace/config/settings", "a").close(),
-            "write the file": lambda: open("/workspace/pinned", "a").close(),
-            "write below": lambda: open("/workspace/config/deep/more", "r+").close(),
-            "create": lambda: open("/workspace/config/x", "w").close(),
-            "through a link": lambda: open("/workspace/out/link", "a").close(),
-            "through /proc": lambda: open("/proc/self/root/workspace/pinned", "a").close(),
-            "truncate": lambda: os.truncate("/workspace/pinned", 0),
-            "delete": lambda: os.unlink("/workspace/pinned"),
-            "delete below": lambda: os.unlink("/workspace/config/settings"),
-            "rename": lambda: os.rename("/workspace/config", "/workspace/config2"),
-            "rename the file": lambda: os.rename("/workspace/pinned", "/workspace/out/p"),
-            "rename over": lambda: os.rename("/workspace/out/mine", "/workspace/pinned"),
-            "hard link": lambda: os.link("/workspace/pinned", "/workspace/out/p"),
-            "hard link below": lambda: os.link("/workspace/config/settings", "/workspace/out/p"),
-            "mode": lambda: os.chmod("/workspace/pinned", 0o777),
-            "what is hidden there": lambda: open("/workspace/config/private/key").close(),
-        }.items():
-            try:
-                attempt()
-                done.append(name)
-            except OSError:
-                continue
+        done = inside.those_that_work(
+            {
+                "write": lambda: open("/workspace/config/settings", "a").close(),
+                "write the file": lambda: open("/workspace/pinned", "a").close(),
+                "write below": lambda: open("/workspace/config/deep/more", "r+").close(),
+                "create": lambda: open("/workspace/config/x", "w").close(),
+                "through a link": lambda: open("/workspace/out/link", "a").close(),
+                "through /proc": lambda: open("/proc/self/root/workspace/pinned", "a").close(),
+                "truncate": lambda: os.truncate("/workspace/pinned", 0),
+                "delete": lambda: os.unlink("/workspace/pinned"),
+                "delete below": lambda: os.unlink("/workspace/config/settings"),
+                "rename": lambda: os.rename("/workspace/config", "/workspace/config2"),
+                "rename the file": lambda: os.rename("/workspace/pinned", "/workspace/out/p"),
+                "rename over": lambda: os.rename("/workspace/out/mine", "/workspace/pinned"),
+                "hard link": lambda: os.link("/workspace/pinned", "/workspace/out/p"),
+                "hard link below": lambda: os.link("/workspace/config/settings", "/workspace/out/p"),
+                "mode": lambda: os.chmod("/workspace/pinned", 0o777),
+                "what is hidden there": lambda: open("/workspace/config/private/key").close(),
+            }
+        )
         os.unlink("/workspace/out/link")
         return done
 

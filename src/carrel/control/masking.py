@@ -81,7 +81,9 @@ def unmasked(policy: Policy) -> list[tuple[Rule, str]]:
         fixed = "" if rule.path is None else rule.path.fixed
         held = any(fixed == place or fixed.startswith(f"{place}/") for place in kept)
         if not held and any(_meet(fixed, place) for place in open_places):
-            found.append((rule, "it lies where they may write; deny to write a path without patterns, or allow others"))
+            found.append(
+                (rule, "it lies where they may write; name paths without patterns, or allow writing only elsewhere")
+            )
     return found
 
 
