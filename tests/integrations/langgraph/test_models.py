@@ -34,6 +34,14 @@ def test_an_endpoint_of_ones_own_needs_no_key(monkeypatch: pytest.MonkeyPatch) -
         assert (model.model_name, model.openai_api_base) == ("tiny", "http://127.0.0.1:9/v1")
 
 
+async def test_a_model_that_is_closed_leaves_the_others_of_its_endpoint_open() -> None:
+    one, other = (resolve_model("tiny", base_url="http://127.0.0.1:9/v1") for _ in range(2))
+    assert isinstance(one, ChatOpenAI) and isinstance(other, ChatOpenAI)
+    await one.root_async_client.close()
+    assert one.root_async_client.is_closed() and not other.root_async_client.is_closed()
+    await other.root_async_client.close()
+
+
 def test_a_model_by_the_name_of_its_provider() -> None:
     model = resolve_model("openai:gpt-5.5", api_key="sk-x")
     assert isinstance(model, ChatOpenAI) and model.model_name == "gpt-5.5"

@@ -109,6 +109,7 @@ def resolve_model(
 def _endpoint(
     name: str, base_url: str, api_key: str | None, callbacks: list[BaseCallbackHandler] | None
 ) -> BaseChatModel:
+    import openai
     from langchain_openai import ChatOpenAI
 
     # Many endpoints of one's own take no key, but the protocol's client insists on one.
@@ -119,6 +120,8 @@ def _endpoint(
         api_key=SecretStr(key),
         callbacks=callbacks,
         use_responses_api=False,
+        # Without one, LangChain shares a client among all models of a URL: who closes one model closes the others.
+        timeout=openai.DEFAULT_TIMEOUT,
         stream_usage=True,  # else an answer that is streamed has no count of tokens
     )
 
