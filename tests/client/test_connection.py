@@ -41,16 +41,22 @@ def against(answers: list[bytes], use: Used, timeout: float = 5) -> list[bytes]:
 
         def serve() -> None:
             for each in answers:
-                peer, _ = listener.accept()
+                try:
+                    peer, _ = listener.accept()
+                except OSError:  # nobody comes any more
+                    return
                 with peer:
                     heard.append(peer.recv(65536))
                     peer.sendall(each)
 
-        thread = threading.Thread(target=serve, daemon=True)
+        thread = threading.Thread(target=serve)
         thread.start()
-        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}", "t", timeout=timeout) as client:
-            use(client)
-        thread.join(5)
+        try:
+            with Client(f"http://127.0.0.1:{listener.getsockname()[1]}", "t", timeout=timeout) as client:
+                use(client)
+        finally:  # a thread left in `accept` would go on with whatever gets the listener's number next
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
     return heard
 
 
