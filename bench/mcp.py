@@ -1,11 +1,17 @@
-"""A call of a tool of an MCP server that is hosted in a sandbox, by the SDK and by the official client at its URL,
-beside the official client that starts the same server itself and speaks to it over pipes.
+"""A call of a tool of an MCP server that is hosted in a sandbox, by the SDK and by the official client at its URL.
+
+Beside it the official client speaks to the same server without carrel: over pipes to one that it starts itself, and, to
+tell what of the way to a URL is HTTP and the client's own, to the official server side with the same tool on loopback.
 """
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx2
@@ -14,7 +20,7 @@ from mcp import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from bench import ground
-from bench.measure import Contender, Progress, Report, Table, median, percentile, rounds
+from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, rounds
 from carrel.client import Client, Sandbox
 
 ROUNDS = 300
@@ -35,6 +41,25 @@ for line in sys.stdin:
     sys.stdout.flush()
 """
 
+OVER_HTTP = """
+import socket, uvicorn
+from mcp import types
+from mcp.server.lowlevel.server import Server
+
+async def tools(context, params):
+    return types.ListToolsResult(tools=[types.Tool(name="echo", input_schema={"type": "object"})])
+
+async def call(context, params):
+    return types.CallToolResult(content=[types.TextContent(type="text", text=params.arguments["text"])])
+
+app = Server("b", version="1", on_list_tools=tools, on_call_tool=call).streamable_http_app(stateless_http=True)
+with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    print(listener.getsockname()[1], flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run([listener])
+"""
+
 
 async def run(progress: Progress) -> Report:
     """Measure."""
@@ -48,15 +73,17 @@ async def run(progress: Progress) -> Report:
             assert added.discovery_error is None, added
             samples = await _measured(server, box, file, progress)
             box.terminate(delete_files=True)
-    direct, sdk, url = samples.values()
+    direct, http, sdk, url = samples.values()
     table = Table(f"a call of a tool, {ROUNDS} rounds", ("", "median ms", "p99 ms", "above direct, ms"))
     for name, taken in samples.items():
         table.add(name, median(taken) * 1e3, percentile(taken, 99) * 1e3, (median(taken) - median(direct)) * 1e3)
     figures = {
         "mcp_direct_ms": median(direct) * 1e3,
+        "mcp_direct_http_ms": median(http) * 1e3,
         "mcp_call_ms": median(sdk) * 1e3,
         "mcp_overhead_ms": (median(sdk) - median(direct)) * 1e3,
         "mcp_url_overhead_ms": (median(url) - median(direct)) * 1e3,
+        "mcp_url_over_http_ms": (median(url) - median(http)) * 1e3,
     }
     return Report({**figures}, [table])
 
@@ -66,15 +93,32 @@ async def _measured(server: ground.Server, box: Sandbox, file: Path, progress: P
     started = StdioServerParameters(command=sys.executable, args=["-I", str(file)])
     async with (
         McpClient(started, mode="legacy") as direct,
+        _over_http() as place,
+        McpClient(streamable_http_client(place)) as plain,
         httpx2.AsyncClient(headers=headers) as http,
         McpClient(streamable_http_client(box.mcp.url("echo"), http_client=http)) as outside,
     ):
         contenders: dict[str, Contender] = {
             "official client, stdio": _official(direct),
+            "official client and server, HTTP": _official(plain),
             "carrel, SDK": _sdk(box),
             "carrel, official client at the URL": _official(outside),
         }
         return await rounds(contenders, ROUNDS, warm_up=20, progress=progress)
+
+
+@asynccontextmanager
+async def _over_http() -> AsyncIterator[str]:
+    """The URL of the official server side, in a process of its own."""
+    with subprocess.Popen([sys.executable, "-c", OVER_HTTP], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = await asyncio.to_thread(process.stdout.readline)
+            if not port.strip():
+                raise BenchFailed("the official server did not start")
+            yield f"http://127.0.0.1:{port.strip()}/mcp"
+        finally:
+            process.terminate()
 
 
 def _official(client: McpClient) -> Contender:

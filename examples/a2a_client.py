@@ -1,10 +1,9 @@
 """Sends tasks to an A2A agent of carrel with the official client: one that runs, and one that a person has to approve.
 
-carrel serve                            # in one terminal
-carrel agent                            # in another
-python examples/a2a_client.py           # in a third; needs carrel[a2a]
+carrel serve                                                # in one terminal
+python examples/a2a_client.py                               # in another; needs carrel[a2a]
 
-Without --url it starts an agent of its own.
+It starts an agent of its own. One that runs already (`carrel agent`) is named with `--url http://127.0.0.1:7073`.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from a2a.client import Client, ClientConfig, ClientFactory
 from a2a.types.a2a_pb2 import Message, Part, Role, SendMessageRequest, SubscribeToTaskRequest, TaskState
 
 from carrel import AsyncClient
+from carrel.errors import CarrelError
 
 POLICY = {
     "permissions": {
@@ -73,7 +73,10 @@ def agent(url: str | None) -> Iterator[str]:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:
-                yield process.stdout.readline().split()[-1]
+                said = process.stdout.readline()
+                if not said:
+                    sys.exit("the agent did not start, and has said why")
+                yield said.split()[-1]
             finally:
                 process.terminate()
 
@@ -114,4 +117,7 @@ async def converse(url: str, context: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except CarrelError as error:
+        sys.exit(f"error: {error}")

@@ -10,6 +10,7 @@ added the same way, with `requirements=["mcp-server-time"]` or `npm=["@modelcont
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import httpx2
 from mcp import Client as McpClient
@@ -18,6 +19,7 @@ from mcp.types import TextContent
 
 from carrel import AsyncClient, Denied
 from carrel.client import locate
+from carrel.errors import CarrelError
 
 SERVER = """
 import json, sys
@@ -51,7 +53,8 @@ async def main(context: str) -> None:
         box = await carrel.sandbox(context)
         await box.files.write("sums.py", SERVER.encode())
         server = await box.mcp.add("sums", ["python3", "sums.py"])
-        print(f"{server.name} offers {server.tools} tools; it could not be asked: {server.discovery_error}")
+        problem = "" if server.discovery_error is None else f"; it could not be asked: {server.discovery_error}"
+        print(f"{server.name} offers {server.tools} tools{problem}")
         for tool in await box.mcp.tools():
             print(f"  {tool.qualified:12} {tool.description}")
         print("2 + 3 =", (await box.mcp.call("sums", "add", a=2, b=3)).text)
@@ -78,4 +81,7 @@ async def main(context: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main("example-of-a-hosted-server"))
+    try:
+        asyncio.run(main("example-of-a-hosted-server"))
+    except CarrelError as error:
+        sys.exit(f"error: {error}")

@@ -44,9 +44,9 @@ _RULES = """\
   deny rule with options between them (`git -C x push`).
 - **file** means operations on files and redirections in shell text. `**` is any depth, and a trailing `/**` or `:*`
   means the folder itself too. Paths are compared as written, without `.` and `..`; links, and
-  what programs do, are held where the sandbox hides a file or mounts it read-only. So is a path without patterns that
-  must not be written, if it is there when the sandbox starts; other deny rules for writing or deleting inside of what
-  may be written hold for operations alone, and `carrel policy set` says so.
+  what programs do, are held where the sandbox hides a file or mounts it read-only. So is all that a deny rule for
+  writing means when the sandbox starts; what programs make later, and deny rules for deleting inside of what may be
+  written, hold for operations alone, and `carrel policy set` says so.
 - **network** means a host (`a.org`), every host below it (`*.a.org`), an address or a network (`10.0.0.0/8`), and a
   port when one is given.
 - **mcp** means a tool of a server.

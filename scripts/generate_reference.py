@@ -129,6 +129,8 @@ def _commands(group: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every command, those of a group after its name."""
     for name, command in getattr(group, "commands").items():  # noqa: B009
         if hasattr(command, "commands"):
+            if command.invoke_without_command:
+                yield f"{prefix}{name}", command
             yield from _commands(command, f"{prefix}{name} ")
         else:
             yield f"{prefix}{name}", command

@@ -217,9 +217,12 @@ def settings(directory: str = "/etc") -> dict[str, tuple[int, ...]]:
     found = {}
     with os.scandir(directory) as entries:
         for entry in entries:
-            if entry.is_file(follow_symlinks=False):
-                told = entry.stat(follow_symlinks=False)
-                found[entry.path] = (told.st_ino, told.st_mode, told.st_size, told.st_mtime_ns)
+            try:
+                if entry.is_file(follow_symlinks=False):
+                    told = entry.stat(follow_symlinks=False)
+                    found[entry.path] = (told.st_ino, told.st_mode, told.st_size, told.st_mtime_ns)
+            except FileNotFoundError:  # whoever writes a file aside there takes it away again
+                continue
     return found
 
 

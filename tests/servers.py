@@ -99,7 +99,7 @@ def serving(
         as_user(command) if user else command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not (data / "server.json").exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail("the server did not start:\n" + (directory / "log").read_text())

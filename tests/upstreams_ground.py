@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, ip_address
+from typing import Any
 from urllib.parse import quote
 
 from carrel.egress.plan import Upstream
@@ -40,8 +41,8 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 @contextlib.asynccontextmanager
-async def serving(handler: Handler, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
-    """A server whose connections end with it."""
+async def serving(handler: Handler, at: socket.socket | None = None) -> AsyncIterator[int]:
+    """A server whose connections end with it, at a socket that has its port already if there is one."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,7 +54,8 @@ async def serving(handler: Handler, host: str = "127.0.0.1", port: int = 0) -> A
         writer.close()
         tasks.discard(task)
 
-    server = await asyncio.start_server(serve, host, port)
+    where: dict[str, Any] = {"host": "127.0.0.1", "port": 0} if at is None else {"sock": at}
+    server = await asyncio.start_server(serve, **where)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
@@ -155,12 +157,6 @@ def through(squid: Squid, *, user: str = USER, password: str = PASSWORD, names: 
     return Upstream("office", url, remote_names=names)
 
 
-def nobody() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 async def talks(connection: socket.socket) -> bool:
     """Whether the origin is at the other end, with its first words not lost."""
     loop = asyncio.get_running_loop()
@@ -176,10 +172,9 @@ async def talks(connection: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def silent_address(address: str) -> Iterator[int]:
+def silent_address(server: socket.socket) -> Iterator[int]:
     """A port whose queue of new connections is full: nothing is answered there."""
-    with socket.socket() as server, contextlib.ExitStack() as stack:
-        server.bind((address, 0))
+    with contextlib.ExitStack() as stack:
         server.listen(0)
         for _ in range(4):
             waiting = stack.enter_context(socket.socket())

@@ -89,6 +89,13 @@ class ApprovalSettings(_Group):
     ttl_s: float = Field(
         default=3600.0, gt=0, le=30 * 86_400, description="seconds until an undecided approval expires"
     )
+    keep_days: float = Field(
+        default=30.0,
+        ge=1,
+        le=36_500,
+        description="days after which approvals that were decided, used or have expired are removed; what waits, and "
+        "what was approved for a context, stays",
+    )
     webhook: SecretStr | None = Field(default=None, description="a URL that is told of each new approval")
     webhook_secret: SecretStr | None = Field(
         default=None, description="the key that signs what the webhook is told (HMAC-SHA-256)"

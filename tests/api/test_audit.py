@@ -42,6 +42,13 @@ async def test_search_export_and_key(http: httpx.AsyncClient, governed: str) -> 
         assert verify(io.BytesIO(exported.content), keys=[key]).ok
 
 
+async def test_only_kinds_that_there_are_can_be_looked_for(http: httpx.AsyncClient) -> None:
+    for name in ("kind", "decision"):
+        refused(await http.get("/v1/audit", params={name: "nonsense"}), 400, name)
+    for kind in ("shell", "file", "network", "mcp", "session"):
+        assert (await http.get("/v1/audit", params={"kind": kind})).status_code == 200
+
+
 async def test_pruning_is_for_who_administers_all_and_only_where_it_is_set(
     http: httpx.AsyncClient, known: Known
 ) -> None:

@@ -46,8 +46,7 @@ async def test_built_listed_attached_removed(http: httpx.AsyncClient, known: Kno
     other = await known("other", "agent", "operate", contexts=["team:b"])
     seen = {each["name"] for each in (await agent.get("/v1/envs")).json()["items"]}
     assert seen == {built["name"], own.json()["name"]}
-    assert {each["name"] for each in (await other.get("/v1/envs")).json()["items"]} == {built["name"]}
-    assert (await other.get(f"/v1/envs/{own.json()['name']}")).status_code == 200, "who knows the name has it"
+    assert [(each["name"], each["path"]) for each in (await other.get("/v1/envs")).json()["items"]] == [("tools", "")]
     for client in (agent, other):
         refused(await client.post("/v1/envs", json={"requirements": ["nail"], "name": "tools"}), 403, None)
         refused(await client.delete("/v1/envs/tools"), 403, None)
@@ -57,6 +56,38 @@ async def test_built_listed_attached_removed(http: httpx.AsyncClient, known: Kno
     assert (await http.post("/v1/sandboxes/team:a/terminate", json={})).is_success
     assert (await http.delete("/v1/envs/tools")).status_code == 204
     refused(await http.get("/v1/envs/tools"), 404, "env", "not_found")
+
+
+async def test_a_name_is_of_use_to_those_alone_whose_contexts_have_it(http: httpx.AsyncClient, known: Known) -> None:
+    for context in ("one:a", "two:a", "two:b"):
+        assert (await http.post("/v1/sandboxes", json={"context_id": context})).status_code == 201
+    one = await known("one", "service", "operate", namespace="one")
+    two = await known("two", "service", "operate", namespace="two")
+    private = (await one.post("/v1/sandboxes/one:a/envs", json={"requirements": ["nail"]})).json()
+    assert private["built_by"] == "one:a"
+    assert (await two.get("/v1/envs")).json()["items"] == []
+    refused(await two.get(f"/v1/envs/{private['name']}"), 404, "env", "not_found")
+    refused(await two.post("/v1/sandboxes/two:a/envs", json={"env": private["name"]}), 404, "env", "not_found")
+    run = {"code": "import nail", "env": private["name"]}
+    refused(await two.post("/v1/sandboxes/two:a/python", json=run), 404, "env", "not_found")
+
+    # Who asks for what it holds, under a policy that gives the same, has the same: and then its name.
+    own = (await two.post("/v1/sandboxes/two:a/envs", json={"requirements": ["nail"]})).json()
+    assert own["name"] == private["name"] and own["path"] == private["path"] and own["built_by"] is None
+    for answer in (
+        await two.get(f"/v1/envs/{own['name']}"),
+        await two.post("/v1/sandboxes/two:b/envs", json={"env": own["name"]}),
+    ):
+        assert answer.status_code == 200 and answer.json()["built_by"] is None
+    assert [each["name"] for each in (await two.get("/v1/envs")).json()["items"]] == [own["name"]]
+
+    # What the administrator gave a label is for all; its name is told where it was attached.
+    shared = (await http.post("/v1/envs", json={"requirements": ["shelf"], "name": "tools"})).json()
+    seen = (await two.get("/v1/envs/tools")).json()
+    assert (seen["name"], seen["path"]) == ("tools", "") and shared["name"] not in json.dumps(seen)
+    assert (await two.post("/v1/sandboxes/two:a/envs", json={"env": "tools"})).json()["path"] == shared["path"]
+    assert (await two.get("/v1/envs/tools")).json()["name"] == shared["name"]
+    assert (await one.get("/v1/envs/tools")).json()["name"] == "tools"
 
 
 async def test_followed(http: httpx.AsyncClient) -> None:

@@ -6,11 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import httpx2
 import pytest
-from mcp import Client, MCPError
+from mcp import Client, MCPError, types
 from mcp.client.streamable_http import streamable_http_client
 
 from carrel.server import Running
@@ -30,12 +31,12 @@ async def place(http: httpx.AsyncClient, box: str) -> str:
 
 @asynccontextmanager
 async def connected(
-    server: Running, place: str, mode: str = "auto", token: str | None = None, **headers: str
+    server: Running, place: str, mode: str = "auto", token: str | None = None, able: dict[str, Any] | None = None
 ) -> AsyncIterator[Client]:
-    given = {"authorization": f"Bearer {token or server.token}", **headers}
+    given = {"authorization": f"Bearer {token or server.token}"}
     async with httpx2.AsyncClient(headers=given, timeout=30) as client:
         transport = streamable_http_client(f"{server.url}{place}", http_client=client)
-        async with Client(transport, mode=mode) as session:  # type: ignore[arg-type]
+        async with Client(transport, mode=mode, **(able or {})) as session:  # type: ignore[arg-type]
             yield session
 
 
@@ -142,3 +143,59 @@ async def test_a_client_that_goes_away_breaks_its_call_off(
         if found and found[0].get("result") == "cancelled":
             break
         await asyncio.sleep(0.02)
+
+
+ASKS = r"""
+import json, sys
+
+def say(message):
+    print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+
+told = {}
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("method") == "initialize":
+        told["capabilities"] = message["params"]["capabilities"]
+        result = {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}},
+                  "serverInfo": {"name": "asks", "version": "1"}}
+        say({"id": message["id"], "result": result})
+    elif message.get("method") == "tools/list":
+        say({"id": message["id"], "result": {"tools": [{"name": "ask", "inputSchema": {"type": "object"}}]}})
+    elif message.get("method") == "tools/call":
+        form = {"message": "your password?", "requestedSchema": {"type": "object", "properties": {}}}
+        say({"id": "e", "method": "elicitation/create", "params": form})
+        say({"id": "s", "method": "sampling/createMessage", "params": {"messages": [], "maxTokens": 1}})
+        say({"id": "r", "method": "roots/list"})
+        for name in "esr":
+            answer = json.loads(sys.stdin.readline())
+            told[answer["id"]] = answer.get("error", {}).get("code")
+        say({"id": message["id"], "result": {"content": [], "structuredContent": told}})
+"""
+
+
+@pytest.mark.parametrize("mode", ["legacy", "auto"])
+async def test_what_a_server_asks_reaches_no_client(
+    server: Running, http: httpx.AsyncClient, box: str, mode: str
+) -> None:
+    """The server is told so before it asks, and gets an error when it does: it never waits for an answer."""
+    await http.put(f"{box}/files/content?path=asks.py", content=ASKS.encode())
+    added = await http.put(f"{box}/mcp-servers/asks", json={"command": ["python3", "asks.py"]})
+    reached: list[str] = []
+
+    async def sample(context: object, params: object) -> types.ErrorData:
+        reached.append("sampling")
+        return types.ErrorData(code=1, message="no")
+
+    async def elicit(context: object, params: object) -> types.ElicitResult:
+        reached.append("elicitation")
+        return types.ElicitResult(action="accept", content={})
+
+    async def roots(context: object) -> types.ListRootsResult:
+        reached.append("roots")
+        return types.ListRootsResult(roots=[])
+
+    able = {"sampling_callback": sample, "elicitation_callback": elicit, "list_roots_callback": roots}
+    async with connected(server, added.json()["url"], mode, able=able) as client:
+        told = await client.call_tool("ask", {})
+    assert told.structured_content == {"capabilities": {}, "e": -32600, "s": -32600, "r": -32600}
+    assert not reached

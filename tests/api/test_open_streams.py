@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from websockets.asyncio.client import connect
+from websockets.asyncio.client import ClientConnection, connect
 
 from carrel.identity import Tokens
 from carrel.server import Running
@@ -51,12 +53,19 @@ async def stream(server: Running, token: dict[str, Any], method: str, path: str,
         yield ended
 
 
+async def says(socket: ClientConnection, words: bytes) -> None:
+    """Until a terminal has said this: its echo may come letter by letter."""
+    seen = b""
+    while words not in seen:
+        seen += bytes(await socket.recv())  # type: ignore[arg-type]
+
+
 @asynccontextmanager
 async def terminal(server: Running, token: dict[str, Any], box: str) -> AsyncIterator[Ended]:
     url = f"{server.url.replace('http', 'ws')}{box}/terminals?command=cat"
     async with connect(url, additional_headers=headers(token), proxy=None) as socket:
         await socket.send(b"hello\n")
-        assert b"hello" in bytes(await socket.recv())  # type: ignore[arg-type]
+        await says(socket, b"hello")
 
         async def ended() -> None:
             while isinstance(message := await socket.recv(), bytes):
@@ -124,17 +133,25 @@ async def test_another_token_is_left_alone(
             await http.delete(f"/v1/tokens/{token['id']}")
             await ended()
             await socket.send(b"still here\n")
-            assert b"still" in bytes(await socket.recv())  # type: ignore[arg-type]
+            await says(socket, b"still")
 
 
 async def test_expiry_ends_them_too(server: Running, http: httpx.AsyncClient, box: str) -> None:
-    end = datetime.now(UTC) + timedelta(seconds=5)  # all of it must be open by then
-    wanted = {"name": "short", "kind": "agent", "scopes": ["operate"], "expires_at": end.isoformat()}
-    token = (await http.post("/v1/tokens", json=wanted)).json()
-    async with AsyncExitStack() as stack, asyncio.timeout(30):
-        for ended in await everything(stack, server, token, box):
-            await ended()
-        assert datetime.now(UTC) >= end
+    for seconds in (5, 40):  # all of it must be open by then; on a busy machine that takes long
+        end = datetime.now(UTC) + timedelta(seconds=seconds)
+        wanted = {"name": f"short-{seconds}", "kind": "agent", "scopes": ["operate"], "expires_at": end.isoformat()}
+        token = (await http.post("/v1/tokens", json=wanted)).json()
+        async with AsyncExitStack() as stack, asyncio.timeout(seconds + 60):
+            try:
+                ends = await everything(stack, server, token, box)
+            except Exception:
+                if seconds == 40 or datetime.now(UTC) < end:
+                    raise
+                continue
+            for ended in ends:
+                await ended()
+            assert datetime.now(UTC) >= end
+            return
 
 
 async def test_what_another_server_revokes_ends_soon(server: Running, token: dict[str, Any], box: str) -> None:
@@ -157,13 +174,17 @@ async def test_an_upload_and_an_answer_that_come_too_late(
 
     async with httpx.AsyncClient(base_url=server.url, headers=headers(token), timeout=30) as agent:
         upload = asyncio.ensure_future(agent.put(f"{box}/files/content", params={"path": "late"}, content=body()))
-        slow = asyncio.ensure_future(agent.post(f"{box}/commands", json={"command": "sleep 1"}))
+        [live] = server.plane.sessions.live()
+        os.mkfifo(pipe := Path(live.workspace, "pipe"))
+        pipe.chmod(0o666)
+        slow = asyncio.ensure_future(agent.post(f"{box}/commands", json={"command": "cat pipe"}))
         await sent.wait()
         async with asyncio.timeout(30):
             while len(server.plane.requests._by_token.get(token["id"], ())) < 2:
                 await asyncio.sleep(0.01)
             await http.delete(f"/v1/tokens/{token['id']}")
             revoked.set()
+            await asyncio.to_thread(pipe.write_bytes, b"")  # opens once it is read from, and ends it
             problem = refused(await slow, 401, "Authorization")
             assert "was revoked while this was under way" in problem["detail"]
             assert (await upload).status_code == 401

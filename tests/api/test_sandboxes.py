@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from carrel.server import Running
+from governed import Known
 from refusals import refused
 
 Sent = dict[str, Any]
@@ -168,3 +169,19 @@ async def test_usage(http: httpx.AsyncClient, box: str) -> None:
     assert usage["context_id"] == "box" and usage["bytes"] >= 300_000
     assert usage["limit_bytes"] == 1024**3 and usage["enforced_by"] in {"kernel", "watch"}
     refused(await http.get("/v1/sandboxes/absent/usage"), 404, "id", "not_found")
+
+
+async def test_a_key_is_its_callers_own(http: httpx.AsyncClient, known: Known) -> None:
+    one = await known("one", "service", "operate", namespace="one")
+    two = await known("two", "service", "operate", namespace="two")
+    free = await known("free", "service", "operate")
+    key = {"idempotency-key": "k"}
+    made = {}
+    for client, context in ((one, "one:a"), (two, "two:a"), (http, None), (free, None)):
+        answer = await client.post("/v1/sandboxes", json={"context_id": context}, headers=key)
+        assert answer.status_code == 201, answer.text
+        made[client] = answer.json()["id"]
+    assert len(set(made.values())) == 4, "none is the answer of another"
+    again = await free.post("/v1/sandboxes", json={}, headers=key)
+    assert again.status_code == 200 and again.json()["id"] == made[free]
+    refused(await one.post("/v1/sandboxes", json={"context_id": "one:b"}, headers=key), 409, "Idempotency-Key")

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
 import zstandard
 
 from carrel.audit import AuditLog, Ending, Entry, SigningKey, chain_of, verify
+from carrel.errors import Conflict
 from carrel.store.audit import AuditStore
 
 ENTRY = Entry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"command": "echo ü"})
@@ -57,6 +59,47 @@ async def test_pages_and_what_is_written_meanwhile(
         await log.flush()
     verdict = verify(io.BytesIO(b"".join(pieces)))
     assert verdict.ok and verdict.records >= 10 and verdict.unsigned <= 1
+    await log.close()
+
+
+async def pruned_while_read(log: AuditLog, other: AuditLog) -> tuple[list[bytes], int]:
+    """An export in which each piece of a chain is followed by a prune of everything that can go."""
+    for _ in range(10):
+        log.record(ENTRY, Ending())
+        await log.flush()
+    pieces, gone = [], 0
+    async for piece in log.export():
+        pieces.append(piece)
+        if len(pieces) > 1:  # the first line is of no chain
+            gone += await other.prune(time.time() + 1)
+    return pieces, gone
+
+
+async def test_what_is_exported_is_pruned_later(
+    store: AuditStore, key: SigningKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("carrel.audit.export.PAGE", 3)
+    log = AuditLog(store, key, "n", head_records=2)
+    await log.open()
+    pieces, gone = await pruned_while_read(log, log)
+    verdict = verify(io.BytesIO(b"".join(pieces)))
+    assert verdict.ok and verdict.records == 10, verdict
+    assert gone + await log.prune(time.time() + 1) >= 10, "afterwards it goes"
+    await log.close()
+
+
+async def test_an_export_that_another_server_prunes_is_none(
+    store: AuditStore, key: SigningKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("carrel.audit.export.PAGE", 3)
+    log, other = AuditLog(store, key, "n", head_records=2), AuditLog(store, key, "m", head_records=2)
+    await log.open()
+    await other.open()
+    with pytest.raises(Conflict, match="pruned while it was read"):
+        await pruned_while_read(log, other)
+    data = b"".join([piece async for piece in log.export()])
+    assert verify(io.BytesIO(data)).ok
+    await other.close()
     await log.close()
 
 

@@ -29,7 +29,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with log.open("ab") as output:
         server = subprocess.Popen(command, env=environment(directory), stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not (directory / "server.json").exists():
             if server.poll() is not None or time.monotonic() > deadline:
                 pytest.fail("the server did not start:\n" + log.read_text())

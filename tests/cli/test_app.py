@@ -15,7 +15,7 @@ from carrel.cli import main
 from carrel.cli.app import app
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
-COMMANDS = sorted(str(each.name) for each in app.registered_commands)
+COMMANDS = sorted([*(str(each.name) for each in app.registered_commands), "approvals"])
 
 
 def test_the_commands_are_these() -> None:

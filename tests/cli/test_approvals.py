@@ -53,11 +53,11 @@ def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str,
     assert second == f"hint: somebody else lets it with `carrel approve {handle}`; then `{again}`"
 
     shown = carrel("approvals", env=people["ann"]).stdout.decode()
-    assert handle in shown and "agent:coder" in shown and "touch a b" in shown
+    assert handle in shown and "agent:coder" in shown and "touch 'a b' (with cwd, env)" in shown
     mine = carrel("approve", handle, env=people["agent"])
     assert mine.returncode == 1 and b"agents may not" in mine.stderr
     done = carrel("approve", handle, "apr-0", "-m", "fine", env=people["ann"])
-    assert done.returncode == 1 and done.stdout.decode() == f"approved {handle} touch a b\n"
+    assert done.returncode == 1 and done.stdout.decode().startswith(f"approved {handle} touch 'a b' (with cwd, env)")
     assert b"error: apr-0: there is no approval" in done.stderr
     words = shlex.split(again)[1:]
     assert carrel(*words, env=people["agent"]).returncode == 0
@@ -65,6 +65,24 @@ def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str,
     assert used.returncode == 1 and b"used already" in used.stderr
     assert carrel("approvals", "--context", context).stderr == b"nothing waits for a person\n"
     assert waits(carrel, context, "--all") == handle
+
+
+def test_nothing_of_what_is_asked_for_hides(carrel: Carrel, people: dict[str, dict[str, str]], context: str) -> None:
+    command = "touch x # \x1b[8m\u202e\nrm -rf " + "y" * 600 + " last"
+    carrel("exec", context, "--", command, env=people["agent"])
+    handle = waits(carrel, context)
+    whole = f"`carrel approvals show {handle}`"
+    left = len(r"touch x # \x1b[8m\u202e ⏎ rm -rf ") + 600 + len(" last") - 500
+    for words in ([], ["--all"]):
+        line = carrel("approvals", "--context", context, *words, env=people["ann"]).stdout.decode()
+        assert r"touch x # \x1b[8m\u202e ⏎ rm -rf yyy" in line and "last" not in line
+        assert f"[…] and {left} characters more; see {whole}" in line
+    shown = carrel("approvals", "show", handle, env=people["ann"]).stdout.decode()
+    assert "\x1b" not in shown and "\u202e" not in shown
+    assert r"command: touch x # \x1b[8m\u202e" in shown and "y last\n" in shown
+    assert json.loads(carrel("approvals", "show", handle, "--json").stdout)["arguments"]["command"] == command
+    absent = carrel("approvals", "show", "apr-0")
+    assert absent.returncode == 1 and b"there is no approval" in absent.stderr
 
 
 def test_who_asked_is_told_who_decides(carrel: Carrel, context: str) -> None:

@@ -57,6 +57,10 @@ def test_tail_and_search(carrel: Carrel) -> None:
     denied = carrel("search", "--decision", "deny", "--since", "1h", "--json").stdout.splitlines()
     assert [json.loads(line)["context_id"] for line in denied] == ["c2"]
     assert carrel("search", "--since", "1h", "--until", "2h").stdout == b""
+    for option, known in (("--kind", b"'network'"), ("--decision", b"'deny'")):
+        wrong = carrel("search", option, "nonsense")
+        assert wrong.returncode == 2 and known in wrong.stderr
+    assert len(carrel("search", "--kind", "file", "--json").stdout.splitlines()) == 1
     wrong = carrel("search", "--since", "yesterday")
     assert wrong.returncode == 2 and b"no time such as" in wrong.stderr
 

@@ -74,7 +74,7 @@ def test_an_interrupted_run_leaves_nothing(carrel: Carrel, data_dir: Path) -> No
             assert process.stderr is not None
             assert process.stdout.readline() == b"started\n"
             process.send_signal(number)
-            assert process.wait(20) == code
+            assert process.wait(60) == code
             assert b"Traceback" not in process.stderr.read()
         assert {each["id"] for each in json.loads(carrel("ps", "--json").stdout)} <= before
 
@@ -92,7 +92,7 @@ def test_a_reader_that_leaves_is_no_error(carrel: Carrel, data_dir: Path) -> Non
         assert process.stderr is not None
         assert process.stdout.read(4) == b"y\ny\n"
         process.stdout.close()
-        assert process.wait(20) == 1
+        assert process.wait(60) == 1
         assert b"rror" not in process.stderr.read()
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +49,34 @@ def test_sync_list_put_get_and_remove(carrel: Carrel, tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["behind", "in.csv", "link", "out"]
     finally:
         carrel("rm", "--yes", "--files", name)
+
+
+def test_all_of_it_goes_only_when_it_is_meant(carrel: Carrel, data_dir: Path) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    environ = {**os.environ, "CARREL_DATA_DIR": str(data_dir)}
+
+    def there() -> bool:
+        return bool(json.loads(carrel("filespace", "ls", name, "--json").stdout))
+
+    def at_terminal(answer: bytes) -> tuple[int, bytes]:
+        master, slave = pty.openpty()
+        try:
+            os.write(master, answer)
+            command = [sys.executable, "-m", "carrel", "filespace", "rm", name, "--all"]
+            done = subprocess.run(command, stdin=slave, capture_output=True, env=environ, timeout=60, check=False)
+            return done.returncode, done.stderr
+        finally:
+            os.close(slave)
+            os.close(master)
+
+    assert carrel("filespace", "put", name, "a", stdin=b"1").returncode == 0
+    refused = carrel("filespace", "rm", name, "--all")
+    assert refused.returncode == 2 and b"give --yes" in refused.stderr and there()
+    status, asked = at_terminal(b"n\n")
+    assert status == 1 and f"filespace of {name}, for good?".encode() in asked and there()
+    assert at_terminal(b"y\n")[0] == 0 and not there()
+    assert carrel("filespace", "put", name, "a", stdin=b"1").returncode == 0
+    assert carrel("filespace", "rm", name, "--all", "--yes").returncode == 0 and not there()
 
 
 @pytest.mark.parametrize("word", ["ls", "get", "put", "rm"])

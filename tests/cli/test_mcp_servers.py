@@ -40,6 +40,9 @@ def test_a_server_by_the_command_line(carrel: Carrel) -> None:
     assert said("mcp-servers", "start", context, "good") == "running\n"
     said("mcp-servers", "rm", context, "good")
     assert said("mcp-servers", "ls", context) == ""
+    dashes = said("mcp-servers", "add", context, "good", "--", "python3", "good.py")
+    assert dashes.startswith("good: 9 tools, "), "as other programs that add MCP servers have it"
+    assert "no command after --" in said("mcp-servers", "add", context, "none", "--", ok=False)
     wrong = said("mcp-servers", "add", "-e", "NOVALUE", context, "good", "true", ok=False)
     assert "NAME=VALUE" in wrong
     broken = carrel("mcp-servers", "add", context, "bad", "false")

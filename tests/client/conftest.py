@@ -22,7 +22,7 @@ def start_server(directory: Path) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
     with (directory.parent / "server.log").open("ab") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not (directory / "server.json").exists():
         if server.poll() is not None or time.monotonic() > deadline:
             server.kill()

@@ -10,6 +10,7 @@ import pytest
 from carrel.client import AsyncClient, Client
 from carrel.errors import CarrelError, InvalidRequest, NotFound, ServerUnreachable, Unauthorized
 from carrel.models import State
+from ports import nobody
 
 
 def name() -> str:
@@ -100,18 +101,16 @@ def test_no_server_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
     with pytest.raises(ServerUnreachable, match="carrel serve"):
         Client()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with Client(f"http://127.0.0.1:{port}") as client, pytest.raises(ServerUnreachable, match="carrel serve"):
+    refused = pytest.raises(ServerUnreachable, match="carrel serve")
+    with nobody() as port, Client(f"http://127.0.0.1:{port}") as client, refused:
         client.host()
 
 
 async def test_no_server_async(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    async with AsyncClient(f"http://127.0.0.1:{port}", "t") as client:
-        with pytest.raises(ServerUnreachable):
-            await client.sandbox()
+    with nobody() as port:
+        async with AsyncClient(f"http://127.0.0.1:{port}", "t") as client:
+            with pytest.raises(ServerUnreachable):
+                await client.sandbox()
 
 
 async def test_async_client_does_the_same(async_client: AsyncClient) -> None:

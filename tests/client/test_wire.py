@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from carrel.client._async.wire import AsyncWire
 from carrel.client._sync.wire import FAILED, LATE, LOST, NOT_REACHED, Patience, Wire
+from ports import nobody
 
 PATIENCE: Patience = {"connect": 5.0, "read": 5.0, "write": 5.0, "pool": 5.0}
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-One: a\r\n\r\nhi"
@@ -24,7 +25,10 @@ def answering(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
 
         def serve() -> None:
             for answer in answers:
-                connection, _ = listener.accept()
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
                 with connection:
                     got = b""
                     while not _whole(got):
@@ -37,9 +41,14 @@ def answering(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", asked
-        thread.join(10)
-        assert not thread.is_alive()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", asked
+        except BaseException:  # nobody comes any more: a thread must not be left in `accept` of a number that is free
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            raise
+        finally:
+            thread.join()
 
 
 def _whole(data: bytes) -> bool:
@@ -106,8 +115,8 @@ def test_nobody_there_and_nobody_answering() -> None:
         with pytest.raises(LATE):
             wire.send("GET", "/", {}, None, {**PATIENCE, "read": 0.1})
         wire.close()
-    wire = Wire(url, {}, local=True)
-    with pytest.raises(NOT_REACHED):
+    with nobody() as port, pytest.raises(NOT_REACHED):
+        wire = Wire(f"http://127.0.0.1:{port}", {}, local=True)
         wire.send("GET", "/", {}, None, PATIENCE)
     assert all(issubclass(each, FAILED) for each in (*LOST, *LATE, *NOT_REACHED))
     wire.close()

@@ -129,6 +129,25 @@ async def test_nothing_stays_and_callers_share_nothing(settings: Settings, volum
         assert (await call(plane, LOOK)).output == new
 
 
+async def test_many_files_come_back_at_once_in_their_order(settings: Settings) -> None:
+    async with opened(settings) as plane:
+        read, now, most = plane.operations.read_file, 0, 0
+
+        async def counted(*given: object, **more: object) -> AsyncIterator[object]:
+            nonlocal now, most
+            now, most = now + 1, max(most, now + 1)
+            async for piece in read(*given, **more):  # type: ignore[arg-type]
+                yield piece
+            now -= 1
+
+        plane.operations.read_file = counted  # type: ignore[method-assign,assignment]
+        code = "for n in range(50): open(f'f{n:02}', 'w').write(str(n) * (40_000 if n % 7 == 0 else 1))"
+        done = await call(plane, code)
+        assert list(done.files) == done.files_produced == [f"f{number:02}" for number in range(50)]
+        assert done.files["f03"] == "Mw==" and len(done.files["f49"]) > 100_000
+        assert now == 0 and most > 1
+
+
 async def test_what_does_not_isolate_is_not_used(settings: Settings) -> None:
     sandbox = settings.sandbox.model_copy(update={"provider": "process"})
     async with opened(settings.model_copy(update={"sandbox": sandbox}), spares=0) as plane:

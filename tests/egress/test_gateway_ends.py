@@ -17,6 +17,7 @@ import loops
 from carrel.egress import gateway as gateway_module
 from carrel.egress.terms import Address, Said
 from gateway_ground import NAMES, Echo, curl, greet, rules
+from ports import nobody
 from wayout import OPEN, Person, hello, plan, server, wayout
 
 
@@ -85,13 +86,12 @@ async def test_a_download_ends_at_its_limit() -> None:
 
 @loops.the_fast_one
 async def test_a_target_that_is_not_there() -> None:
-    async with server(greet) as port:
-        pass
-    async with wayout(plan(rules(port)), NAMES) as out:
-        answer = await out.say(f"CONNECT a.test:{port} HTTP/1.1\r\n\r\n".encode())
-        assert answer.startswith(b"HTTP/1.1 502 ")
-        answer = await out.say(b"\x05\x01\x00", b"\x05\x01\x00\x03\x06a.test" + port.to_bytes(2, "big"))
-        assert answer[2:4] == b"\x05\x04"
+    with nobody(OPEN) as port:
+        async with wayout(plan(rules(port)), NAMES) as out:
+            answer = await out.say(f"CONNECT a.test:{port} HTTP/1.1\r\n\r\n".encode())
+            assert answer.startswith(b"HTTP/1.1 502 ")
+            answer = await out.say(b"\x05\x01\x00", b"\x05\x01\x00\x03\x06a.test" + port.to_bytes(2, "big"))
+            assert answer[2:4] == b"\x05\x04"
 
 
 @loops.the_fast_one

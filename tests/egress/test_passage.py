@@ -12,6 +12,7 @@ from carrel.egress.passage import WAY_OUT_PORT, Passage
 from carrel.egress.plan import Index, Plan
 from carrel.egress.terms import Access, Address, Refused, Said, Target
 from carrel.egress.upstreams import dial_directly
+from ports import in_common
 from wayout import CLOSED, OPEN, Names, Person, Records, plan
 
 
@@ -178,35 +179,37 @@ async def test_limits_refuse_and_are_reported() -> None:
 
 
 async def test_a_new_policy_cuts_what_it_denies_and_nothing_else() -> None:
-    async with listening() as port:
+    with in_common(OPEN, "127.0.0.4") as servers:
+        for each in servers:
+            each.listen()
+        port = servers[0].getsockname()[1]
         rules = [f"a.test:{port}", f"b.test:{port}", f"c.test:{port}", OPEN, "127.0.0.4"]
         names = {"a.test": [OPEN], "b.test": [OPEN], "c.test": ["127.0.0.4"]}
-        with socket.create_server(("127.0.0.4", port)):
-            ground = Ground(plan(rules), port, names)
-            accesses = [ground.access() for _ in names]
+        ground = Ground(plan(rules), port, names)
+        accesses = [ground.access() for _ in names]
 
-            async def hold(access: Access, name: str) -> None:
-                with await ground.passage.open(access, Target(name, port)):
-                    try:
-                        await asyncio.Event().wait()
-                    except asyncio.CancelledError as error:
-                        ground.passage.close(access, error)
-                        raise
+        async def hold(access: Access, name: str) -> None:
+            with await ground.passage.open(access, Target(name, port)):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError as error:
+                    ground.passage.close(access, error)
+                    raise
 
-            tasks = [asyncio.ensure_future(hold(*each)) for each in zip(accesses, names, strict=True)]
-            async with asyncio.timeout(20):
-                while ground.passage.budget.open < 3:
-                    await asyncio.sleep(0)
-                while any(each.address is None for each in accesses):
-                    await asyncio.sleep(0)
-            ground.passage.change(plan(rules, ["a.test", "127.0.0.4"]))
-            await asyncio.wait([tasks[0], tasks[2]], timeout=20)
-            assert [task.done() for task in tasks] == [True, False, True]
-            assert [each.result for each in accesses] == ["denied_by_policy", "ok", "denied_by_policy"]
-            await ground.refused(Target("a.test", port))
-            tasks[1].cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            assert accesses[1].result == "cancelled"
+        tasks = [asyncio.ensure_future(hold(*each)) for each in zip(accesses, names, strict=True)]
+        async with asyncio.timeout(20):
+            while ground.passage.budget.open < 3:
+                await asyncio.sleep(0)
+            while any(each.address is None for each in accesses):
+                await asyncio.sleep(0)
+        ground.passage.change(plan(rules, ["a.test", "127.0.0.4"]))
+        await asyncio.wait([tasks[0], tasks[2]], timeout=20)
+        assert [task.done() for task in tasks] == [True, False, True]
+        assert [each.result for each in accesses] == ["denied_by_policy", "ok", "denied_by_policy"]
+        await ground.refused(Target("a.test", port))
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert accesses[1].result == "cancelled"
 
 
 async def test_one_more_request_over_the_same_connection() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import loops
 from carrel.egress.sockets import Ended, connect, farewell, has_ended, look, readable, send, take, writable
+from ports import nobody
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ async def test_connecting(host: str) -> None:
                 theirs.sendall(b"hi")
                 await readable(made, 10)
                 assert made.recv(10) == b"hi"
-    with pytest.raises(OSError) as refused:
+    with nobody(host) as port, pytest.raises(OSError) as refused:
         await connect(ip_address(host), port, 10)
     assert refused.value.errno == errno.ECONNREFUSED
 
@@ -180,3 +181,72 @@ async def test_who_does_not_answer_is_given_up() -> None:
         finally:
             for each in held:
                 each.close()
+
+
+@loops.each
+async def test_a_number_that_another_connection_had_before_is_waited_for_anew() -> None:
+    """Closing a connection takes it out of the kernel's list; what is remembered of its number must not count."""
+    numbers = set()
+    for _ in range(3):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            numbers.add(ours.fileno())
+            for word in (b"one", b"two"):
+                waiting = asyncio.ensure_future(readable(ours, 10))
+                await asyncio.sleep(0)
+                theirs.sendall(word)
+                await waiting
+                assert ours.recv(10) == word
+    assert len(numbers) == 1, "the numbers are the same"
+
+
+@loops.each
+async def test_a_copy_that_outlives_its_connection_wakes_nobody(pair: tuple[socket.socket, socket.socket]) -> None:
+    """The kernel's list knows the connection, not its number: a copy keeps the closed one in it."""
+    ours, theirs = pair
+    theirs.sendall(b"x")
+    await readable(ours, 10)
+    number = ours.fileno()
+    with ours.dup():
+        ours.close()
+        one, other = socket.socketpair()
+        with one, other:
+            assert one.fileno() == number
+            waiting = asyncio.ensure_future(readable(one, 10))
+            theirs.sendall(b"y")
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            other.sendall(b"z")
+            await waiting
+
+
+@loops.each
+async def test_who_gave_up_can_wait_again(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await readable(ours, 0.01)
+        cancelled = asyncio.ensure_future(readable(ours, 10))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+    theirs.sendall(b"x")
+    await readable(ours, 10)
+    await readable(ours, 10)  # it is still there
+
+
+@loops.each
+async def test_many_wait_at_once() -> None:
+    """More than are woken in one go."""
+    pairs = [socket.socketpair() for _ in range(300)]
+    try:
+        waiting = [asyncio.ensure_future(readable(ours, 10)) for ours, _ in pairs]
+        await asyncio.sleep(0)
+        for _, theirs in pairs:
+            theirs.sendall(b"x")
+        await asyncio.gather(*waiting)
+    finally:
+        for each in pairs:
+            for end in each:
+                end.close()

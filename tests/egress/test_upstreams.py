@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from ipaddress import IPv4Address, IPv6Address
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -15,6 +16,7 @@ from carrel.egress.plan import Upstream
 from carrel.egress.terms import Address, Refused
 from carrel.egress.upstreams import Health, Upstreams, dial_directly
 from carrel.errors import InvalidRequest
+from ports import held, in_common, nobody
 from squid import Squid
 from upstreams_ground import (
     HERE,
@@ -24,7 +26,6 @@ from upstreams_ground import (
     Socks,
     access,
     healthy,
-    nobody,
     serving,
     silent_address,
     talks,
@@ -59,29 +60,31 @@ async def test_the_first_address_that_answers_is_taken(origin: Origin) -> None:
 
 
 async def test_an_address_that_is_silent_is_not_waited_for(origin: Origin) -> None:
-    with silent_address("127.0.0.8") as port:
-        async with serving(origin, "127.0.0.2", port):
+    with in_common("127.0.0.8", "127.0.0.2") as (first, second), silent_address(first) as port:
+        async with serving(origin, second):
             seen = access()
             addresses = [IPv4Address("127.0.0.8"), IPv4Address("127.0.0.2")]
             assert await talks(await dial_directly(target("a.test", port), addresses, seen))
     assert seen.address == "127.0.0.2"
 
 
-async def test_two_that_answer_leave_one_connection(origin: Origin) -> None:
-    async with serving(origin, "127.0.0.2", origin.port):
-        connection = await dial_directly(target("a.test", origin.port), [HERE, IPv4Address("127.0.0.2")], access())
-        assert await talks(connection)
+async def test_two_that_answer_leave_one_connection() -> None:
+    with in_common("127.0.0.1", "127.0.0.2") as (first, second):
+        async with serving(Origin(), first) as port, serving(Origin(), second):
+            connection = await dial_directly(target("a.test", port), [HERE, IPv4Address("127.0.0.2")], access())
+            assert await talks(connection)
 
 
 async def test_nobody_there_is_said_in_words() -> None:
     for addresses in ([HERE], [HERE, IPv4Address("127.0.0.2")]):
-        with pytest.raises(Refused, match=r"a\.test:\d+ cannot be reached: connection refused") as raised:
-            await dial_directly(target("a.test", nobody()), addresses, access())
+        refused = pytest.raises(Refused, match=r"a\.test:\d+ cannot be reached: connection refused")
+        with in_common("127.0.0.1", "127.0.0.2") as (none, _), refused as raised:
+            await dial_directly(target("a.test", none.getsockname()[1]), addresses, access())
         assert (raised.value.status, raised.value.code) == (502, "unreachable")
 
 
 async def test_silence_ends() -> None:
-    with silent_address("127.0.0.8") as port:
+    with held("127.0.0.8") as silent, silent_address(silent) as port:
         for addresses in ([IPv4Address("127.0.0.8")], [IPv4Address("127.0.0.8")] * 2):
             with pytest.raises(Refused, match="does not answer") as raised:
                 await dial_directly(target("a.test", port), addresses, access(), timeout_s=0.4)
@@ -135,8 +138,8 @@ async def test_what_squid_refuses_is_told_and_not_tried_elsewhere(squid: Squid, 
 
 async def test_a_target_that_squid_cannot_reach_does_not_take_squid_down(squid: Squid) -> None:
     async with healthy() as health:
-        with pytest.raises(Refused, match="'office' says 503 Service Unavailable") as raised:
-            await Upstreams([through(squid)], health)(target("a.test", nobody()), [HERE], access())
+        with nobody() as port, pytest.raises(Refused, match="'office' says 503 Service Unavailable") as raised:
+            await Upstreams([through(squid)], health)(target("a.test", port), [HERE], access())
         assert (raised.value.status, raised.value.code) == (502, "unreachable")
         assert health.works(through(squid))
 
@@ -186,8 +189,13 @@ async def test_socks_with_user_and_password(origin: Origin) -> None:
     assert socks.asked == [("127.0.0.1", origin.port)]
 
 
-async def test_socks_is_given_names_or_addresses(origin: Origin) -> None:
-    async with serving(socks := Socks(names={"a.test": "127.0.0.1"})) as port, healthy() as health:
+async def test_socks_is_given_names_or_addresses() -> None:
+    origin, later = Origin(), Origin()
+    async with AsyncExitStack() as stack:
+        first, second = stack.enter_context(in_common("127.0.0.1", "::1"))
+        origin.port = await stack.enter_async_context(serving(origin, first))
+        port = await stack.enter_async_context(serving(socks := Socks(names={"a.test": "127.0.0.1"})))
+        health = await stack.enter_async_context(healthy())
         by_name = Upstreams([Upstream("s", f"socks5h://127.0.0.1:{port}", remote_names=True)], health)
         assert await talks(await by_name(target("a.test", origin.port), [], seen := access()))
         assert seen.address is None
@@ -197,7 +205,7 @@ async def test_socks_is_given_names_or_addresses(origin: Origin) -> None:
         with pytest.raises(Refused, match="no address"):
             await by_address(target("a.test", origin.port), [], access())
         v6 = IPv6Address("::1")
-        async with serving(origin, "::1", origin.port):
+        async with serving(later, second):
             assert await talks(await by_address(target("a.test", origin.port), [v6], seen := access()))
         assert seen.address == "::1"
     assert socks.asked == [("a.test", origin.port), ("127.0.0.1", origin.port), ("::1", origin.port)]
@@ -225,18 +233,20 @@ def left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("left_alone")
 async def test_when_all_are_down_nothing_goes_out_directly(origin: Origin) -> None:
-    async with healthy() as health:
+    with nobody() as first, nobody() as second:
         upstreams = [
-            Upstream("one", f"http://u:very-secret@127.0.0.1:{nobody()}"),
-            Upstream("two", f"socks5://u:very-secret@127.0.0.1:{nobody()}"),
+            Upstream("one", f"http://u:very-secret@127.0.0.1:{first}"),
+            Upstream("two", f"socks5://u:very-secret@127.0.0.1:{second}"),
         ]
-        for _ in range(2):  # found out, and remembered
-            with pytest.raises(Refused, match="no upstream proxy works: 'one', 'two'") as raised:
-                await Upstreams(upstreams, health)(target("a.test", origin.port), [HERE], access())
-            assert (raised.value.status, raised.value.code, raised.value.retry) == (502, "upstream_unavailable", True)
-            assert "very-secret" not in repr(raised.value.shown())
-            assert "very-secret" not in repr(upstreams)
-            assert not any(map(health.works, upstreams))
+        async with healthy() as health:
+            for _ in range(2):  # found out, and remembered
+                with pytest.raises(Refused, match="no upstream proxy works: 'one', 'two'") as raised:
+                    await Upstreams(upstreams, health)(target("a.test", origin.port), [HERE], access())
+                said = raised.value
+                assert (said.status, said.code, said.retry) == (502, "upstream_unavailable", True)
+                assert "very-secret" not in repr(said.shown())
+                assert "very-secret" not in repr(upstreams)
+                assert not any(map(health.works, upstreams))
     assert not origin.visits
 
 
@@ -260,14 +270,17 @@ async def test_others_are_gone_through_after_a_change(origin: Origin) -> None:
 
 @pytest.mark.usefixtures("left_alone")
 async def test_one_that_comes_back_is_used_again(origin: Origin) -> None:
-    port = nobody()
-    async with serving(second := Socks()) as other, healthy(every_s=0.05) as health:
-        upstreams = [Upstream("one", f"socks5://127.0.0.1:{port}"), Upstream("two", f"socks5://127.0.0.1:{other}")]
+    async with AsyncExitStack() as stack:
+        later = stack.enter_context(held())
+        other = await stack.enter_async_context(serving(second := Socks()))
+        health = await stack.enter_async_context(healthy(every_s=0.05))
+        ports = {"one": later.getsockname()[1], "two": other}
+        upstreams = [Upstream(name, f"socks5://127.0.0.1:{port}") for name, port in ports.items()]
         dial = Upstreams(upstreams, health)
         assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
         assert seen.upstream == "two"
         assert not health.works(upstreams[0])
-        async with serving(first := Socks(), port=port):
+        async with serving(first := Socks(), later):
             await until(lambda: health.works(upstreams[0]))
             assert await talks(await dial(target("a.test", origin.port), [HERE], seen := access()))
             assert seen.upstream == "one"
@@ -362,7 +375,7 @@ def test_the_same_on_the_loop_of_the_proxy(squid: Squid) -> None:
         async with serving(origin := Origin()) as origin.port:
             await test_the_first_address_that_answers_is_taken(origin)
             await test_an_address_that_is_silent_is_not_waited_for(origin)
-            await test_two_that_answer_leave_one_connection(origin)
+            await test_two_that_answer_leave_one_connection()
             await test_nobody_there_is_said_in_words()
             await test_silence_ends()
             await test_squid_leads_on_with_credentials(squid, origin)

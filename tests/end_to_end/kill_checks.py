@@ -19,7 +19,7 @@ from carrel.models import FileKind, SandboxInfo, SnapshotInfo, State
 from carrel.workspaces.layout import CONTEXT_FILE, encode
 from sandboxes import until
 
-STUCK_S = 30.0
+STUCK_S = 60.0
 CLOCK_S = 0.05
 """How far the times of server and clients may differ: it is one clock, read at two places."""
 

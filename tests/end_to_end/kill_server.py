@@ -27,7 +27,7 @@ from sandboxes import parent
 
 START_S = 60.0
 STOP_S = 60.0
-SETTLE_S = 15.0
+SETTLE_S = 60.0
 _SPARES = 2
 _ASIDE = re.compile(r"\.([0-9a-f]{8}){1,2}$")
 """How the server names a file that has not got its place yet."""

@@ -264,6 +264,9 @@ def test_the_network_is_shown_and_chosen(place: Place) -> None:
     assert place.carrel.cli("run", "--", ask) == "None\n"
     with place.carrel.client.sandbox(network="allowlist") as box:
         assert box.info().network == "allowlist"
+    run(place.box, ["curl", "-sS", place.urls[0]])
+    run(place.box, ["curl", "-sS", f"http://other.test:{place.plain.port}/"])
+    until(lambda: {"ok", "denied_by_policy"} <= {each.result for each in place.carrel.records("tools")}, "both records")
     tail = place.carrel.cli("egress", "tail", "--context", "tools", "-n", "1000")
     assert "files.test" in tail and "denied_by_policy" in tail
 

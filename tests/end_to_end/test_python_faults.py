@@ -4,6 +4,7 @@ answered for what it is, and the next one works.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,6 +12,7 @@ from typing import Literal
 import pytest
 
 from carrel.client import Sandbox
+from carrel.errors import LimitExceeded
 from servers import SMALL, Server
 
 Way = Literal["call", "cell", "stateless"]
@@ -150,6 +152,18 @@ def places() -> Iterator[dict[tuple[int, Way], Place]]:
             box.terminate()
 
 
+def _run_once_there_is_room(place: Place, code: str) -> Outcome:
+    """The last of a fork bomb may still be on its way out when its call is answered: who is told to wait, waits."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return place.run(code)
+        except LimitExceeded:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_is_answered_and_the_next_call_works(
@@ -158,7 +172,9 @@ def test_each_is_answered_and_the_next_call_works(
     place = places.setdefault((scientific.pid, way), Place(way, scientific))
     code, timeout, judge = FAULTS[fault]
     got = place.run(code, timeout)
+    if timeout < 20 and got.timed_out and not judge(got):
+        got = place.run(code, 20)  # on a machine that stood still, the short deadline may come before the fault
     assert judge(got), got
     for number in range(2):
-        after = place.run(f"import json; print(json.dumps({number}))")
+        after = _run_once_there_is_room(place, f"import json; print(json.dumps({number}))")
         assert (after.stdout, after.stderr, after.timed_out) == (f"{number}\n", "", False), after

@@ -81,6 +81,73 @@ def test_only_what_lies_beside_a_needed_place(tmp_path: Path, monkeypatch: pytes
     }
 
 
+SMALL_TREES = st.lists(
+    st.lists(st.sampled_from("ab"), min_size=2, max_size=4).map("/".join), min_size=1, max_size=3, unique=True
+)
+SMALL_PATTERNS = st.lists(
+    st.lists(st.sampled_from(["a", "b", "*", "**"]), min_size=1, max_size=4).map("/".join),
+    min_size=1,
+    max_size=2,
+)
+
+
+@settings(max_examples=60)
+@given(SMALL_TREES, SMALL_PATTERNS)
+def test_what_a_pattern_means_is_meant_wherever_it_can_be_moved(tree: list[str], patterns: list[str]) -> None:
+    """Every directory that is neither covered nor held in its place is moved to every other: what was hidden is found."""
+    top = tempfile.mkdtemp(prefix="x")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rootfs, "WORKSPACE", top)
+            for path in tree:
+                os.makedirs(f"{top}/{path}", exist_ok=True)
+            absolute = [f"{top}/{pattern}" for pattern in patterns]
+            hidden = dict(covers.search(absolute))
+            held = {above for path, count in hidden.items() for above in covers._above(path, count)}
+            folders = [top, *(str(path) for path in Path(top).rglob("*"))]
+            seen = [path for path in folders if not any(_lies_in(path, other) for other in hidden)]
+            for moved in set(seen) - {top} - held:
+                for goal in (f"{place}/c" for place in seen if not _lies_in(place, moved)):
+                    os.rename(moved, goal)
+                    found = list(covers.expand(absolute))
+                    for path in hidden:
+                        now = goal + path.removeprefix(moved) if _lies_in(path, moved) else path
+                        assert any(_lies_in(now, other) for other in found), f"{moved} to {goal}: {now} is seen"
+                    os.rename(goal, moved)
+    finally:
+        shutil.rmtree(top)
+
+
+def _lies_in(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}/")
+
+
+def test_what_is_not_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rootfs, "WORKSPACE", str(tmp_path))
+    for name in ("a/x.d/y.d", "kept/x.d", "b/kept-not"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("a/x.d/1.lock", "a/1.lock", "kept/1.lock", "kept-too.lock"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "a" / "link.lock").symlink_to("1.lock")
+    (tmp_path / "behind").symlink_to("a")
+    patterns = ["**/*.lock", "**/*.d", "kept/**", "behind/1.lock", "missing/**"]
+    readonly, busy = covers._unwritable([f"{tmp_path}/{pattern}" for pattern in patterns])
+    assert readonly == [f"{tmp_path}/{name}" for name in ("a/1.lock", "a/x.d/1.lock", "kept", "kept-too.lock")]
+    assert busy == {
+        f"{tmp_path}/{name}": directory
+        for name, directory in {"a/x.d": True, "a/x.d/y.d": True, "a/link.lock": False, "behind": False}.items()
+    }
+
+
+def test_more_than_can_be_mounted_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.lock").write_text("")
+    monkeypatch.setattr(rootfs, "WORKSPACE", str(tmp_path))
+    monkeypatch.setattr(covers, "MOST_COVERS", 4)
+    with pytest.raises(PlatformError, match="more than 4 paths are to be masked; let rules name folders"):
+        covers._unwritable([f"{tmp_path}/*.lock"])
+
+
 def test_a_tree_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         (tmp_path / f"d{number}").mkdir()

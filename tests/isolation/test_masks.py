@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest, TooLarge, Unsupported
 from carrel.isolation import masks
-from carrel.isolation.masks import Masks, check, content, pack, split, unmaskable, unpack
+from carrel.isolation.masks import Masks, check, content, is_possible, pack, split, unmaskable, unpack
 from carrel.policy.patterns import path_pattern
 
 
@@ -23,7 +23,7 @@ from carrel.policy.patterns import path_pattern
         Masks(writable=()),
         Masks(writable=("/workspace", "/workspace/a/b", "/workspace/out/**", "/workspace/**")),
         Masks(("curl",), refusal={"curl": "no"}),
-        Masks(readonly=("/workspace/a", "/workspace/a*b/c")),
+        Masks(readonly=("/workspace/a", "/workspace/a*b/c", "/workspace/**/*.lock", "/workspace/a/**")),
         Masks(("x",) * masks.MOST),
         Masks(("caf\udce9", "naïve")),
     ],
@@ -59,6 +59,8 @@ def test_what_is_accepted(good: Masks) -> None:
         (Masks(writable=("/workspace/**/a",)), Unsupported, "masks.writable"),
         (Masks(readonly=("/etc/hosts",)), InvalidRequest, "masks.readonly"),
         (Masks(readonly=("/workspace",)), InvalidRequest, "masks.readonly"),
+        (Masks(readonly=("/workspace/**",)), InvalidRequest, "masks.readonly"),
+        (Masks(readonly=("/**/x",)), InvalidRequest, "masks.readonly"),
         (Masks(readonly=("/workspace/../etc",)), InvalidRequest, "masks.readonly"),
         (Masks(readonly=("/workspace/x",) * (masks.MOST + 1)), TooLarge, "masks"),
         (Masks(("a",), refusal={"b": ""}), InvalidRequest, "masks.refusal"),
@@ -161,6 +163,13 @@ def test_more_than_fits_is_refused() -> None:
             content(descriptor)
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("path", "possible"), [("/a/b*", True), ("/a//b", False), ("/" + "x" * 256, False), ("a", False)]
+)
+def test_where_there_can_be_a_file(path: str, possible: bool) -> None:
+    assert is_possible(path) == possible
 
 
 def test_the_text_of_a_refusal() -> None:

@@ -95,6 +95,26 @@ def test_a_zygote_that_gives_up_before_the_ids_are_mapped() -> None:
         theirs.close()
 
 
+@pytest.mark.parametrize("told", [b"", b"what nobody reads any more"])
+@pytest.mark.parametrize("half", ["hatch", "receive"])
+def test_who_waits_for_a_zygote_that_has_gone_ends_in_peace(half: str, told: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if told:
+        theirs.send(told)
+    ours.close()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if half == "hatch":
+                linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWUTS)
+                sandbox.hatch(theirs, root=False, own_network=False)
+            sandbox.receive(theirs)
+        finally:
+            os._exit(9)
+    theirs.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_request_travels_with_its_descriptors() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     read_end, write_end = os.pipe()

@@ -73,17 +73,23 @@ async def test_its_command_line_names_nothing_of_the_host(houses: dict[str, Hous
 
 async def test_many_starts_and_ends_leave_no_descriptor_in_the_zygote(house: House) -> None:
     async with house.box() as box:
-        zygote = Path(f"/proc/{parent(box.pid)}/fd")
+        zygote = parent(box.pid)
 
-        def settled() -> int:
-            return len(list(zygote.iterdir()))
+        def now() -> tuple[int, int]:
+            return len(children(zygote)), len(os.listdir(f"/proc/{zygote}/fd"))
 
         for _ in range(3):
             async with house.box():
                 pass
-        spares = len(children(parent(box.pid)))
-        before = await until(settled)
+        seen = [now()]
+
+        def steady() -> bool:  # those before have ended, and their spares are there
+            seen.append(now())
+            return len(set(seen[-50:])) == 1 and len(seen) > 50
+
+        await until(steady, what="a zygote that has nothing to do")
+        spares, before = now()
         for _ in range(10):
             async with house.box():
                 pass
-        await until(lambda: len(children(parent(box.pid))) == spares and settled() <= before, what="as many as before")
+        await until(lambda: now()[0] == spares and now()[1] <= before, what="as many as before")

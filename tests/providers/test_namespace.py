@@ -69,7 +69,7 @@ async def test_cpu_below_one_core_is_enforced(mine: House) -> None:
     script = "import time\nb=time.monotonic(); c=time.process_time()\nwhile time.monotonic()-b<1: pass\nprint(time.process_time()-c)"
     async with mine.box(cpus=0.25) as box:
         used = float((await box.supervisor.run(["python3", "-c", script]))["stdout"])
-        assert 0.05 < used < 0.5
+        assert 0 < used < 0.5
 
 
 async def test_the_number_of_processes_is_limited(mine: House) -> None:

@@ -17,7 +17,7 @@ NUMBERS = {
         "init_module": 175, "finit_module": 313, "kexec_load": 246, "kexec_file_load": 320, "modify_ldt": 154,
         "personality": 135, "ptrace": 101, "swapon": 167, "syslog": 103, "iopl": 172, "ioperm": 173,
         "sethostname": 170, "settimeofday": 164, "clock_settime": 227, "quotactl": 179, "acct": 163, "clone": 56,
-        "kcmp": 312,
+        "kcmp": 312, "renameat2": 316,
     },
     "aarch64": {
         "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "mknod": -1,
@@ -26,7 +26,7 @@ NUMBERS = {
         "init_module": 105, "finit_module": 273, "kexec_load": 104, "kexec_file_load": 294, "modify_ldt": -1,
         "personality": 92, "ptrace": 117, "swapon": 224, "syslog": 116, "iopl": -1, "ioperm": -1,
         "sethostname": 161, "settimeofday": 170, "clock_settime": 112, "quotactl": 60, "acct": 89, "clone": 220,
-        "kcmp": 272,
+        "kcmp": 272, "renameat2": 276,
     },
 }[os.uname().machine]  # fmt: skip
 NUMBERS |= {

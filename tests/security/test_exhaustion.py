@@ -23,7 +23,7 @@ def works(box):
     assert box.commands.run("echo fine", timeout=20).stdout == "fine\n"
 
 
-def until(condition, seconds=15):
+def until(condition, seconds=60):
     """Wait for a condition; whether it came true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -126,14 +126,20 @@ def test_memory_of_one_process(attacker, bystander):
 def test_memory_of_many_processes(attacker, bystander):
     """Take more memory than allowed, a little in each of many processes."""
     box = attacker.with_limits(memory_mb=128, processes=64)
-    code = "held = bytearray(b'x' * 40_000_000); print('held', flush=True); import time; time.sleep(6)"
-    result = box.commands.run(
-        f'for i in 1 2 3 4 5 6 7 8 9 10; do python3 -c "{code}" & done; wait; echo over', timeout=20
-    )
+    # They hold it until each has said so or has died, however slowly they start; all at once is what cannot be.
+    code = """
+import subprocess, sys, time
+hold = "held = bytearray(b'x' * 40_000_000); print('held', flush=True); input()"
+many = [subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1) for _ in range(10)]
+said = [each.stdout.readline() for each in many]
+print("held at once:", said.count(b"held\\n"), flush=True)
+if all(said): time.sleep(60)
+for each in many: each.kill()
+"""
+    result = box.commands.run(["python3", "-c", code], timeout=20)
     works(bystander)
     works(box)
-    # However many got so far as to say so, they cannot have held it all at once.
-    assert result.stdout.count("held") < 10 or result.oom_killed, result
+    assert "held at once: 10" not in result.stdout or result.oom_killed, result
 
 
 def test_memory_in_tmp(attacker):
@@ -215,7 +221,7 @@ def test_many_small_files(attacker):
     box = attacker.with_limits(disk_mb=20)
     code = "import os\nn=0\nwhile True:\n os.makedirs(f'd{n//1000}', exist_ok=True); open(f'd{n//1000}/{n}', 'w').close(); n += 1"
     command = box.commands.start(["python3", "-c", code], timeout=60)
-    assert until(lambda: _ended(command), 30), "it still makes files"
+    assert until(lambda: _ended(command)), "it still makes files"
 
 
 def test_disk_by_a_daemon(attacker):
@@ -231,7 +237,7 @@ def test_disk_by_a_daemon(attacker):
         # Where the kernel holds the cap it gets no further than that, and goes on in vain.
         return (before > 15 * 1024 * 1024 and size(place) <= before) or not place.exists()
 
-    assert until(stopped, 20), f"it still writes: {size(place)} bytes"
+    assert until(stopped), f"it still writes: {size(place)} bytes"
 
 
 def test_disk_by_deleted_files(attacker):
@@ -248,9 +254,10 @@ def test_disk_by_deleted_files(attacker):
             os.unlink(f"gone{number}")
             os.posix_fallocate(held[-1], 0, 4 * 1024 * 1024)
             time.sleep(0.2)
+        time.sleep(10)  # whoever ends it may come late on a busy machine
         return len(held) * 4
 
-    evidence = attacker.run(attack, box=box, timeout=30)
+    evidence = attacker.run(attack, box=box, timeout=60)
     assert evidence is None, f"{evidence} MB are held on the host's disk where 20 were allowed"
 
 
@@ -335,7 +342,7 @@ def test_files_that_forbid_removal(attacker):
     place = workspace(attacker, box)
     box.terminate()
     assert not place.exists()
-    assert not _half_removed(attacker)
+    assert until(lambda: not _half_removed(attacker))  # also what the test before has left to be removed
 
 
 def test_zip_bomb(attacker):

@@ -73,3 +73,42 @@ async def test_pages(database: Database, limit: int) -> None:
             break
     assert seen == ["a4", "a3", "a2", "a1", "a0"]
     assert len((await store.page(limit=9, context_id="c"))[0]) == 4
+
+
+async def test_a_run_is_known_until_it_has_ended(database: Database) -> None:
+    store = ApprovalStore(database)
+    for name in ("a", "b"):
+        await store.insert(_record(name))
+        await store.decide(name, ApprovalState.APPROVED, by="p", at=50.0, scope=ApprovalScope.ONCE)
+    assert await store.use("a", 60.0, run="one", node="n", place="i") and await store.use(
+        "b", 61.0, run="two", node="m"
+    )
+    [record] = await store.runs("n")
+    assert (record.id, record.run, record.run_in) == ("a", "one", "i")
+    assert "run" not in record.info().model_dump()
+    assert not await store.ended("a", "other", used=False)
+    assert await store.ended("a", "one", used=False) and await store.runs("n") == []
+    assert await store.use("a", 70.0, run="three", node="n"), "it was given back"
+    assert await store.ended("a", "three", used=True) and not await store.ended("a", "three", used=False)
+    assert not await store.use("a", 80.0, run="four", node="n")
+    assert [record.id for record in await store.runs("m")] == ["b"]
+
+
+async def test_what_was_settled_long_ago_goes(database: Database) -> None:
+    store = ApprovalStore(database)
+    decided = {"denied": ApprovalState.DENIED, "once": ApprovalState.APPROVED, "lasting": ApprovalState.APPROVED}
+    for name in ("waits", "expired", "late", *decided):
+        await store.insert(_record(name, digest=name, expires_at=1e6 if name == "waits" else 100.0))
+    for name, state in decided.items():
+        scope = ApprovalScope.CONTEXT if name == "lasting" else ApprovalScope.ONCE
+        await store.decide(name, state, by="p", at=50.0, scope=scope)
+    await store.decide("late", ApprovalState.APPROVED, by="p", at=99.0, scope=ApprovalScope.ONCE)
+    assert await store.use("once", 60.0) and await store.use("late", 500.0)
+    await store.expire(200.0)
+    assert await store.prune(100.0) == 0
+    assert await store.prune(400.0) == 3
+    left, _ = await store.page(limit=9)
+    assert {record.id for record in left} == {"waits", "late", "lasting"}
+    assert await store.prune(1e9) == 1, "what still waits, and what holds for a context, stays"
+    await store.forget("c")
+    assert await store.prune(1e9) == 2, "until its context is gone"

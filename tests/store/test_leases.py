@@ -57,11 +57,14 @@ async def test_an_ended_lease_may_be_taken(leases: LeaseStore) -> None:
 
 async def test_the_lease_ends_by_the_clock_of_the_database(leases: LeaseStore) -> None:
     assert await leases.acquire("sbx-1", "a", 0.2) == 1
-    assert await leases.acquire("sbx-1", "b", 60) is None
-    async with asyncio.timeout(20):
+    first = await leases.get("sbx-1")
+    async with asyncio.timeout(60):
         while (fence := await leases.acquire("sbx-1", "b", 60)) is None:
             await asyncio.sleep(0.005)
+    second = await leases.get("sbx-1")
     assert fence == 2
+    assert first is not None and second is not None
+    assert second.until - 60 > first.until - 0.001, "not before it had ended"
 
 
 @dataclass

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.supervisor.reaper import descendants, doomed
+from leaks import below
 from sandboxes import KINDS, Box, House, Supervisor, parent, status, until
 
 isolated = pytest.mark.parametrize("house", [kind for kind in KINDS if kind != "process"], indirect=True)
@@ -161,7 +162,7 @@ async def test_zombies_are_reaped(box: Box) -> None:
     other = await supervisor.start("for i in 1 2 3; do (sh -c 'sleep 0.01 &' &); done; sleep 8888")
 
     def zombies() -> int:
-        return sum(status(pid)["State"].startswith("Z") for pid in _all(box) if Path(f"/proc/{pid}").exists())
+        return sum(_state(pid).startswith("Z") for pid in _all(box))
 
     await until(lambda: box.count("sleep 8888") == 1 and box.count("sleep 0.01") == 0, what="quiet")
     await until(lambda: zombies() == 0, what="no zombies")
@@ -191,9 +192,16 @@ def _is_of(box: Box, pid: int) -> bool:
     return False
 
 
+def _state(pid: int) -> str:
+    """As the kernel names it; nothing for one that has gone meanwhile."""
+    try:
+        return status(pid)["State"]
+    except (OSError, KeyError):
+        return ""
+
+
 def _pids_of(box: Box, words: str) -> list[int]:
-    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in _all(box)}
-    return [pid for pid, line in lines.items() if line.startswith(words)]
+    return [pid for pid, _started in (each for each, line in below(box.pid).items() if line.startswith(words))]
 
 
 @given(st.dictionaries(st.integers(2, 40), st.integers(1, 40)), st.sets(st.integers(2, 40)))

@@ -12,13 +12,13 @@ from carrel.api.guard import Router, require, who
 from carrel.api.parts import NDJSON, Plane, Stream, as_json, known_query
 from carrel.api.problems import problems
 from carrel.audit import Filter, chain_of
+from carrel.control.door import Kind
 from carrel.models import AuditKey, AuditPage, AuditPruned
 
 router = Router(prefix="/v1/audit", tags=["audit"], dependencies=[Depends(known_query)])
 
 ZSTD = "application/zstd"
 Context = Annotated[str | None, Query(max_length=128, description="only of this context; needed by who reaches few")]
-Word = Annotated[str | None, Query(max_length=128)]
 _FILE = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -40,7 +40,7 @@ async def search_audit(
     *,
     context_id: Context = None,
     actor: Annotated[str | None, Query(max_length=200)] = None,
-    kind: Word = None,
+    kind: Kind | None = None,
     name: Annotated[str | None, Query(max_length=128, description="the operation, such as run_command")] = None,
     decision: Literal["allow", "deny", "ask"] | None = None,
     result: Annotated[str | None, Query(max_length=128, description="`ok`, or the code of an error")] = None,

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Query
 from starlette.responses import Response
 
-from carrel.api.guard import Router, who
+from carrel.api.guard import Router
 from carrel.api.parts import NDJSON, Plane, SandboxId, Stream, as_json, known_query, recorded
 from carrel.api.problems import UNEXPECTED, problems
-from carrel.errors import CarrelError, NotFound
+from carrel.errors import CarrelError
 from carrel.models import (
     EnvironmentAttach,
     EnvironmentBuild,
@@ -44,9 +44,10 @@ _FAILS = (404, 409, 413, 422, 429, 502)
     responses={200: {"model": EnvironmentList}, **problems()},
 )
 async def list_envs(plane: Plane) -> Response:
-    """The last used first. Whoever may not see everything sees those that have a label, and those of their contexts."""
-    found = await plane.packages.environments()
-    return as_json(EnvironmentList(items=[each for each in found.items if _visible(each)]))
+    """The last used first. Whoever may not see everything sees those of their contexts, and those that have a label: by
+    that, until one of their contexts has it.
+    """
+    return as_json(await plane.packages.environments())
 
 
 @router.post(
@@ -70,10 +71,7 @@ async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False
 )
 async def get_env(env: Name, plane: Plane) -> Response:
     """By its name or a label."""
-    info = plane.environments.info(plane.environments.find(env))
-    if not _visible(info) and info.name != env:  # whoever knows the name may use it
-        raise NotFound(f"there is no environment '{env}'", field="env")
-    return as_json(info)
+    return as_json(plane.environments.info(plane.environments.find(env)))
 
 
 @router.delete(
@@ -129,13 +127,6 @@ async def detach_env(id: SandboxId, env: Name, plane: Plane) -> Response:
     """It may then be removed when no other session has it."""
     await plane.envs.detach(id, env)
     return Response(status_code=204)
-
-
-def _visible(info: EnvironmentInfo) -> bool:
-    identity = who()
-    return (
-        identity.reaches(None) or bool(info.labels) or (info.built_by is not None and identity.reaches(info.built_by))
-    )
 
 
 async def _answered(

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from starlette.routing import Match
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from carrel.control.caller import caller
@@ -25,6 +25,7 @@ THEMSELVES = frozenset(
         "create_token", "list_tokens", "get_token", "revoke_token",
     }
 )  # fmt: skip
+_NAMED = re.compile(r"\(\?P<\w+>")
 
 
 def who() -> Identity:
@@ -78,10 +79,20 @@ class Router(APIRouter):
 
     def __init__(self, **settings: Any):
         super().__init__(route_class=GuardedRoute, **settings)
-        self._begins = re.compile("[^/]+".join(map(re.escape, re.split(r"\{\w+\}", self.prefix))))
+        self._any: tuple[int, re.Pattern[str]] = 0, re.compile(r"(?!)")
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Routes are tried one after the other: those of other resources are passed over together."""
-        if not scope.get("root_path") and self._begins.match(scope["path"]) is None:
+        """Routes are tried one after the other: those of a resource that has none for this path are passed over
+        together.
+        """
+        if not scope.get("root_path") and self._paths().match(scope["path"]) is None:
             return Match.NONE, {}
         return super().matches(scope)
+
+    def _paths(self) -> re.Pattern[str]:
+        """What the path of any of the routes is like; made anew when there are more."""
+        if self._any[0] != len(self.routes):
+            known = [route.path_regex.pattern for route in self.routes if isinstance(route, Route | WebSocketRoute)]
+            paths = [_NAMED.sub("(?:", each) for each in known] if len(known) == len(self.routes) else [""]
+            self._any = len(self.routes), re.compile("|".join(paths))
+        return self._any[1]

@@ -7,6 +7,7 @@ hosted server asks of its client (sampling, roots, elicitation) is refused where
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable
@@ -15,10 +16,13 @@ from typing import Any, TypeVar
 from mcp import MCPError, types
 from mcp.server.lowlevel.server import Server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.shared.dispatcher import ProgressFnT
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from carrel.api.mcp_calls import PlainCall, nonsense, plain_call
 from carrel.api.problems import UNEXPECTED
 from carrel.control.mcp_terms import REFUSED, TIMED_OUT, Json
 from carrel.control.plane import ControlPlane
@@ -31,6 +35,10 @@ for _noisy in ("mcp.server.streamable_http_manager", "mcp.server.streamable_http
 
 LONGEST_S = 600.0
 """How long a call may take; a client that goes away breaks it off before."""
+BRIEF_S = 0.2
+"""How long a plain call may take before the package serves it, which sees when its client goes away and keeps it from
+being cut off.
+"""
 Context = Any
 """What the package hands to a handler."""
 M = TypeVar("M", bound=BaseModel)
@@ -42,19 +50,99 @@ class McpResponse(Response):
     def __init__(self, plane: ControlPlane, sandbox: str, offered: McpCatalogue):
         super().__init__()
         self._plane = plane
-        self._served = served(plane, sandbox, offered)
+        self._sandbox = sandbox
+        self._offered = offered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve it."""
+        """Serve it: a plain call from here when it takes no time, everything else as the package does."""
+        body = await Request(scope, receive).body()
+        plain = plain_call(scope, body)
+        if plain is None:
+            await self._serve(scope, _again(body, receive), send)
+            return
+        begun = asyncio.ensure_future(called(self._plane, self._sandbox, self._offered.server, plain.params))
+        try:
+            await asyncio.wait({begun}, timeout=BRIEF_S)
+            if begun.done():
+                await self._answer(plain, begun, scope, receive, send)
+            else:
+                await self._serve(scope, _again(body, receive), send, begun)
+        finally:
+            if not begun.done():
+                begun.cancel()
+            await asyncio.gather(begun, return_exceptions=True)
+
+    async def _answer(
+        self, plain: PlainCall, begun: asyncio.Future[Json], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        try:
+            status, body = plain.answered(begun.result(), _info(self._offered))
+        except MCPError as error:
+            status, body = plain.refused(error)
+        await Response(body, status, media_type="application/json")(scope, receive, send)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, begun: asyncio.Future[Json] | None = None
+    ) -> None:
         manager = StreamableHTTPSessionManager(
-            self._served, stateless=True, max_request_body_size=self._plane.settings.max_body
+            served(self._plane, self._sandbox, self._offered, begun),
+            stateless=True,
+            max_request_body_size=self._plane.settings.max_body,
         )
         async with manager.run():
             await manager.handle_request(scope, receive, send)
 
 
-def served(plane: ControlPlane, sandbox: str, offered: McpCatalogue) -> Server[Any]:
-    """A server that stands for one of a context."""
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A body that was read, for who reads it next."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def _info(offered: McpCatalogue) -> Json:
+    """Who a server says it is."""
+    info = offered.server_info or {}
+    return {"name": str(info.get("name") or offered.server), "version": str(info.get("version") or "")}
+
+
+async def called(
+    plane: ControlPlane,
+    sandbox: str,
+    server: str,
+    params: types.CallToolRequestParams,
+    progress: ProgressFnT | None = None,
+) -> Json:
+    """What a tool answers, as the protocol has it; a refusal by carrel is an answer too. `MCPError`."""
+    try:
+        wanted = McpRequest(tool=params.name, arguments=params.arguments or {}, timeout=LONGEST_S)
+    except ValidationError:
+        raise MCPError(code=types.INVALID_PARAMS, message="this cannot be a tool") from None
+    try:
+        result = await plane.mcp.request(sandbox, server, wanted, progress=progress)
+    except PlatformError as error:
+        raise _failure(error) from None
+    except CarrelError as error:
+        return _explained(error)
+    except Exception as error:
+        raise _unexpected(error) from None
+    if result.error is not None:
+        raise MCPError(code=result.error.code, message=result.error.message)
+    answer = {"content": result.content, "structuredContent": result.structured_content, "isError": result.is_error}
+    return {key: value for key, value in answer.items() if value is not None}
+
+
+def served(
+    plane: ControlPlane, sandbox: str, offered: McpCatalogue, begun: asyncio.Future[Json] | None = None
+) -> Server[Any]:
+    """A server that stands for one of a context. `begun` is the call it is made for, when that is under way already."""
     name = offered.server
 
     async def list_tools(_context: Context, _params: object) -> types.ListToolsResult:
@@ -91,26 +179,7 @@ def served(plane: ControlPlane, sandbox: str, offered: McpCatalogue) -> Server[A
             shown = None if message is None else await plane.secrets.clean_text(sandbox, message[:2000])
             await context.session.report_progress(progress, total, shown)
 
-        try:
-            wanted = McpRequest(tool=params.name, arguments=params.arguments or {}, timeout=LONGEST_S)
-        except ValidationError:
-            raise MCPError(code=types.INVALID_PARAMS, message="this cannot be a tool") from None
-        try:
-            result = await plane.mcp.request(sandbox, name, wanted, progress=report)
-        except PlatformError as error:
-            raise _failure(error) from None
-        except CarrelError as error:
-            return _explained(error)
-        except Exception as error:
-            raise _unexpected(error) from None
-        if result.error is not None:
-            raise MCPError(code=result.error.code, message=result.error.message)
-        answer = {
-            "content": result.content,
-            "structuredContent": result.structured_content,
-            "isError": result.is_error,
-        }
-        return _one(types.CallToolResult, answer)
+        return _one(types.CallToolResult, await (begun or called(plane, sandbox, name, params, report)))
 
     async def read_resource(_context: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
         answer = await _told(plane.mcp.read_resource(sandbox, name, str(params.uri)))
@@ -121,10 +190,8 @@ def served(plane: ControlPlane, sandbox: str, offered: McpCatalogue) -> Server[A
         return _one(types.GetPromptResult, _given(answer))
 
     prompts, resources = bool(offered.prompts), bool(offered.resources or offered.resource_templates)
-    info = offered.server_info or {}
     return Server(
-        str(info.get("name") or name),
-        version=str(info.get("version") or ""),
+        **_info(offered),
         instructions=offered.instructions,
         on_list_tools=list_tools,
         on_call_tool=call_tool,
@@ -137,16 +204,14 @@ def served(plane: ControlPlane, sandbox: str, offered: McpCatalogue) -> Server[A
     )
 
 
-def _explained(error: CarrelError) -> types.CallToolResult:
+def _explained(error: CarrelError) -> Json:
     """A refusal as a tool's result: words for the model, and the refusal object that every protocol shows."""
     lines = [error.detail, *([error.hint] if error.hint else [])]
     if isinstance(error, ApprovalNeeded):
         lines.append(f"It waits as approval {error.approval}. Call again with the same arguments once it is approved.")
     problem = json.loads(json.dumps(error.problem(), default=str))
     text = "\n".join([*lines, json.dumps(problem)])
-    return types.CallToolResult(
-        content=[types.TextContent(type="text", text=text)], structured_content=problem, is_error=True
-    )
+    return {"content": [{"type": "text", "text": text}], "structuredContent": problem, "isError": True}
 
 
 def _failure(error: CarrelError) -> MCPError:
@@ -197,4 +262,4 @@ def _one(model: type[M], answer: Json) -> M:
     try:
         return model.model_validate({key: value for key, value in answer.items() if value is not None})
     except ValidationError:
-        raise MCPError(code=types.INTERNAL_ERROR, message="the MCP server answered something else") from None
+        raise nonsense() from None

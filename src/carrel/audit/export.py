@@ -6,7 +6,8 @@
     {"hash":"…","record":{"chain":…,"seq":1,…}}                               its records and heads, in their order
     {"end":{"chains":1,"records":2000,"heads":2,"digest":"…","key":…,"signature":…}}
 
-A chain that was pruned starts with the head it was pruned up to. The last line signs everything before it.
+A chain that was pruned starts with the head it was pruned up to. The last line signs everything before it. A chain
+must not be pruned while it is read: one that was, by another server, ends the export.
 Knows no database and no HTTP.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import zstandard
@@ -22,6 +24,7 @@ from blake3 import blake3
 
 from carrel.audit.heads import Head, Headlike
 from carrel.audit.keys import SigningKey
+from carrel.errors import Conflict
 
 VERSION = 1
 PAGE = 2000
@@ -92,11 +95,14 @@ async def export(
     node: str,
     clock: Callable[[], float],
     seal: Callable[[Sequence[str]], Awaitable[None]],
+    reading: Callable[[str], AbstractAsyncContextManager[None]],
     *,
     chains: Sequence[str] | None = None,
     compress: bool = False,
 ) -> AsyncIterator[bytes]:
-    """The file in pieces. `seal` signs what is to be exported; what is written meanwhile is not in it."""
+    """The file in pieces. `seal` signs what is to be exported; what is written meanwhile is not in it. While a chain
+    is `reading`, this server does not prune it.
+    """
     writer = _Writer(key, compress)
     yield writer.write([line({"carrel-audit": VERSION, "exported_at": clock(), "node": node, "key": key.public})])
     after = ""
@@ -104,8 +110,9 @@ async def export(
     while names:
         await seal(names)
         for name in names:
-            async for piece in _chain(store, writer, name):
-                yield piece
+            async with reading(name):
+                async for piece in _chain(store, writer, name):
+                    yield piece
         after = names[-1]
         names = [] if chains is not None else await store.chains(after=after)
     yield writer.end()
@@ -121,6 +128,8 @@ async def _chain(store: ExportStore, writer: _Writer, name: str) -> AsyncIterato
     lines = [line({"chain": name, "start": start, "seq": end, "hash": hashed.hex()})]
     heads = deque(await store.heads(name, after=max(start - 1, 0)))
     if start:  # pruned up to there
+        if not heads or heads[0][1] != start:
+            raise _pruned(name)
         lines.append(head_line(heads.popleft()))
         writer.heads += 1
     while records:
@@ -135,4 +144,13 @@ async def _chain(store: ExportStore, writer: _Writer, name: str) -> AsyncIterato
         yield writer.write(lines)
         lines = []
         records = await store.records(name, after=records[-1][0], until=end, limit=PAGE)
+    if start < end:
+        left = await store.records(name, until=end, limit=1)
+        if not left or left[0][0] != start + 1:
+            raise _pruned(name)
     yield writer.write(lines)
+
+
+def _pruned(name: str) -> Conflict:
+    """What was read so far is no export."""
+    return Conflict(f"the chain {name} was pruned while it was read", field="chain", hint="export again")

@@ -11,9 +11,9 @@ import json
 import logging
 import math
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -144,6 +144,7 @@ class AuditLog:
         self._dirty: dict[str, float] = {}
         self._seal: set[str] = set()
         self._taken: dict[str, frozenset[str]] = {}
+        self._read: Counter[str] = Counter()
         self._writing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._urgent = False
@@ -232,7 +233,7 @@ class AuditLog:
     async def export(self, chains: Sequence[str] | None = None, *, compress: bool = False) -> AsyncIterator[bytes]:
         """The records of these chains, or of all, with heads up to their ends, as a file that `verify` can check."""
         async for piece in export(
-            self._store, self.key, self.node, self._clock, self.seal, chains=chains, compress=compress
+            self._store, self.key, self.node, self._clock, self.seal, self._reading, chains=chains, compress=compress
         ):
             yield piece
 
@@ -241,7 +242,8 @@ class AuditLog:
 
         The head stays, so that what comes after it can still be verified; the pruning itself is recorded in the chain
         of the server, as done by the server or by whoever asked for it. An operation that has not ended keeps its
-        record and all that came after. The chains of sandboxes without a context go altogether.
+        record and all that came after, and a chain that is being exported waits for the next time. The chains of
+        sandboxes without a context go altogether.
         """
         await self.seal()
         removed, after = 0, ""
@@ -257,6 +259,8 @@ class AuditLog:
                 mine = all(hold.clean and hold.node == self.node for hold in holds)
                 whole = mine and name.startswith("sandbox:")
                 async with self._writing:  # or a record could be added to a chain that is no more
+                    if self._read[name]:
+                        continue
                     count = await self._store.prune(name, head.seq, whole=whole)
                     if whole:
                         self._chains.pop(name, None)
@@ -267,6 +271,17 @@ class AuditLog:
             after = names[-1]
             await self.flush()
         return removed
+
+    @asynccontextmanager
+    async def _reading(self, chain: str) -> AsyncIterator[None]:
+        """While a chain is read from its start to its end."""
+        async with self._writing:  # a prune of it that is under way ends first
+            self._read[chain] += 1
+        try:
+            yield
+        finally:
+            self._read[chain] -= 1
+            self._read += Counter()  # without those that nobody reads
 
     def _first_open(self, hold: Hold) -> float:
         """The place before which every operation of a server in a chain has ended."""

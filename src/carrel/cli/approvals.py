@@ -1,7 +1,10 @@
-"""`approvals`, `approve` and `deny`: what agents wait for, and a person's answers."""
+"""`approvals`, `approve` and `deny`: what agents wait for, and a person's answers. Where only a part of what is asked
+for is shown, that is said.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,11 +18,14 @@ if TYPE_CHECKING:
 
 Ids = Annotated[list[str], typer.Argument(metavar="ID…", help="Ids that `carrel approvals` shows.")]
 Message = Annotated[str | None, typer.Option("--message", "-m", help="Words for the agent.")]
+app = typer.Typer(invoke_without_command=True, add_completion=False)
 _COLOURS = {"pending": "yellow", "approved": "green", "denied": "red", "expired": "bright_black"}
-_WIDTH = 80
+_MOMENT = "%Y-%m-%d %H:%M:%S"
 
 
+@app.callback()
 def approvals(
+    context_: typer.Context,
     every: Annotated[bool, typer.Option("--all", "-a", help="Also those that were decided or have expired.")] = False,
     context: Annotated[
         str | None, typer.Option("--context", "-c", help="Only of this context.", autocompletion=options.contexts)
@@ -32,7 +38,10 @@ def approvals(
     \b
     carrel approvals
     carrel approvals --watch
+    carrel approvals show apr-1f2e3d4c5b6a7988
     """
+    if context_.invoked_subcommand is not None:
+        return
     from carrel.cli.failures import note
     from carrel.cli.shown import print_json
     from carrel.client import Client
@@ -50,6 +59,29 @@ def approvals(
         _show(found)
     else:
         note("nothing waits for a person" if not every else "nothing has waited for a person")
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(metavar="ID", help="An id that `carrel approvals` shows.")],
+    json: options.Json = False,
+) -> None:
+    """Show all of what is asked for. What a terminal would obey, or not show, is written out.
+
+    \b
+    carrel approvals show apr-1f2e3d4c5b6a7988
+    carrel approvals show apr-1f2e3d4c5b6a7988 --json
+    """
+    from carrel.cli.shown import plain, print_json
+    from carrel.client import Client
+
+    with Client() as client:
+        info = client.approvals.get(name)
+    if json:
+        print_json(info.model_dump(mode="json"))
+        return
+    for line in _whole(info):
+        print(plain(line))
 
 
 def approve(
@@ -131,9 +163,32 @@ def _show(found: list[ApprovalInfo]) -> None:
             info.context_id or info.sandbox_id,
             info.requested_by,
             info.kind,
-            info.summary if len(info.summary) <= _WIDTH else f"{info.summary[: _WIDTH - 1]}…",
+            info.summary,
             info.reason if info.decided_by is None else f"{info.decided_by}: {info.message or info.state}",
         ]
         for info in found
     ]
-    print_table(["ID", "STATE", "AGE", "CONTEXT", "WHO", "KIND", "WHAT", "WHY"], rows)
+    print_table(["ID", "STATE", "AGE", "CONTEXT", "WHO", "KIND", "WHAT", "WHY"], rows, wrap=True)
+
+
+def _whole(info: ApprovalInfo) -> Iterator[str]:
+    """All of an approval, an argument each; a text of several lines has one for each of its own."""
+    from json import dumps
+
+    yield f"{info.id} {info.state}"
+    yield f"  who        {info.requested_by}, in {info.context_id or info.sandbox_id}"
+    yield f"  when       {info.created_at.astimezone():{_MOMENT}}, expires {info.expires_at.astimezone():{_MOMENT}}"
+    yield f"  why        {info.reason}"
+    if info.decided_by is not None:
+        yield f"  decided    by {info.decided_by}: {info.state}{f', {info.scope}' if info.scope else ''}"
+    if info.rule is not None:
+        yield f"  rule       {info.rule}"
+    if info.message is not None:
+        yield f"  message    {info.message}"
+    if info.used_at is not None:
+        yield f"  used       {info.used_at.astimezone():{_MOMENT}}"
+    yield f"  operation  {info.kind} {info.operation}"
+    for name, value in sorted(info.arguments.items()):
+        first, *rest = (value if isinstance(value, str) else dumps(value)).split("\n")
+        yield f"    {name}: {first}"
+        yield from (f"    {' ' * len(name)}| {line}" for line in rest)

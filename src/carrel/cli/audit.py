@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,6 +28,8 @@ app = typer.Typer(help="Who did what, and proof of it.", no_args_is_help=True, a
 Context = Annotated[
     str | None, typer.Option("--context", "-c", help="Only of this context.", autocompletion=options.contexts)
 ]
+Kind = Literal["shell", "file", "network", "mcp", "session"]
+Decision = Literal["allow", "deny", "ask"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _POLL_S = 1.0
 _OVERLAP = timedelta(seconds=10)
@@ -77,9 +79,9 @@ def search(
     text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="A text in the arguments.")] = None,
     context: Context = None,
     actor: Annotated[str | None, typer.Option(help="Who.")] = None,
-    kind: Annotated[str | None, typer.Option(help="shell, file, network, mcp or session.")] = None,
+    kind: Annotated[Kind | None, typer.Option(help="shell, file, network, mcp or session.")] = None,
     name: Annotated[str | None, typer.Option(help="The operation, such as run_command.")] = None,
-    decision: Annotated[str | None, typer.Option(help="allow, deny or ask.")] = None,
+    decision: Annotated[Decision | None, typer.Option(help="allow, deny or ask.")] = None,
     result: Annotated[str | None, typer.Option(help="ok, or the code of an error.")] = None,
     since: Annotated[str | None, typer.Option(metavar="TIME", help="2h, 3d, or 2030-01-31T12:00.")] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="Like --since.")] = None,

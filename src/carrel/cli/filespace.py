@@ -145,19 +145,32 @@ def remove(
     context: Owner,
     path: Annotated[str | None, typer.Argument(metavar="[PATH]", help="A path in the filespace.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete the whole filespace, for good.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete a file of a filespace, or all of it. The workspace follows a single file with its next pull.
 
     \b
     carrel filespace rm conversation-42 data/in.csv
     carrel filespace rm conversation-42 --all
+    carrel filespace rm conversation-42 --all --yes
     """
     from carrel.client import Client
 
     if (path is None) is not everything:
         raise InvalidRequest("name one file, or say --all", field="PATH", hint="see `carrel filespace rm --help`")
+    if everything and not yes:
+        _confirm(context)
     with Client() as client:
         if path is None:
             client.filespace(context).delete_all()
         else:
             client.filespace(context).delete(path)
+
+
+def _confirm(context: str) -> None:
+    from carrel.cli.shown import plain
+
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("nobody is here to confirm it; give --yes if it is meant", param_hint="--yes")
+    if not typer.confirm(f"Delete every file of the filespace of {plain(context)}, for good?", err=True):
+        raise typer.Exit(1)

@@ -76,7 +76,7 @@ def add(
     with Client() as client:
         box = client.attach(client.find(context))
         info = box.mcp.add(
-            server, command, variables=_pairs(variables, "--env"),
+            server, options.apart(command), variables=_pairs(variables, "--env"),
             secret_variables=_pairs([each if "=" in each else f"{each}={each}" for each in secrets or ()], "--secret"),
             requirements=requirements or None, npm=npm or None, cwd=cwd,
         )  # fmt: skip

@@ -83,12 +83,19 @@ def environment(given: list[str] | None) -> dict[str, str]:
     return env
 
 
-def program(words: list[str]) -> str | list[str]:
-    """One word is shell text, several are a program with its arguments."""
-    # After a context the parser leaves the dashes that set the program apart from our own options.
+def apart(words: list[str]) -> list[str]:
+    """A program and its arguments, without the dashes that set them apart from our own options: the parser leaves those
+    that come after a context.
+    """
     words = words[1:] if words[0] == "--" else words
     if not words:
         raise typer.BadParameter("there is no command after --", param_hint="COMMAND…")
+    return words
+
+
+def program(words: list[str]) -> str | list[str]:
+    """One word is shell text, several are a program with its arguments."""
+    words = apart(words)
     return words[0] if len(words) == 1 else words
 
 

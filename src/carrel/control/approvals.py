@@ -1,7 +1,8 @@
 """Approvals: what policy leaves to a person is kept, shown, decided, and then done once.
 
 One inbox for every kind of operation. What it decides on is exactly what was asked for: an approval names the operation
-by a digest, and is used up by the first one who runs it.
+by a digest, and is used up by the first one who runs it. While that runs its approval says so: a server that takes over
+can find out whether it was begun.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import secrets
+import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from blake3 import blake3
@@ -35,8 +38,12 @@ from carrel.store.approvals import ApprovalRecord, ApprovalStore
 log = logging.getLogger("carrel.approvals")
 
 LONGEST_SUMMARY = 500
+_ENDS = re.compile(r"\s*\n\s*")
+_BLANKS = re.compile(r"[ \t]+")
+_SAYS_NOTHING = frozenset({"command", "digest", "interactive", "timeout"})
 MOST_WAITING = 100
 """How many requests of one context may wait at once: nobody reads more, and others want to be seen too."""
+DAY_S = 86_400.0
 LOOK_EVERY_S = 1.0
 """How often somebody who waits looks into the database: another server may have the decision."""
 
@@ -49,6 +56,17 @@ class Rules(Protocol):
 
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:
         """Allow something in a context from now on."""
+
+    async def decide(self, operation: Operation) -> Decision:
+        """What the rules say of an operation now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leave to do an operation now, under an approval. With a `run` it is used up by that."""
+
+    approval: str
+    run: str | None = None
 
 
 def digest(operation: Operation) -> str:
@@ -63,27 +81,51 @@ def _path_first(key: str) -> tuple[bool, str]:
     return key != "path", key
 
 
-def summary(operation: Operation) -> str:
-    """What is asked for, in one line."""
-    arguments = operation.arguments
+def visible(text: str) -> str:
+    """An agent's words in one line, in which nothing can hide: the ends of lines are marked, and what a terminal or a
+    page would obey, or not show, is written out.
+    """
+    line = _ENDS.sub(" ⏎ ", _BLANKS.sub(" ", text.strip()))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def summary(operation: Operation, approval_id: str = "") -> str:
+    """What is asked for, in one line. What it leaves out is named, and where it is shown."""
+    arguments, beside = operation.arguments, []
     if operation.kind == "mcp":
         given = {key: value for key, value in arguments.items() if key not in {"server", "tool"}}
         text = f"{arguments.get('server')}:{arguments.get('tool')} {json.dumps(given, default=str)}"
     elif "command" in arguments:
         command = arguments["command"]
-        text = command if isinstance(command, str) else " ".join(str(part) for part in command)  # type: ignore[attr-defined]
+        text = command if isinstance(command, str) else shlex.join(str(part) for part in command)  # type: ignore[attr-defined]
+        beside = [key for key in sorted(arguments) if key not in _SAYS_NOTHING]
     else:
         shown = [str(arguments[key]) for key in sorted(arguments, key=_path_first) if key != "digest"]
         text = " ".join([operation.name, *shown])
-    return " ".join(text.split())[:LONGEST_SUMMARY]
+    line = visible(text)
+    left = len(line) - LONGEST_SUMMARY
+    more = [f"[…] and {left} characters more"] if left > 0 else []
+    more += [f"(with {', '.join(map(visible, beside))})"] if beside else []
+    whole = f"; see `carrel approvals show {approval_id}`" if more and approval_id else ""
+    return " ".join([line[:LONGEST_SUMMARY], *more]) + whole
 
 
 class Approvals:
     """The inbox of one server; servers on one database share it."""
 
-    def __init__(self, store: ApprovalStore, *, ttl_s: float = 3600.0, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        store: ApprovalStore,
+        *,
+        ttl_s: float = 3600.0,
+        keep_days: float = 30.0,
+        node: str = "",
+        clock: Callable[[], float] = time.time,
+    ):
         self._store = store
         self._ttl_s = ttl_s
+        self._keep_s = max(keep_days * DAY_S, ttl_s)
+        self._node = node
         self._clock = clock
         self._changed = asyncio.Event()
         self._asking = asyncio.Lock()
@@ -97,29 +139,68 @@ class Approvals:
     # the agent's side
 
     async def settle(self, operation: Operation, decision: Decision) -> str:
-        """The id of the approval under which the operation may run now; else `ApprovalNeeded` or `Denied`."""
-        who = caller.get()
-        name = digest(operation)
+        """The id of the approval under which the operation may be done now; else `ApprovalNeeded` or `Denied`."""
+        leave = await self.leave(operation, decision)
+        await self.ended(leave, used=True)  # who asks here is told nothing more
+        return leave.approval
+
+    async def leave(self, operation: Operation, decision: Decision) -> Leave:
+        """Leave to do the operation now; else `ApprovalNeeded` or `Denied`. Say `ended` when it is over.
+
+        Of several who wait for the same, the first gets what was approved once. The others ask again, for as long as
+        they wait; where a rule was given that covers it, they need not.
+        """
+        who, name = caller.get(), digest(operation)
         if who.approval is not None:
-            return await self._use(await self._known(who.approval), name, operation)
+            record = await self._known(who.approval)
+            leave = await self._use(record, name, operation)
+            if leave is None:
+                raise Conflict(
+                    f"approval '{record.id}' was used already: it runs its operation once",
+                    field="approval",
+                    hint="ask again without the handle: every equal request needs an approval of its own",
+                )
+            return leave
+        until = time.monotonic() + who.wait_s
+        while True:
+            record = await self._found(operation, decision, name, who)
+            if record.state is ApprovalState.PENDING and who.wait_s > 0:
+                record = await self._wait(record, who, until)
+            if record.state is ApprovalState.PENDING or who.gone():
+                raise self._needed(record, operation)
+            leave = await self._use(record, name, operation)
+            if leave is not None:
+                return leave
+            if record.scope is ApprovalScope.RULE and await self._covered(operation):
+                return Leave(record.id)
+
+    async def _covered(self, operation: Operation) -> bool:
+        """Whether the rules, of which one was just given, allow an operation by now."""
+        return self.rules is not None and (await self.rules.decide(operation)).verdict == "allow"
+
+    async def _found(self, operation: Operation, decision: Decision, name: str, who: Caller) -> ApprovalRecord:
+        """What was approved of the same already, or waits; else a person is asked."""
+        now = self._clock()
         if operation.context_id is not None:
             granted = await self._store.granted(operation.context_id, name)
             if granted is not None:
-                return granted.id
-        now = self._clock()
+                return granted
         if operation.kind in {"network", "mcp"}:  # who connects, or an MCP client, can show no handle
             ready = await self._store.ready(operation.context_id, name, now - self._ttl_s)
             if ready is not None:
-                return await self._use(ready, name, operation)
+                return ready
         async with self._asking:  # two who ask for the same at once wait for the same decision
             record = await self._store.pending(operation.context_id, name, now)
-            if record is None:
-                record = await self._ask(operation, decision, name, who, now)
-        if who.wait_s > 0:
-            record = await self._wait(record, who)
-            if record.state is not ApprovalState.PENDING and not who.gone():
-                return await self._use(record, name, operation)
-        raise self._needed(record, operation)
+            return record or await self._ask(operation, decision, name, who, now)
+
+    async def ended(self, leave: Leave, *, used: bool) -> None:
+        """What leave was given for is over; or it was not begun, and the approval can be used again."""
+        if leave.run is None:
+            return
+        try:
+            await self._store.ended(leave.approval, leave.run, used=used)
+        except CarrelError as error:  # the next start asks the sandbox
+            log.warning("that approval %s was used could not be written down: %s", leave.approval, error)
 
     async def _ask(
         self, operation: Operation, decision: Decision, name: str, who: Caller, now: float
@@ -130,16 +211,17 @@ class Approvals:
         owner = operation.context_id or operation.sandbox_id or None
         arguments = await self.redact(owner, operation.arguments)
         why = await self.redact(owner, {"reason": decision.reason or "no rule covers it"})
+        approval_id = f"apr-{secrets.token_hex(8)}"
         record = ApprovalRecord(
-            id=f"apr-{secrets.token_hex(8)}",
+            id=approval_id,
             context_id=operation.context_id,
             sandbox_id=operation.sandbox_id,
             kind=operation.kind,
             operation=operation.name,
-            summary=summary(replace(operation, arguments=arguments)),
+            summary=summary(replace(operation, arguments=arguments), approval_id),
             arguments=arguments,
             digest=name,
-            reason=str(why["reason"]),
+            reason=visible(str(why["reason"])),
             requested_by=requester,
             created_at=now,
             expires_at=now + self._ttl_s,
@@ -149,7 +231,8 @@ class Approvals:
         self.on_created(record.info())
         return record
 
-    async def _use(self, record: ApprovalRecord, name: str, operation: Operation) -> str:
+    async def _use(self, record: ApprovalRecord, name: str, operation: Operation) -> Leave | None:
+        """Leave by an approval that was given; None when another has used it up."""
         if record.digest != name:
             raise Conflict(
                 f"approval '{record.id}' is for another operation",
@@ -162,19 +245,15 @@ class Approvals:
         if record.state is not ApprovalState.APPROVED:
             raise self._refused(record, operation)
         if record.scope is ApprovalScope.CONTEXT:
-            return record.id
+            return Leave(record.id)
         if record.decided_at is not None and record.decided_at + self._ttl_s < self._clock():
             raise self._refused(replace(record, state=ApprovalState.EXPIRED), operation)
-        if not await self._store.use(record.id, self._clock()):
-            raise Conflict(
-                f"approval '{record.id}' was used already: it runs its operation once",
-                field="approval",
-                hint="ask anew without the handle",
-            )
-        return record.id
+        run = secrets.token_hex(16)
+        if await self._store.use(record.id, self._clock(), run=run, node=self._node, place=operation.runs_in):
+            return Leave(record.id, run)
+        return None
 
-    async def _wait(self, record: ApprovalRecord, who: Caller) -> ApprovalRecord:
-        until = time.monotonic() + who.wait_s
+    async def _wait(self, record: ApprovalRecord, who: Caller, until: float) -> ApprovalRecord:
         while record.state is ApprovalState.PENDING and (left := until - time.monotonic()) > 0:
             changed = self._changed
             if self._closed or who.gone():
@@ -344,6 +423,13 @@ class Approvals:
         """Mark what waited too long."""
         if await self._store.expire(self._clock()):
             self._wake()
+
+    async def prune(self) -> None:
+        """Remove what was settled long ago; the audit log keeps who asked and who decided."""
+        await self.expire()
+        removed = await self._store.prune(self._clock() - self._keep_s)
+        if removed:
+            log.info("%d approvals that were settled long ago were removed", removed)
 
     async def forget(self, context_id: str) -> None:
         """Let what was approved for a context that is gone hold no longer, and nobody be asked for it."""

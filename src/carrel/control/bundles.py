@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from carrel.control.operations import Operations
@@ -101,41 +101,54 @@ class Bundles:
 
     async def read(self, name: str, paths: Sequence[str], actor: str = "") -> AsyncIterator[bytes]:
         """Files one after the other, as they are; in the place of one that cannot be read, why."""
-        for start in range(0, len(paths), AT_ONCE):
-            some = paths[start : start + AT_ONCE]
-            found = await asyncio.gather(*(self._open(name, path, actor) for path in some), return_exceptions=True)
-            async with AsyncExitStack() as stack:
-                for each in found:
-                    if isinstance(each, _Large):
-                        stack.push_async_callback(each.stream.aclose)
-                for path, each in zip(some, found, strict=True):
-                    if isinstance(each, CarrelError):
-                        text = json.dumps(each.problem()).encode()
-                        yield Part("problem", len(text), path).head() + text
-                    elif isinstance(each, BaseException):
-                        raise each
-                    elif isinstance(each, bytes):
-                        yield Part("file", len(each), path).head() + each
-                    else:
-                        yield Part("file", each.size, path).head()
-                        async for piece in each.stream:
-                            assert isinstance(piece, bytes)
-                            yield piece
-
-    async def _open(self, name: str, path: str, actor: str) -> bytes | _Large:
-        """A small file, or the size and the stream of another."""
-        stream = self._operations.read_file(name, path, actor=actor)
-        assert isinstance(stream, AsyncGenerator)
-        size = await anext(stream)
-        if not isinstance(size, int):
-            await stream.aclose()
-            raise SandboxLost("the sandbox did not say how large a file is")
-        if size > SMALL:
-            return _Large(size, stream)
-        return b"".join([piece async for piece in stream if isinstance(piece, bytes)])
+        async with aclosing(contents(self._operations, name, paths, actor)) as found:
+            async for path, each in found:
+                if isinstance(each, CarrelError):
+                    text = json.dumps(each.problem()).encode()
+                    yield Part("problem", len(text), path).head() + text
+                elif isinstance(each, bytes):
+                    yield Part("file", len(each), path).head() + each
+                else:
+                    yield Part("file", each.size, path).head()
+                    async for piece in each.stream:
+                        assert isinstance(piece, bytes)
+                        yield piece
 
 
 @dataclass(frozen=True, slots=True)
-class _Large:
+class Large:
+    """A file that is not kept in memory: its size, and its bytes for as long as it is the one that was given last."""
+
     size: int
     stream: AsyncGenerator[int | bytes | None, None]
+
+
+async def contents(
+    operations: Operations, name: str, paths: Sequence[str], actor: str = ""
+) -> AsyncGenerator[tuple[str, bytes | Large | CarrelError], None]:
+    """Files in their order, a few asked for at once; in the place of one that cannot be read, why."""
+    for start in range(0, len(paths), AT_ONCE):
+        some = paths[start : start + AT_ONCE]
+        opening = (_open(operations, name, path, actor) for path in some)
+        found = await asyncio.gather(*opening, return_exceptions=True)
+        async with AsyncExitStack() as stack:
+            for each in found:
+                if isinstance(each, Large):
+                    stack.push_async_callback(each.stream.aclose)
+            for path, each in zip(some, found, strict=True):
+                if isinstance(each, BaseException) and not isinstance(each, CarrelError):
+                    raise each
+                yield path, each
+
+
+async def _open(operations: Operations, name: str, path: str, actor: str) -> bytes | Large:
+    """A small file, or the size and the stream of another."""
+    stream = operations.read_file(name, path, actor=actor)
+    assert isinstance(stream, AsyncGenerator)
+    size = await anext(stream)
+    if not isinstance(size, int):
+        await stream.aclose()
+        raise SandboxLost("the sandbox did not say how large a file is")
+    if size > SMALL:
+        return Large(size, stream)
+    return b"".join([piece async for piece in stream if isinstance(piece, bytes)])

@@ -5,6 +5,8 @@ Set where a request comes in, read at the one door; it follows the request throu
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +29,13 @@ class Caller:
     wait_s: float = 0.0
     request_id: str | None = None
     gone: Callable[[], bool] = _there
+
+    def own(self, key: str | None) -> str | None:
+        """A key that the caller chose, as one that nobody else's can be: another's is another, whatever it says."""
+        if key is None:
+            return None
+        said = [self.identity.subject, self.identity.namespace, key]
+        return hashlib.sha256(json.dumps(said).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 caller: ContextVar[Caller] = ContextVar("carrel_caller", default=Caller())  # noqa: B039 - it is frozen

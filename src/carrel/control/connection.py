@@ -11,6 +11,7 @@ import json
 import os
 from collections import deque
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from typing import Any
 
 import httptools
@@ -29,6 +30,14 @@ SMALL_BODY = 32 * 1024
 CONNECT_TIMEOUT = 5.0
 _HEADS = {method: f"{method} ".encode() for method in ("GET", "POST", "PUT", "DELETE")}
 _HOST = b" HTTP/1.1\r\nhost: supervisor\r\n"
+
+run: ContextVar[str | None] = ContextVar("carrel_run", default=None)
+"""Of what everything that is asked here now is a part; the supervisor remembers that it was begun."""
+
+
+def _host() -> bytes:
+    name = run.get()
+    return _HOST if name is None else b"%scarrel-run: %s\r\n" % (_HOST, name.encode("ascii"))
 
 
 def _lost(why: str) -> SandboxLost:
@@ -333,9 +342,9 @@ class SupervisorConnection:
             transport = wire.transport
             assert transport is not None
             if body is None:
-                transport.write(_HEADS[method] + path.encode("ascii") + _HOST + b"\r\n")
+                transport.write(_HEADS[method] + path.encode("ascii") + _host() + b"\r\n")
             else:
-                head = _HEADS[method] + path.encode("ascii") + _HOST
+                head = _HEADS[method] + path.encode("ascii") + _host()
                 transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             answer = await wire.finish(deadline, spare)
             if not 200 <= wire.status < 300:
@@ -369,7 +378,7 @@ class SupervisorConnection:
         try:
             transport = wire.transport
             assert transport is not None
-            head = _HEADS[method] + path.encode("ascii") + _HOST + b"transfer-encoding: chunked\r\n\r\n"
+            head = _HEADS[method] + path.encode("ascii") + _host() + b"transfer-encoding: chunked\r\n\r\n"
             transport.writelines((head, b"%x\r\n" % len(first), bytes(first), b"\r\n"))
             await wire.drain(stall)
             async for chunk in chunks:
@@ -404,7 +413,7 @@ class SupervisorConnection:
         try:
             assert wire.transport is not None
             empty = b"" if method == "GET" else b"content-length: 0\r\n"
-            wire.transport.write(_HEADS[method] + path.encode("ascii") + _HOST + empty + b"\r\n")
+            wire.transport.write(_HEADS[method] + path.encode("ascii") + _host() + empty + b"\r\n")
             await wire.head(deadline)
             if not 200 <= wire.status < 300:
                 problem = bytearray()

@@ -28,6 +28,8 @@ class Operation:
     context_id: str | None
     asks_as: str = ""
     """Under which name a person is asked, when neither the context nor the sandbox is what an approval is for."""
+    runs_in: str = ""
+    """Which very sandbox it is dispatched to, by requests to its supervisor alone; empty for what goes other ways."""
 
 
 @dataclass(frozen=True, slots=True)

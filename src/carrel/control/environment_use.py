@@ -59,8 +59,8 @@ class EnvironmentUse:
         if request.template:
             return await self._packages.info(box, say)
         request = await self._here(request, box.record)
-        asker = Asker.of(box.record)
-        known = None if request.env is None else self._environments.find(request.env)
+        asker, holder = Asker.of(box.record), box.record.context_id or box.record.id
+        known = None if request.env is None else self._environments.find(request.env, holder)
         # One that is named may have been built under another policy: all that it holds is decided.
         named = request.requirements or () if known is None else [each["name"] for each in known.packages]
         asked = requirements_of(named)
@@ -68,7 +68,9 @@ class EnvironmentUse:
 
         async def find() -> EnvironmentRecord:
             if known is not None:
-                return self._environments.find(known.name)  # by now its label may be on another
+                return self._environments.known(known.name) or self._environments.find(
+                    known.name
+                )  # its label may have moved
             wanted = EnvironmentRequest(
                 requirements=request.requirements or [], python=request.python, index=request.index
             )
@@ -78,7 +80,7 @@ class EnvironmentUse:
         async with door("attach_env", arguments, actor, record.id, record.context_id, kind="shell"):
             box.in_flight += 1  # a sandbox that waits for its environment is not idle
             try:
-                found = await self._environments.hold(find, record.context_id or record.id)
+                found = await self._environments.hold(find, holder)
                 info = self._environments.info(found)
                 if request.venv:
                     await self._base(record.id, info.path)
@@ -106,11 +108,12 @@ class EnvironmentUse:
 
     async def _here(self, request: EnvironmentAttach, record: SessionRecord) -> EnvironmentAttach:
         """A request by a name that the session has on another server and nobody has here, as what it asks for."""
+        holder = record.context_id or record.id
         try:
             if request.env is not None:
-                self._environments.find(request.env)
+                self._environments.find(request.env, holder)
         except NotFound:
-            found = await self._environments.had_elsewhere(request.env or "", record.context_id or record.id)
+            found = await self._environments.had_elsewhere(request.env or "", holder)
             if found is None:
                 raise
             return EnvironmentAttach(requirements=found.requirements, python=found.python, venv=request.venv)

@@ -1,7 +1,8 @@
 """Environments: sets of Python packages that are built and kept once, and seen by every sandbox that knows their name.
 
-One resolution for a request and one build for a lock, however many ask. What is in use is never removed: an environment
-is held by a context, or by an ephemeral session, from when it is attached until the session is terminated.
+A name is told to nobody but those whose contexts have the environment, or built it; what has a label is for everybody,
+by that. One resolution for a request and one build for a lock, however many ask. What is in use is never removed: an
+environment is held by a context, or by an ephemeral session, from when it is attached until the session is terminated.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 from carrel.config import EnvironmentSettings
+from carrel.control.caller import caller
 from carrel.control.environment_builds import Builder
 from carrel.control.environment_terms import Asker, Lock, Wanted, interpreter_of, name_of, requirements_of, wanted
 from carrel.egress.index.host import host_index
@@ -42,6 +44,8 @@ LOOKED_S = 10.0
 PARALLEL = 4
 MOST_SAID = 1000
 DAY_S = 86_400.0
+EPHEMERAL = "eph-"
+"""What the id of an ephemeral session begins with, which is nobody's context."""
 
 Clean = Callable[[str | None, str], Awaitable[str]]
 """A text as it may be shown in a context, or in an ephemeral sandbox."""
@@ -127,11 +131,15 @@ class Environments:
 
     # finding
 
-    def find(self, name: str) -> EnvironmentRecord:
-        """An environment by its name or a label; `NotFound`."""
+    def find(self, name: str, holder: str | None = None) -> EnvironmentRecord:
+        """An environment by its name or a label; `NotFound` also for one that is out of the reach of who asks, unless
+        `holder` has it.
+        """
         found = self._known.get(name)
         if found is None:
             found = next((each for each in self._known.values() if name in each.labels), None)
+        elif not self._visible(found) and holder not in self._holders.get(name, ()):
+            found = None
         if found is None:
             raise NotFound(f"there is no environment '{name[:64]}'", field="env", hint="`carrel envs` shows them")
         return found
@@ -152,16 +160,30 @@ class Environments:
         return self._known.values()
 
     async def list(self) -> EnvironmentList:
-        """Every environment, the last used first."""
+        """Every environment that who asks may use, the last used first."""
         self._holders = await self._store.held()
-        found = sorted(self._known.values(), key=lambda each: (-each.last_used_at, each.name))
+        found = sorted(filter(self._visible, self._known.values()), key=lambda each: (-each.last_used_at, each.name))
         return EnvironmentList(items=[self.info(each) for each in found])
 
+    def _visible(self, record: EnvironmentRecord) -> bool:
+        return bool(record.labels) or self._reached(record)
+
+    def _reached(self, record: EnvironmentRecord) -> bool:
+        """Whether a context that has an environment, or built it, is within the reach of who asks."""
+        reaches = caller.get().identity.reaches
+        if reaches(None):
+            return True
+        holders = {each for each in self._holders.get(record.name, ()) if not each.startswith(EPHEMERAL)}
+        return any(map(reaches, holders if record.built_by is None else {record.built_by, *holders}))
+
     def info(self, record: EnvironmentRecord) -> EnvironmentInfo:
-        """As the API shows it."""
+        """As the API shows it to who asks. The name would be enough to run it in any sandbox, whatever its policy: one
+        that is only known by a label is shown by that until it was attached.
+        """
+        told, by = self._reached(record) or not record.labels, record.built_by
         return EnvironmentInfo(
-            name=record.name,
-            path=f"{ENVIRONMENTS}/{record.name}",
+            name=record.name if told else record.labels[0],
+            path=f"{ENVIRONMENTS}/{record.name}" if told else "",
             hash=record.hash,
             labels=record.labels,
             python=record.python,
@@ -171,7 +193,7 @@ class Environments:
             size=record.size,
             created_at=datetime.fromtimestamp(record.created_at, UTC),
             last_used_at=datetime.fromtimestamp(record.last_used_at, UTC),
-            built_by=record.built_by,
+            built_by=by if by is not None and caller.get().identity.reaches(by) else None,
             in_use=bool(self._holders.get(record.name)),
         )
 
@@ -330,7 +352,7 @@ class Environments:
 
     async def release(self, name: str, holder: str) -> None:
         """Let go of an environment; it can still be used there while it lasts."""
-        record = self.find(name)
+        record = self.find(name, holder)
         if not await self._store.release(holder, record.name):
             raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
         self._holders.get(record.name, set()).discard(holder)
@@ -338,6 +360,15 @@ class Environments:
     async def forked(self, origin: str, context_id: str) -> None:
         """A fork holds what its origin does: its own virtual environment may sit on top of it."""
         await self._store.copy_uses(origin, context_id)
+        for holders in self._holders.values():
+            if origin in holders:
+                holders.add(context_id)
+
+    async def unforked(self, context_id: str) -> None:
+        """A fork could not be made: it holds nothing."""
+        for name in await self._store.holds(context_id):
+            await self._store.release(context_id, name)
+            self._holders.get(name, set()).discard(context_id)
 
     async def label(self, record: EnvironmentRecord, label: str) -> EnvironmentRecord:
         """Call an environment by a label, which is taken off any other. Whoever gives it one is about to use it."""

@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 
 from carrel.audit import AuditLog
 from carrel.audit.records import Ending, Entry, chain_of
-from carrel.control.approvals import Approvals
+from carrel.control.approvals import Approvals, Leave
 from carrel.control.caller import caller
+from carrel.control.connection import run
 from carrel.control.door import SELF, Decision, Operation, Traffic, refusal
 from carrel.control.policies import Policies
 from carrel.errors import Denied
@@ -48,32 +49,41 @@ class Governor:
             return
         began = time.monotonic()
         decision = await self._policies.decide(operation, self._place(operation.sandbox_id))
-        approval: str | None = None
+        leave: Leave | None = None
         if decision.verdict == "ask":
             try:
-                approval = await self._approvals.settle(operation, decision)
+                leave = await self._approvals.leave(operation, decision)
             except Denied as error:
                 await self._refused(operation, decision, error, began)
                 raise
-            now = await self._policies.decide(operation, self._place(operation.sandbox_id))
-            if now.verdict == "deny":  # since it was asked for: no approval is worth more than a rule
-                decision = now
-        if decision.verdict == "deny":
-            refused = refusal(operation, decision)
-            await self._refused(operation, decision, refused, began)
-            raise refused
-        ticket = await self._audit.begin(await self._entry(operation, decision, approval))
-        outcome = OK
+        dispatched = False
         try:
-            yield traffic
-        except BaseException as error:
-            outcome = outcome_of(error)
-            if isinstance(error, asyncio.CancelledError):
-                log.debug("%s was broken off by its caller", operation.name)
-            raise
+            if leave is not None:
+                now = await self._policies.decide(operation, self._place(operation.sandbox_id))
+                if now.verdict == "deny":  # since it was asked for: no approval is worth more than a rule
+                    decision = now
+            if decision.verdict == "deny":
+                refused = refusal(operation, decision)
+                await self._refused(operation, decision, refused, began)
+                raise refused
+            ticket = await self._audit.begin(await self._entry(operation, decision, leave.approval if leave else None))
+            dispatched, outcome, outer = True, OK, run.get()
+            if leave is not None and leave.run is not None:
+                run.set(leave.run)  # whatever is asked of a sandbox from now on is part of it
+            try:
+                yield traffic
+            except BaseException as error:
+                outcome = outcome_of(error)
+                if isinstance(error, asyncio.CancelledError):
+                    log.debug("%s was broken off by its caller", operation.name)
+                raise
+            finally:
+                run.set(outer)
+                took_ms = (time.monotonic() - began) * 1000
+                ticket.end(Ending(outcome, took_ms, traffic.bytes_in, traffic.bytes_out))
         finally:
-            took_ms = (time.monotonic() - began) * 1000
-            ticket.end(Ending(outcome, took_ms, traffic.bytes_in, traffic.bytes_out))
+            if leave is not None:
+                await self._approvals.ended(leave, used=dispatched)
 
     async def _refused(self, operation: Operation, decision: Decision, error: Denied, began: float) -> None:
         shown = await self._redact(operation.context_id or operation.sandbox_id or None, {"reason": error.detail})

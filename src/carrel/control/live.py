@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal
+
+from blake3 import blake3
 
 from carrel.control.connection import SupervisorConnection
 from carrel.errors import PlatformError
@@ -29,6 +32,7 @@ class LiveSandbox:
         "handle",
         "has_secrets",
         "in_flight",
+        "instance",
         "last_activity",
         "leased_until",
         "masks",
@@ -51,6 +55,8 @@ class LiveSandbox:
         self.provider = provider
         self.handle = handle
         self.workspace = workspace
+        self.instance = blake3(json.dumps(handle, sort_keys=True).encode()).hexdigest()[:32]
+        """The name of this very sandbox: the next one of the session has another."""
         self.connection = SupervisorConnection(str(handle["socket"]))
         self.last_activity = record.last_activity_at
         self.asks_as = ""

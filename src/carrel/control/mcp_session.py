@@ -23,6 +23,7 @@ from mcp.shared.dispatcher import ProgressFnT
 from mcp.shared.message import SessionMessage
 from pydantic import BaseModel, ValidationError
 
+from carrel.control.mcp_long_lines import StandIn
 from carrel.control.mcp_terms import Json, NoAnswer, Refused, catalogue, sane, told_by, words
 from carrel.control.mcp_wire import failed
 from carrel.errors import CarrelError, LimitExceeded
@@ -288,22 +289,23 @@ class Conversation(Speaker):
 
     def _taken(self, line: bytes) -> SessionMessage | None:
         """A message that is to be heard; None for what nobody asked for. Raises when there is too much of that."""
+        size = line.size if isinstance(line, StandIn) else len(line)
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            self._count(len(line), nonsense=True)
+            self._count(size, nonsense=True)
             return None
         if not sane(value):
             raise failed(self.server, "sent a message that is nested too deeply or has too many parts")
         if not self._expected(value):
-            self._count(len(line))
+            self._count(size)
             return None
         try:
             return SessionMessage(types.jsonrpc_message_adapter.validate_python(value, by_name=False))
         except (ValidationError, RecursionError):
-            self._count(len(line), nonsense=True)
+            self._count(size, nonsense=True)
             return None
 
     def _expected(self, value: Json) -> bool:

@@ -13,15 +13,19 @@ from pydantic import Field
 
 from carrel.control.connection import Download, Json, SupervisorConnection
 from carrel.control.exchange import SMALL, check, json_object, query_of
+from carrel.control.mcp_long_lines import LongLine
 from carrel.errors import Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
 from carrel.models import Answer, McpLog, McpState
 
 MOST_LINE = 4 * 1024 * 1024
 """The longest message that is taken from a server."""
+MOST_PASSED = 16 * 1024 * 1024
+"""The longest that a supervisor lets through. Whoever waits for one between the two is told that it is too long."""
 START_S = 60.0
 SEND_S = 45.0
 SHORT = 30.0
 LONGEST_REASON = 500
+TOO_LONG = f"sent a message of more than {MOST_LINE // (1024 * 1024)} MB"
 _HEADER = 5
 _END, _MESSAGE, _OPENED = 0, 1, 2
 
@@ -78,7 +82,9 @@ class Wire:
         return cls(connection, path, stream)
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """The messages, one after the other. When they end, `ended` says why."""
+        """The messages, one after the other; in the place of an answer that is too long, a `StandIn`. When they end,
+        `ended` says why.
+        """
         try:
             async for body in self._messages():
                 yield body
@@ -88,13 +94,27 @@ class Wire:
 
     async def _messages(self) -> AsyncIterator[bytes]:
         held = bytearray()
+        long: LongLine | None = None
         async for data in self._stream:
             held += data
             start = 0
-            while len(held) - start >= _HEADER:
+            while long is not None or len(held) - start >= _HEADER:
+                if long is not None:
+                    start += long.feed(held[start:])
+                    if long.left:
+                        break
+                    stand_in, long = long.stand_in(MOST_LINE), None
+                    if stand_in is None:
+                        self.ended = TOO_LONG
+                        return
+                    yield stand_in
+                    continue
                 kind, size = held[start], int.from_bytes(held[start + 1 : start + _HEADER], "big")
+                if kind == _MESSAGE and MOST_LINE < size <= MOST_PASSED:
+                    long, start = LongLine(size), start + _HEADER
+                    continue
                 if size > MOST_LINE or kind not in {_END, _MESSAGE, _OPENED}:
-                    self.ended = f"sent a message of more than {MOST_LINE // (1024 * 1024)} MB"
+                    self.ended = TOO_LONG
                     return
                 stop = start + _HEADER + size
                 if len(held) < stop:

@@ -99,7 +99,9 @@ class Operations:
         box = await self._sessions.find(name)
         require_open(box, actor)
         record = box.record
-        operation = Operation(kind, operation_name, arguments, actor, record.id, record.context_id, box.asks_as)
+        operation = Operation(
+            kind, operation_name, arguments, actor, record.id, record.context_id, box.asks_as, box.instance
+        )
         async with self._admitted(operation) as traffic:
             box.in_flight += 1
             if actor != SELF:  # upkeep is no activity of the agent
@@ -148,7 +150,7 @@ class Operations:
         if variables := await self._sessions.new_variables(request):
             arguments["env"] = variables
         async with self.session_door("deploy_or_resume", arguments, actor, "", request.context_id):
-            return await self._sessions.deploy_or_resume(request, idempotency_key)
+            return await self._sessions.deploy_or_resume(request, caller.get().own(idempotency_key))
 
     async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
         """End a session for good."""

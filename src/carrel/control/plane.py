@@ -20,7 +20,7 @@ from carrel.control.environment_use import EnvironmentUse
 from carrel.control.environments import Environments
 from carrel.control.filespaces import Filespaces
 from carrel.control.governor import Governor
-from carrel.control.janitor import Janitor
+from carrel.control.janitor import EXPIRE_EVERY, Janitor
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.masking import masks_of
@@ -37,10 +37,11 @@ from carrel.control.ownership import Ownership
 from carrel.control.policies import Policies
 from carrel.control.recovery import Recovered, recover
 from carrel.control.router import Router
+from carrel.control.runs import settle_runs
 from carrel.control.secrets import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets import Secrets
 from carrel.control.sessions import Sessions
-from carrel.control.snapshots import Snapshots
+from carrel.control.snapshots import Snapshots, Undo
 from carrel.control.template_packages import TemplatePackages
 from carrel.control.templates import Templates
 from carrel.control.webhooks import Webhook
@@ -136,14 +137,16 @@ class ControlPlane:
         self.sessions.make_by(self.templates.prepare)
         self.sessions.govern_with(self.policies.fit, self._masks)
         self.sessions.network_with(self._network, self._trusting)
-        self.approvals = Approvals(ApprovalStore(database), ttl_s=settings.approvals.ttl_s)
+        approvals = settings.approvals
+        self._asked = ApprovalStore(database)
+        self.approvals = Approvals(self._asked, ttl_s=approvals.ttl_s, keep_days=approvals.keep_days, node=self.node)
         self.approvals.rules = self.policies
         self.approvals.redact = self.secrets.clean
         self._webhook: Webhook | None = None
-        if settings.approvals.webhook is not None:
-            secret = settings.approvals.webhook_secret
+        if approvals.webhook is not None:
+            secret = approvals.webhook_secret
             key_bytes = b"" if secret is None else secret.get_secret_value().encode()
-            self._webhook = Webhook(settings.approvals.webhook.get_secret_value(), key_bytes)
+            self._webhook = Webhook(approvals.webhook.get_secret_value(), key_bytes)
             self.approvals.on_created = self._webhook.tell
         self.audit = AuditLog(AuditStore(database), key, self.node, strict=settings.audit.strict)
         governor = Governor(
@@ -253,6 +256,7 @@ class ControlPlane:
         self.janitor.also(self.secrets.forget_former, FORGET_EVERY_S)
         self.janitor.also(self.secrets.catch_up, SECRETS_FRESH_S)
         self.janitor.also(self.environments.evict, EVICT_EVERY_S)
+        self.janitor.also(self.approvals.prune, EXPIRE_EVERY)
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod
@@ -306,6 +310,7 @@ class ControlPlane:
                 log.warning("the server ended before this did: %s", left)
             await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
             plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
+            await settle_runs(plane._asked, plane.sessions.live(), plane.audit, plane.node)
             await plane._mcp_discovery.open()
             await plane.environments.open()
             await plane.router.open()
@@ -374,10 +379,21 @@ class ControlPlane:
             return None
         return masks_of(await self.policies.of_record(record), whose(record))
 
-    async def _forking(self, origin: str, context_id: str) -> None:
-        await self.policies.copy(origin, context_id)
-        await self.environments.forked(origin, context_id)
-        await self.mcp.forked(origin, context_id)
+    async def _forking(self, origin: str, context_id: str) -> Undo:
+        undo_policy = await self.policies.copy(origin, context_id)
+
+        async def undo() -> None:
+            await self.mcp.forget(context_id)
+            await self.environments.unforked(context_id)
+            await undo_policy()
+
+        try:
+            await self.environments.forked(origin, context_id)
+            await self.mcp.forked(origin, context_id)
+        except BaseException:
+            await undo()
+            raise
+        return undo
 
     async def _adopt_chain(self, record: SessionRecord) -> None:
         """What the server before left open in the audit log of a context is closed, and told."""

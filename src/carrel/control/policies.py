@@ -262,9 +262,9 @@ class Policies:
         self._forget(context_id)
         await self.on_changed(context_id)
 
-    async def copy(self, origin: str, context_id: str) -> None:
+    async def copy(self, origin: str, context_id: str) -> Callable[[], Awaitable[None]]:
         """Give a fork the policy of its origin. A context may have one from before it was deleted: only who administers
-        may replace that, else a fork would be the way to other rules.
+        may replace that, else a fork would be the way to other rules. What is returned takes it back.
         """
         record, own = await self._store.get(origin), await self._store.get(context_id)
         given, has = ((each.settings, each.sources) if each else (None, None) for each in (record, own))
@@ -274,10 +274,24 @@ class Policies:
                 field="context_id",
                 hint="fork to a new context, or let the policy be deleted first",
             )
+        put = 0
         if record is not None and has != given:
             at, version = time.time(), 0 if own is None else own.version
-            await self._store.put(context_id, *given, by=record.updated_by, at=at, expected=version)
+            put = await self._store.put(context_id, *given, by=record.updated_by, at=at, expected=version)
             self._forget(context_id)
+
+        async def undo() -> None:
+            now = await self._store.get(context_id)
+            if now is None or now.version != put:
+                return  # nothing was put, or it was changed meanwhile
+            if own is None:
+                await self._store.delete(context_id)
+            else:
+                by, at = own.updated_by, time.time()
+                await self._store.put(context_id, own.settings, own.sources, by=by, at=at, expected=put)
+            self._forget(context_id)
+
+        return undo
 
     async def check_rule(self, context_id: str, rule: str) -> None:
         """Refuse a rule that cannot be read or would defeat the policy."""
@@ -313,9 +327,7 @@ class Policies:
     def _info(self, context_id: str, record: PolicyRecord | None, layer: Layer | None) -> PolicyInfo:
         policy = self._compile(context_id, layer, record)
         told = [(each.source, each.rule, each.text) for each in policy.warnings]
-        told += [
-            (each.source, each.text, f"programs inside are not held by it: {why}") for each, why in unmasked(policy)
-        ]
+        told += [(each.source, each.text, words) for each, words in unmasked(policy)]
         return PolicyInfo(
             context_id=context_id,
             settings=None if record is None or record.settings is None else dict(record.settings),

@@ -26,7 +26,7 @@ Current = Callable[[], Awaitable[Redactor]]
 """What takes out the secrets there are now: they may change while an output is read."""
 
 LARGE = 32 * 1024
-"""What has more bytes is looked through beside the event loop: text that is made for it takes seconds a megabyte."""
+"""What has more bytes is looked through beside the event loop: text that is made for it takes long."""
 _BESIDE = ThreadPoolExecutor(8, thread_name_prefix="carrel-redact")
 
 QUIET_S = 0.05
@@ -106,8 +106,9 @@ class OutputRedactor:
     def _settle(self, name: str) -> list[Chunk]:
         """Take what is held as the end of its stream, and go on with what waited for it."""
         given: list[Chunk] = []
-        self._give(name, self._streams[name].finish(), given)
-        self._streams[name] = self._redactor.stream()
+        ended = self._streams[name]
+        self._give(name, ended.finish(), given)
+        self._streams[name] = self._redactor.stream(effort=ended.effort)
         self._positions[name] = 0
         self._holder = None
         self._drain(given)

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 from carrel.config import RouterSettings
+from carrel.control.bundles import Large, contents
 from carrel.control.caller import caller
 from carrel.control.door import SELF
 from carrel.control.live import LiveSandbox
@@ -245,17 +246,14 @@ class Router:
         """The contents of what a call produced, as far as it may be read and there is room."""
         files: dict[str, str] = {}
         left = MOST_RETURNED
-        for name in names:
-            content = bytearray()
-            try:
-                async with aclosing(self._operations.read_file(id, name, length=left + 1)) as stream:  # type: ignore[type-var]
-                    async for part in stream:
-                        content += part if isinstance(part, bytes) else b""
-            except CarrelError:
-                continue
-            if len(content) <= left:
-                files[name] = b64encode(content).decode()
-                left -= len(content)
+        async with aclosing(contents(self._operations, id, names)) as found:
+            async for name, each in found:
+                if isinstance(each, CarrelError) or (len(each) if isinstance(each, bytes) else each.size) > left:
+                    continue
+                content = each if isinstance(each, bytes) else await _whole(each)
+                if content is not None:
+                    files[name] = b64encode(content).decode()
+                    left -= len(content)
         return files
 
     async def _started(self, place: Place, info: SandboxInfo) -> None:
@@ -380,3 +378,11 @@ class Router:
     def _measure(self) -> None:
         idle = self.table.idle
         self._metrics.router(self.table.waiting, len(self.table.places) - idle, idle, self.table.memory_bytes)
+
+
+async def _whole(file: Large) -> bytes | None:
+    """What a file has, or None when it cannot be read to its end."""
+    try:
+        return b"".join([piece async for piece in file.stream if isinstance(piece, bytes)])
+    except CarrelError:
+        return None

@@ -176,7 +176,7 @@ class Sessions:
         """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
         if idempotency_key is None:
             return await self._deploy(request, None)
-        async with self._lock(f"key {idempotency_key}"):
+        async with self.lock(f"key {idempotency_key}"):
             made = await self._store.of_key(idempotency_key)
             if made is None:
                 return await self._deploy(request, idempotency_key)
@@ -204,7 +204,7 @@ class Sessions:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
         if request.context_id is None:
             return await self._starting.start(request, None, None, key), True
-        async with self._lock(f"context {request.context_id}"):
+        async with self.lock(f"context {request.context_id}"):
             box = self._live.find(request.context_id)
             if box is not None:
                 if await box.provider.alive(box.handle):
@@ -454,10 +454,11 @@ class Sessions:
         return record
 
     def _own_lock(self, record: SessionRecord) -> AbstractAsyncContextManager[None]:
-        return self._lock(f"context {record.context_id}" if record.context_id else f"id {record.id}")
+        return self.lock(f"context {record.context_id}" if record.context_id else f"id {record.id}")
 
     @asynccontextmanager
-    async def _lock(self, key: str) -> AsyncIterator[None]:
+    async def lock(self, key: str) -> AsyncIterator[None]:
+        """Only one at a time has it on this server; `context …`, `id …` and `key …` are taken by what is done here."""
         lock = self._locks.get(key)
         if lock is None:
             lock = self._locks[key] = asyncio.Lock()

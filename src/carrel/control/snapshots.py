@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from carrel.control.caller import caller
@@ -22,6 +23,8 @@ from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 
 MOST_CHANGES = 10_000
 
+Undo = Callable[[], Awaitable[None]]
+
 
 class Snapshots:
     """The snapshots of every context of this server."""
@@ -31,8 +34,8 @@ class Snapshots:
         self._operations = operations
         self._store = store
         self._workspaces = workspaces
-        self.on_fork: Callable[[str, str], Awaitable[None]] = _nothing
-        """Called before a fork is made, with the context it comes from and its own."""
+        self.on_fork: Callable[[str, str], Awaitable[Undo]] = _nothing
+        """Called before a fork is made, with the context it comes from and its own; gives what takes it back."""
 
     async def take(self, name: str, actor: str = "") -> SnapshotInfo:
         """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
@@ -78,21 +81,34 @@ class Snapshots:
             if snapshot_id is None:
                 self._sessions.require_here(record)
                 snapshot_id = (await self._take(record, "fork")).id
-            async with self._workspaces.keeping.using(snapshot_id):
+            async with self._sessions.lock(f"fork {context_id}"), self._workspaces.keeping.using(snapshot_id):
                 snapshot = await self._ready(snapshot_id, context)
                 await self._sessions.require_unused(context_id)
-                await self.on_fork(context, context_id)
-                await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
-            request = SandboxRequest(
-                context_id=context_id, provider=record.provider, trust=record.trust, network=record.network,
-                limits=record.limits, env=dict(record.env), labels=dict(record.labels), filespace=record.filespace,
-                template=record.template,
-            )  # fmt: skip
-            try:
-                return (await self._sessions.deploy_or_resume(request))[0]
-            except BaseException:
-                await self._sessions.forget(context_id)
-                raise
+                undo = await self.on_fork(context, context_id)
+                try:
+                    return await self._fork(snapshot, record, context_id)
+                except BaseException:
+                    if not any(box.record.context_id == context_id for box in self._sessions.live()):
+                        await self._unmake(context_id)
+                        await undo()
+                    raise
+
+    async def _fork(self, snapshot: SnapshotRecord, record: SessionRecord, context_id: str) -> SandboxInfo:
+        await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
+        request = SandboxRequest(
+            context_id=context_id, provider=record.provider, trust=record.trust, network=record.network,
+            limits=record.limits, env=dict(record.env), labels=dict(record.labels), filespace=record.filespace,
+            template=record.template,
+        )  # fmt: skip
+        return (await self._sessions.deploy_or_resume(request))[0]
+
+    async def _unmake(self, context_id: str) -> None:
+        """Leave nothing of a fork that failed but the record of its end. What others gave its context before it was
+        made, such as secrets, is not the fork's.
+        """
+        with suppress(NotFound):
+            await self._sessions.terminate(context_id, "the fork could not be made", snapshot=False)
+        await self._workspaces.forget(context_id)
 
     async def diff(self, name: str, before: str, after: str, actor: str = "") -> FileChanges:
         """What leads from one snapshot to the other."""
@@ -189,5 +205,8 @@ def _info(record: SnapshotRecord) -> SnapshotInfo:
     )
 
 
-async def _nothing(_origin: str, _context: str) -> None:
-    return
+async def _nothing(_origin: str, _context: str) -> Undo:
+    async def undo() -> None:
+        return
+
+    return undo

@@ -19,7 +19,7 @@ from carrel.egress import answers, heads, hello, socks
 from carrel.egress.budget import Meter
 from carrel.egress.passage import Passage
 from carrel.egress.plain import HEAD_S, Plain, Way, authority
-from carrel.egress.sockets import Ended, farewell, look, send, take
+from carrel.egress.sockets import Ended, farewell, look, prepare, send, take
 from carrel.egress.terms import Access, Refused, Target
 from carrel.egress.tunnel import copy, tunnel
 
@@ -54,6 +54,8 @@ class Gateway:
         # Who connects speaks first: a connection is worth nothing before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HEAD_S))
         self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        prepare()
         self._passage = passage
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = False
@@ -66,7 +68,7 @@ class Gateway:
         """Take connections from now on."""
         if not self._accepting and not self._closed:
             self._accepting = True
-            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+            self._loop.add_reader(self._listener.fileno(), self._accept)
 
     async def drain(self, seconds: float) -> None:
         """Take no more connections, and give those that run so much time. Then all are ended."""
@@ -91,7 +93,7 @@ class Gateway:
             self._retry = None
         if self._accepting:
             self._accepting = False
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._loop.remove_reader(self._listener.fileno())
 
     # connections
 
@@ -99,7 +101,7 @@ class Gateway:
         """Take the connections that wait. One at a time while they come one by one; when they come faster than they
         end, more and more at once, or the socket's queue would run over.
         """
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         self._at_once = min(_AT_ONCE, self._at_once * 2) if self._tasks and now - self._last < _CLOSE_S else 1
         self._last = now
         for _ in range(self._at_once):
@@ -110,7 +112,6 @@ class Gateway:
         if len(self._tasks) >= self._passage.budget.connections + _BEYOND:
             self._pause()  # goes on when one has ended
             return False
-        loop = asyncio.get_running_loop()
         try:
             client, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -119,9 +120,9 @@ class Gateway:
             self._pause()
             log.warning("sandbox %s: no connection can be taken: %s", self._passage.plan.sandbox, error)
             if error.errno in _SCARCE:
-                self._retry = loop.call_later(_PAUSE_S, self.start)
+                self._retry = self._loop.call_later(_PAUSE_S, self.start)
             return False
-        task = loop.create_task(self._serve(client))
+        task = self._loop.create_task(self._serve(client))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return True

@@ -140,9 +140,9 @@ def read_request(data: bytes) -> Request:
     head = _parse(data, httptools.HttpRequestParser, "request")
     length, chunked = _framing(head, minor=int(line[3]), what="request")
     found = Request(int(line[3]), tuple(head.headers), head.fields, length, chunked, method, target)
-    if found.all(b"expect") and found.words(b"expect") != {b"100-continue"}:
+    if b"expect" in head.fields and found.words(b"expect") != {b"100-continue"}:
         raise Refused("nothing but 100-continue can be expected", code="bad_request", status=417)
-    hosts = len(found.all(b"host"))
+    hosts = len(head.fields.get(b"host", ()))
     if hosts > 1 or (hosts == 0 and found.minor == 1 and method != "CONNECT"):
         _bad("the request must have one Host header")
     if method == "CONNECT" and (found.chunked or found.length):
@@ -207,7 +207,7 @@ def write_request(method: str, target: str, host: str, headers: Iterable[Header]
         lines.append(b"Transfer-Encoding: chunked\r\n")
     elif request.length is not None:
         lines.append(b"Content-Length: %d\r\n" % request.length)
-    if request.all(b"expect"):
+    if b"expect" in request.fields:
         lines.append(b"Expect: 100-continue\r\n")
     return b"".join(lines) + b"\r\n"
 

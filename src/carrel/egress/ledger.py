@@ -26,25 +26,22 @@ _MOST_TEXT = 200
 """A batch of the longest items fits into one message of the channel."""
 
 
-def _short(text: str | None) -> str | None:
-    return None if text is None else text[:_MOST_TEXT]
-
-
 def item_of(access: Access) -> Item:
     """An access as it is told."""
-    target, said = access.target, access.said
+    target, said, method, path = access.target, access.said, access.method, access.path
+    rule, source = said.rule, said.source
     return {
         "number": access.number,
         "sandbox": access.sandbox,
         "protocol": access.protocol,
         "host": None if target is None else target.host[:_MOST_TEXT],
         "port": None if target is None else target.port,
-        "method": _short(access.method),
-        "path": _short(access.path),
+        "method": method and method[:_MOST_TEXT],
+        "path": path and path[:_MOST_TEXT],
         "verdict": said.verdict,
-        "rule": _short(said.rule),
-        "source": _short(said.source),
-        "reason": _short(said.reason),
+        "rule": rule and rule[:_MOST_TEXT],
+        "source": source and source[:_MOST_TEXT],
+        "reason": said.reason[:_MOST_TEXT],
         "approval": said.approval,
         "address": access.address,
         "upstream": access.upstream,
@@ -94,7 +91,7 @@ class Ledger:
 
     def opened(self, access: Access) -> None:
         """See `terms.Report`."""
-        if len(self) >= self._most:
+        if len(self._new) + self._unwritten >= self._most:
             raise _unwritable()
         access.number = next(self._numbers)
         if access.ended is not None:

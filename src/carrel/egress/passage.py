@@ -237,16 +237,18 @@ class Passage:
     async def _decide(self, access: Access, target: Target) -> Sequence[Address]:
         """The addresses to dial, every one of them checked. Notes in the access what was said."""
         rules = self.rules
-        said = self._said(target)
-        await self._consent(access, target, said)
+        said = access.said = self._said(target)
+        if said.verdict != "allow":
+            await self._consent(access, target, said)
         asked = said.verdict == "ask"
-        found = await self._look_up(target)
+        found = (target.literal,) if target.literal is not None else await self._look_up(target)
         if found is None:
             return ()
         if not found:
             raise Refused(f"{target.host} has no address", code="unreachable", status=502)
         for address in found:
-            self._check_own(access, target, address)
+            if target.port == self._own_port:
+                self._check_own(access, target, address)
             said = self._said(target, address)
             if said.verdict == "deny" or (said.verdict == "ask" and not asked):
                 await self._consent(access, target, said)
@@ -256,9 +258,7 @@ class Passage:
         return found
 
     async def _look_up(self, target: Target) -> Sequence[Address] | None:
-        """The addresses of a target; None where an upstream proxy looks names up, and the operator relies on it."""
-        if target.literal is not None:
-            return (target.literal,)
+        """The addresses of a name; None where an upstream proxy looks names up, and the operator relies on it."""
         if self.plan.upstreams and all(each.remote_names for each in self.plan.upstreams):
             return None
         return await self._resolve(target.host)
@@ -271,9 +271,9 @@ class Passage:
             raise Refused.by(access.said)
 
     def _check_own(self, access: Access, target: Target, address: Address) -> None:
-        """The proxy is no target of its own: with one request, a sandbox could use up all it has."""
-        if target.port != self._own_port:
-            return
+        """The proxy is no target of its own: with one request, a sandbox could use up all it has. For the targets with
+        its port.
+        """
         meant = addresses.plain(address)
         if meant.is_loopback or meant.is_unspecified:
             hint = "connect to loopback directly, without the proxy"

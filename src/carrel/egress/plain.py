@@ -230,7 +230,7 @@ class Plain:
     async def _relay(self, request: Request, way: Way, path: str) -> tuple[bool, bool]:
         """Send the request, pass on the answer. Whether the client's connection and the server's may be used again."""
         headers = request.forwarded()
-        if request.websocket and request.method == "GET" and not request.body:
+        if b"upgrade" in request.fields and request.websocket and request.method == "GET" and not request.body:
             headers += _UPGRADE
         host = str(way.target).removesuffix(f":{_PORT}")
         head = write_request(request.method, path, host, headers, request)

@@ -10,6 +10,8 @@ import errno
 import os
 import select
 import socket
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv6Address
@@ -26,6 +28,8 @@ _FREE_LOOKS, _PAUSE_S = 16, 0.02
 """Who sends a head byte by byte is looked at less often, or each byte would cost as much as the whole."""
 _SWEEP_S = 0.25
 """By how much a wait may be longer than its patience."""
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
+_AT_ONCE = 256
 _FIRST_LOOK = 8192
 _FAREWELL_S, _FAREWELL_BYTES = 2.0, 4 << 20
 
@@ -34,73 +38,118 @@ class Ended(ConnectionError):
     """The peer has ended before what was waited for had come."""
 
 
-class _Sweep:
-    """Ends waits whose time is over, a little late: one timer for all of them. A timer for each costs a new connection
-    more than deciding it does.
+class _Waits:
+    """Who waits for which descriptor to be readable, and until when: one epoll and one timer for all of them.
+
+    The loop's own `add_reader` makes nine system calls for a wait, this makes one; and a timer for each wait costs a
+    new connection more than deciding it does. A wait whose time is over ends a little late.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
+        self._poll = select.epoll()
+        self._known: dict[
+            int, weakref.ref[socket.socket]
+        ] = {}  # closing one takes it out of the epoll, not out of here
+        self._waiting: dict[int, asyncio.Future[None]] = {}
         self._ends: dict[asyncio.Future[None], float] = {}
-        self._running = False
+        self._sweeping = False
+        loop.add_reader(self._poll.fileno(), self._ready)
 
-    def watch(self, future: asyncio.Future[None], patience_s: float) -> None:
+    def until(self, future: asyncio.Future[None], patience_s: float) -> None:
         """End this wait after so long."""
         self._ends[future] = self.loop.time() + patience_s
-        if not self._running:
-            self._running = True
+        if not self._sweeping:
+            self._sweeping = True
             self.loop.call_later(_SWEEP_S, self._sweep)
 
     def forget(self, future: asyncio.Future[None]) -> None:
         """This wait is over."""
         self._ends.pop(future, None)
 
+    def arm(self, connection: socket.socket, descriptor: int, future: asyncio.Future[None]) -> None:
+        """Wake this wait, once, when something can be read."""
+        known = self._known.get(descriptor)
+        if known is not None and known() is connection:
+            self._poll.modify(descriptor, _ONCE)
+        else:
+            self._poll.register(descriptor, _ONCE)
+            self._known[descriptor] = weakref.ref(connection)
+        self._waiting[descriptor] = future
+
+    def disarm(self, descriptor: int, future: asyncio.Future[None]) -> None:
+        """Do not wake this wait any more."""
+        if self._waiting.get(descriptor) is future:
+            del self._waiting[descriptor], self._known[descriptor]
+            with suppress(OSError):  # it was closed, which takes it out as well
+                self._poll.unregister(descriptor)
+
+    def _ready(self) -> None:
+        for descriptor, _ in self._poll.poll(0, _AT_ONCE):
+            future = self._waiting.pop(descriptor, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+
     def _sweep(self) -> None:
         now = self.loop.time()
         for future in [future for future, ends in self._ends.items() if ends <= now]:
             if not future.done():
                 future.set_exception(TimeoutError("the peer takes too long"))
-        self._running = bool(self._ends)
-        if self._running:
+        self._sweeping = bool(self._ends)
+        if self._sweeping:
             self.loop.call_later(_SWEEP_S, self._sweep)
 
 
-_sweep: _Sweep | None = None
+class _Here(threading.local):
+    """The waits of the loop that runs in this thread. The loop holds them, and its end is theirs."""
+
+    waits: weakref.ref[_Waits] | None = None
+
+
+_here = _Here()
+
+
+def _waits_of(loop: asyncio.AbstractEventLoop) -> _Waits:
+    waits = None if _here.waits is None else _here.waits()
+    if waits is None or waits.loop is not loop:
+        waits = _Waits(loop)
+        _here.waits = weakref.ref(waits)
+    return waits
+
+
+def prepare() -> None:
+    """Make now what waiting in this loop takes, so that no wait fails later because descriptors have run out."""
+    _waits_of(asyncio.get_running_loop())
 
 
 async def readable(connection: socket.socket, patience_s: float) -> None:
-    """Wait until something can be read, be it the end. Raises `TimeoutError`."""
+    """Wait until something can be read, be it the end. One at a time waits for a socket. Raises `TimeoutError`."""
     loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     future: asyncio.Future[None] = loop.create_future()
-    sweep = _sweep_of(loop)
-    sweep.watch(future, patience_s)
-    loop.add_reader(descriptor, _wake, future)
+    waits = _waits_of(loop)
+    waits.arm(connection, descriptor, future)
+    waits.until(future, patience_s)
     try:
         await future
+    except BaseException:
+        waits.disarm(descriptor, future)
+        raise
     finally:
-        loop.remove_reader(descriptor)
-        sweep.forget(future)
+        waits.forget(future)
 
 
 async def writable(connection: socket.socket, patience_s: float) -> None:
     """Wait until something can be written. Raises `TimeoutError`."""
     loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     future: asyncio.Future[None] = loop.create_future()
-    sweep = _sweep_of(loop)
-    sweep.watch(future, patience_s)
+    waits = _waits_of(loop)
+    waits.until(future, patience_s)
     loop.add_writer(descriptor, _wake, future)
     try:
         await future
     finally:
         loop.remove_writer(descriptor)
-        sweep.forget(future)
-
-
-def _sweep_of(loop: asyncio.AbstractEventLoop) -> _Sweep:
-    global _sweep
-    if _sweep is None or _sweep.loop is not loop:
-        _sweep = _Sweep(loop)  # one of another loop goes on until its last wait is over
-    return _sweep
+        waits.forget(future)
 
 
 def _wake(future: asyncio.Future[None]) -> None:

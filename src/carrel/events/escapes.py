@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from urllib.parse import unquote_to_bytes
 
 LONGEST = 6
 """Bytes that may stand for one."""
@@ -26,8 +25,16 @@ _NAMED = {
 }
 
 
+_HEX = "0123456789abcdefABCDEF"
+_PERCENTS = {f"%{high}{low}".encode(): bytes([int(high + low, 16)]) for high in _HEX for low in _HEX}
+
+
 def _percent(unit: bytes) -> bytes:
-    return bytes.fromhex(unit[1:].decode())
+    return _PERCENTS[unit]
+
+
+def _undo_percents(data: bytes) -> bytes:
+    return _PERCENT.sub(lambda found: _PERCENTS[found[0]], data)
 
 
 def _backslash(unit: bytes) -> bytes:
@@ -74,7 +81,7 @@ class Escaping:
     undo: Callable[[bytes], bytes]
 
 
-PERCENT = Escaping(b"%", _PERCENT, _PERCENT_BEGUN, _percent, unquote_to_bytes)
+PERCENT = Escaping(b"%", _PERCENT, _PERCENT_BEGUN, _percent, _undo_percents)
 BACKSLASH = Escaping(b"\\", _BACKSLASH, _BACKSLASH_BEGUN, _backslash, _undo_backslashes)
 
 

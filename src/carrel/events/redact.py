@@ -29,6 +29,14 @@ CONTEXT = LONGEST_ESCAPE * (WRAPPED + 2)
 BLOCK = 256 * 1024
 """Bytes that are looked through at once: hostile text may have a candidate in every few of them."""
 
+LOOKS = 100_000
+"""How many candidates of a stream are compared whatever lies between them."""
+SPARSE = 16
+"""Bytes for which there may be one more. Usual text has one in thousands; text with more was made to be slow."""
+
+LONG = 128
+"""Bytes of a shape that count as another: long ones may begin in one another."""
+
 DEEPEST = 200
 """Levels of a JSON value that are looked into."""
 
@@ -37,6 +45,8 @@ RELEASED = SHORTEST - 1
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _MUTE = b"***"
+_WITHHELD = b"[withheld: %d bytes that take too long to look through for secrets]"
+_LONGEST_SHAPE = max(shape.longest for shape in SHAPES)
 _LARGEST_TABLE = 60_000  # bytes of anchors up to which the fastest automaton does not take too much memory
 _AUTHORIZATION = "Authorization: "
 
@@ -164,8 +174,8 @@ class Redactor:
                 clean[shown] = self._value(item, depth + 1)
         return clean
 
-    def stream(self, *, skip: int = 0) -> StreamRedactor:
-        """A stream of its own: feed it bytes as they come.
+    def stream(self, *, skip: int = 0, effort: Effort | None = None) -> StreamRedactor:
+        """A stream of its own: feed it bytes as they come. One that goes on from another has that one's `effort`.
 
         To go on from raw offset N (a caller that attaches again), feed from `max(0, N - lookbehind)` and give as `skip`
         what lies between. Nothing is given for the skipped bytes, and from N on what is given is what a stream from the
@@ -173,35 +183,39 @@ class Redactor:
         its middle gets nothing for the rest of it. `position` of a stream, added to where it began, is an offset to go
         on from without losing or repeating anything.
         """
-        return StreamRedactor(self, skip)
+        return StreamRedactor(self, skip, effort)
 
     # what is where
 
-    def find(self, data: bytes, floor: int, *, final: bool) -> tuple[list[Found], int]:
-        """What is to be taken out of `data` from `floor` on, in order, and the place before which that is certain.
+    def find(self, data: bytes, floor: int, *, final: bool) -> tuple[list[Found], int, int]:
+        """What is to be taken out of `data` from `floor` on, in order, the place before which that is certain, and how
+        many candidates were compared.
 
         Bytes before `floor` are only looked at. With `final` nothing more comes, and all is certain.
         """
         found: list[Found] = []
-        hold = self._look(data, floor, found, final=final, shapes=True)
+        hold, looks = self._look(data, floor, found, final=final, shapes=True)
         if self._knows:
             for escaping in (PERCENT, BACKSLASH):
                 if escaping.mark in data:
                     view = View(escaping, data)
-                    hold = min(hold, self._look_behind(view, floor, found, final=final))
+                    behind, more = self._look_behind(view, floor, found, final=final)
+                    hold, looks = min(hold, behind), looks + more
         found.sort(key=lambda each: (each[1], -each[2]))
         # What was found by a look that began before the hold but begins behind it would be forgotten.
         for began, start, _end, _label in sorted(found, reverse=True):
             if began < hold <= start:
                 hold = began
-        return found, hold
+        return found, hold, looks
 
-    def _look(self, data: bytes, floor: int, found: list[Found], *, final: bool, shapes: bool) -> int:
-        hold = len(data)
+    def _look(self, data: bytes, floor: int, found: list[Found], *, final: bool, shapes: bool) -> tuple[int, int]:
+        hold, looks = len(data), 0
         for pattern, at, _end in self._anchors(data):
             if at < floor:
                 continue
-            for candidate in self._candidates[pattern]:
+            candidates = self._candidates[pattern]
+            looks += len(candidates)
+            for candidate in candidates:
                 if isinstance(candidate, Spelling):
                     end = candidate.match(data, at, final=final)
                     if end == WAIT:
@@ -214,23 +228,24 @@ class Redactor:
                         hold = min(hold, at)
                     elif span is not None:
                         found.append((at, *span, self._labels[candidate.label]))
+                        looks += (span[1] - at) // LONG
         if not final:
-            return self._begun(data, floor, hold, shapes=shapes)
+            return self._begun(data, floor, hold, shapes=shapes), looks
         tails = range(max(floor, hold - self._reach + 1), hold)
         found += [(at, at, hold, label) for at in tails if (label := self._cuts.get(data[at:])) is not None]
-        return hold
+        return hold, looks
 
-    def _look_behind(self, view: View, floor: int, found: list[Found], *, final: bool) -> int:
+    def _look_behind(self, view: View, floor: int, found: list[Found], *, final: bool) -> tuple[int, int]:
         """The same on a text whose escapes are undone."""
         inside: list[Found] = []
-        hold = self._look(view.text, 0, inside, final=final, shapes=False)
+        hold, looks = self._look(view.text, 0, inside, final=final, shapes=False)
         for _began, start, end, label in inside:
             at = view.start(start)
             if at >= floor:
                 found.append((at, at, view.end(end), label))
         if final:
-            return view.size
-        return max(floor, view.start(hold) if hold < len(view.text) else view.stop)
+            return view.size, looks
+        return max(floor, view.start(hold) if hold < len(view.text) else view.stop), looks
 
     def _anchors(self, data: bytes) -> list[tuple[int, int, int]]:
         """Where anchors are, also those that overlap.
@@ -267,14 +282,32 @@ class Redactor:
         return hold
 
 
+class Effort:
+    """How many candidates of a stream may still be compared: some at any time, and more as bytes come."""
+
+    def __init__(self) -> None:
+        self._left = float(LOOKS)
+
+    @property
+    def spent(self) -> bool:
+        """Whether it was too much."""
+        return self._left < 0
+
+    def change(self, came: int, looks: int) -> None:
+        """So many bytes have come, and so many candidates were compared."""
+        self._left = min(LOOKS, self._left + came / SPARSE) - looks
+
+
 class StreamRedactor:
     """One stream: `feed` gives what is certain to hold no secret, `finish` the rest.
 
-    Bytes are held back only where a secret may have begun; without one they pass at once.
+    Bytes are held back only where a secret may have begun; without one they pass at once. Text that is made to be slow
+    to look through is not looked through for ever: beyond an effort that no usual text takes, words stand in its place.
     """
 
-    def __init__(self, redactor: Redactor, skip: int = 0):
+    def __init__(self, redactor: Redactor, skip: int = 0, effort: Effort | None = None):
         self._redactor = redactor
+        self.effort = effort or Effort()
         self._kept = b""
         self._floor = 0  # in `_kept`: what lies before is only there to be looked at
         self._covered = 0  # in `_kept`: up to where a secret reaches that was replaced already
@@ -298,11 +331,11 @@ class StreamRedactor:
 
     def feed(self, chunk: bytes) -> bytes:
         """What can be given now that these bytes have come."""
-        return self._take(self._kept + chunk if self._kept else bytes(chunk), final=False)
+        return self._next(chunk, final=False)
 
     def finish(self, chunk: bytes = b"") -> bytes:
         """What is left when nothing more comes, or nothing but these bytes."""
-        return self._take(self._kept + chunk if self._kept else bytes(chunk), final=True)
+        return self._next(chunk, final=True)
 
     def release(self) -> bytes:
         """For a terminal that has fallen quiet: what is held, when it is so little that it tells nothing of a secret.
@@ -316,8 +349,27 @@ class StreamRedactor:
         self._given = self._base + len(self._kept)
         return self._kept[start:]
 
+    def _next(self, chunk: bytes, *, final: bool) -> bytes:
+        data = self._kept + chunk if self._kept else bytes(chunk)
+        self.effort.change(len(chunk), 0)
+        return self._withhold(data) if self.effort.spent else self._take(data, final=final)
+
+    def _withhold(self, data: bytes) -> bytes:
+        """Words in the place of all that was not given yet. It is kept as far back as a secret may begin in it that
+        ends in what comes: that is then looked through, and taken out.
+        """
+        size = self._base + len(data) - self.position
+        behind = max(self._redactor.lookbehind, _LONGEST_SHAPE + CONTEXT)
+        cut = boundary(data, max(0, len(data) - behind))
+        self._base += cut
+        self._kept = data[cut:]
+        self._floor = self._covered = 0
+        self._given = max(self._given, self._base + len(self._kept))
+        return _WITHHELD % size if size > 0 else b""
+
     def _take(self, data: bytes, *, final: bool) -> bytes:
-        found, hold = self._redactor.find(data, self._floor, final=final)
+        found, hold, looks = self._redactor.find(data, self._floor, final=final)
+        self.effort.change(0, looks)
         pieces: list[bytes] = []
         at = max(self._floor, self._covered)
         given = self._given - self._base
@@ -328,7 +380,7 @@ class StreamRedactor:
                 continue
             if start > max(at, given):
                 pieces.append(data[max(at, given) : start])
-            if self._base + start >= self._skip:
+            if self._base + start >= self._skip and end > given:
                 pieces.append(label)
             at = end
         if hold > max(at, given):

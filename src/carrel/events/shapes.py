@@ -17,6 +17,9 @@ PENDING: Span = (-1, -1)
 CONTEXT = 16
 """Bytes before its beginning that decide whether a shape stands on its own."""
 
+CHECKED = 256
+"""Bytes of a run that `checks` look at: what is random has everything in fewer."""
+
 _WORD = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
 _LONG_WORD = _WORD | frozenset(b"_+-")
 # What ends in a letter or a digit and still is the end of something: an escape, or a change of colours.
@@ -36,7 +39,7 @@ class Shape:
 
     `alive` matches every beginning of what `form` matches, so that a token that is cut by the end of a chunk is waited
     for; it may match more. The group `token` of `form` is taken out, or all of it, if every one of `checks` finds
-    something in the group `run`. `torn` says what is taken out when `form` does not match and nothing
+    something at the beginning of the group `run`. `torn` says what is taken out when `form` does not match and nothing
     more can come. A shape must stand alone, or with `part` may be a part of a longer name.
     """
 
@@ -58,6 +61,13 @@ class Shape:
         """The bytes to take out when the shape is at `at`, where its anchor is; `PENDING` when it is not clear yet."""
         if not stands_alone(data, at, part=self.part):
             return None
+        near = at + CHECKED + CONTEXT
+        if (
+            self.longest > 4 * CHECKED
+            and near <= len(data)
+            and not all(each.search(data, at, near) for each in self.checks)
+        ):
+            return None  # a long run need not be gone through to tell
         stop = at + self.longest
         more = not final and len(data) < stop
         found = self.form.match(data, at, stop)
@@ -71,8 +81,10 @@ class Shape:
             return None
         if more and found.end() == len(data) and self.torn is None:
             return PENDING
-        if self.checks and not all(check.search(data, *found.span("run")) for check in self.checks):
-            return None
+        if self.checks:
+            begin, end = found.span("run")
+            if not all(check.search(data, begin, min(end, begin + CHECKED)) for check in self.checks):
+                return None
         return found.span("token" if "token" in found.re.groupindex else 0)
 
 

@@ -24,6 +24,7 @@ _ENCODED = re.compile(rb"[A-Za-z0-9+/_-]{%d}" % WRAPPED)
 _PLAIN_ANCHOR, _BASE64_ANCHOR, _HEX_ANCHOR = 16, 4, 6
 _LINE = 16  # the shortest line of a longer value that is a secret of its own
 _CUT = 8  # bytes of a beginning at the very end that tell too much
+_NEAR = 64  # bytes that are looked at before all that a value may take are
 _BREAKS = (b"\n", b"\r\n")
 
 
@@ -69,6 +70,10 @@ class Spelling:
                 return NO
             return WAIT if not final else len(data) if self._tells(rest) else NO
         if not data.startswith(body[: self.anchor], at) and not is_wrapped(data, at):
+            return NO
+        # Text may be made of nothing but anchors: most of what is not there is told by a few bytes more.
+        near = data[at : at + _NEAR].translate(None, b"\r\n")
+        if not near.startswith(body) and not body.startswith(near):
             return NO
         room = self.longest
         window = data[at : at + room]

@@ -2,6 +2,10 @@
 
 A mount covers a name, also that of a link itself, and nobody in the sandbox can take it off, rename or delete it. What
 is mounted lies ready in the zygote, which also finds the programs. Knows paths, not why they are denied.
+
+What must stay where it is, and the directories above what is covered, are mounted on as well, but in a view of the
+workspace that lies below the one that is seen: to the kernel such a name is busy in every view, and only a mount that
+can be seen keeps files from being moved across it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 from carrel.errors import PlatformError
 from carrel.isolation import linux, refusal, rootfs
@@ -27,6 +32,8 @@ MOST_MADE, MOST_ORDERS = 4 * MOST_COVERS, 64
 _SIZE = "size=256m,nr_inodes=32768,mode=0755"
 _NEEDED = ("/dev", "/proc", rootfs.SECRETS, "/sys", "/tmp", rootfs.HOME)
 _FILE, _DIRECTORY = "file", "directory"
+_ALL = 4096  # names: more than a path has
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -140,20 +147,39 @@ def pivot_masked(root: str, order: Order, store: str) -> None:
 
 def _put_on(order: Order, covers: int) -> None:
     """Every path is resolved in the sandbox's own root, and nothing runs yet that could change it."""
-    if order.writable is not None:
-        narrow(order.writable)
-    keep(order.readonly)  # before anything is hidden in them
-    hidden = list(islice(expand(order.hidden), MOST_COVERS + 1))
-    if len(order.programs) + len(hidden) > MOST_COVERS:
-        raise PlatformError(f"more than {MOST_COVERS} paths are to be masked")
+    places = [] if order.writable is None else _open_places(order.writable)
+    try:
+        hidden = _bounded(search(order.hidden))
+        readonly, busy = _unwritable(order.readonly)
+        pins = {above: True for path, count in hidden for above in _above(path, count)}
+        pins |= {above: True for path in (*readonly, *busy) for above in _above(path)} | busy
+        _bounded((*order.programs, *hidden, *readonly, *pins))
+        _pin(pins, covers)
+        if order.writable is not None:
+            _narrow(places)
+    finally:
+        for tree, _ in places:
+            os.close(tree)
+    for path in readonly:  # before anything is hidden in them
+        _keep(path)
     for path, cover in order.programs.items():
         _attach(covers, cover, path)
-    for path in hidden:
+    for path, _ in hidden:
         try:
             directory = stat.S_ISDIR(os.lstat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             continue  # what lies above it is covered by now
         _attach(covers, _DIRECTORY if directory else _FILE, path)
+
+
+def _bounded(paths: Iterable[Found]) -> list[Found]:
+    """All of them. Raises when they are too many to be mounted on."""
+    found = list(islice(paths, MOST_COVERS + 1))
+    if len(found) > MOST_COVERS:
+        raise PlatformError(
+            f"more than {MOST_COVERS} paths are to be masked; let rules name folders, or allow writing only elsewhere"
+        )
+    return found
 
 
 def _attach(covers: int, name: str, path: str) -> None:
@@ -169,30 +195,53 @@ def _attach(covers: int, name: str, path: str) -> None:
 # what is hidden
 
 
-def expand(patterns: Sequence[str]) -> Iterator[str]:
-    """The paths that patterns mean now. What the sandbox itself needs is passed over; what lies beside it is not.
+def expand(patterns: Sequence[str], *, further: bool = False) -> Iterator[str]:
+    """The paths that patterns mean now; `further` also looks into directories that are meant themselves."""
+    return (path for path, _ in search(patterns, further=further))
+
+
+def search(patterns: Sequence[str], *, further: bool = False) -> Iterator[tuple[str, int]]:
+    """The paths that patterns mean now, each with how many directories above it must keep their place for a pattern to
+    mean it again. What the sandbox itself needs is passed over; what lies beside it is not.
 
     No link of the workspace is followed, for it could lead anywhere: where one is on the way, it is what is meant.
     """
-    walks: dict[str, list[tuple[Part, ...]]] = {}
+    walks: dict[str, list[tuple[tuple[Part, ...], int]]] = {}
     for pattern in patterns:
         parts = split(pattern)
         fixed = next((index for index, part in enumerate(parts) if not isinstance(part, str)), len(parts))
         top = "/" + "/".join(str(part) for part in parts[:fixed])
         if (link := _link_above(top)) is not None:
-            yield link
+            yield link, _ALL
         elif parts[fixed:] in {(), (None,)} or os.path.islink(top):
-            yield from _openly(top)
+            yield from ((path, _ALL) for path in _openly(top))
         else:
-            walks.setdefault(top, []).append(parts[fixed:])
+            walks.setdefault(top, []).append((parts[fixed:], _needed(parts)))
     left = LARGEST_WALK
     for top, rests in walks.items():
-        for path, visited in _walk(top, rests):
+        needed = [above for _, above in rests]
+        for path, meant, visited in _walk(top, [rest for rest, _ in rests], further=further):
             left -= visited
             if left < 0:
-                raise PlatformError(f"more than {LARGEST_WALK} files were looked at for what is to be hidden")
+                raise PlatformError(f"more than {LARGEST_WALK} files were looked at for what is to be masked")
             if path is not None:
-                yield from _openly(path)
+                above = min(needed[index] for index in meant)
+                yield from ((each, above) for each in _openly(path))
+
+
+def _needed(parts: tuple[Part, ...]) -> int:
+    """Of how many names above what a pattern means it says something: all, unless it begins with any number of them."""
+    first = parts.index(None) if None in parts else len(parts)
+    rest = parts[first + 1 : -1] if parts[-1] is None else parts[first + 1 :]
+    in_workspace = first <= rootfs.WORKSPACE.count("/")
+    return len(rest) - 1 if in_workspace and rest and None not in rest else _ALL
+
+
+def _above(path: str, count: int = _ALL) -> Iterator[str]:
+    """The directories of the workspace above a path, as many as are asked for; the nearest come first."""
+    while count > 0 and (path := os.path.dirname(path)).startswith(f"{rootfs.WORKSPACE}/"):
+        yield path
+        count -= 1
 
 
 def _link_above(path: str) -> str | None:
@@ -220,8 +269,12 @@ def _openly(path: str) -> Iterator[str]:
 _States = set[tuple[int, int]]
 
 
-def _walk(top: str, rests: list[tuple[Part, ...]]) -> Iterator[tuple[str | None, int]]:
-    """Matches beneath a directory, and how many files were looked at since the last; links are not followed."""
+def _walk(
+    top: str, rests: list[tuple[Part, ...]], *, further: bool
+) -> Iterator[tuple[str | None, tuple[int, ...], int]]:
+    """Matches beneath a directory, of which patterns, and how many files were looked at since the last; links are not
+    followed.
+    """
     stack = [(top, _ready(rests, ((index, 0) for index in range(len(rests)))))]
     visited = 0
     while stack:
@@ -237,18 +290,19 @@ def _walk(top: str, rests: list[tuple[Part, ...]]) -> Iterator[tuple[str | None,
                 visited += 1
                 ahead = _ready(rests, _ahead(rests, states, entry.name))
                 child = f"{path.rstrip('/')}/{entry.name}"
-                if any(at == len(rests[index]) for index, at in ahead):
-                    yield child, visited
+                meant = tuple(index for index, at in ahead if at == len(rests[index]))
+                if meant:
+                    yield child, meant, visited
                     visited = 0
-                elif ahead and entry.is_dir(follow_symlinks=False):
+                if (further or not meant) and ahead and entry.is_dir(follow_symlinks=False):
                     stack.append((child, ahead))
-        yield None, visited
+        yield None, (), visited
         visited = 0
 
 
 def _ahead(rests: list[tuple[Part, ...]], states: _States, name: str) -> Iterator[tuple[int, int]]:
     for index, at in states:
-        part = rests[index][at]
+        part = rests[index][at] if at < len(rests[index]) else ""  # no name is empty: nothing comes after the end
         if part is None:
             yield index, at
         elif part == name if isinstance(part, str) else part(name):
@@ -265,48 +319,79 @@ def _ready(rests: list[tuple[Part, ...]], states: Iterable[tuple[int, int]]) -> 
 # what can be written
 
 
-def narrow(places: Sequence[str]) -> None:
-    """Make the workspace read-only but for these places. One behind a link, or that cannot be made, stays so."""
-    kept: list[tuple[int, str]] = []
+def _open_places(places: Sequence[str]) -> list[tuple[int, str]]:
+    """Views of the places that can be written, detached. One behind a link, or that cannot be made, is left out."""
+    opened: list[tuple[int, str]] = []
+    for given in sorted(set(places)):
+        place = given.removesuffix("/**")
+        if not any(place == above or place.startswith(f"{above}/") for _, above in opened):
+            with suppress(OSError):
+                tree = _open_place(place, make=place != given)
+                if tree is not None:
+                    opened.append((tree, place))
+    return opened
+
+
+def _narrow(places: list[tuple[int, str]]) -> None:
+    """Make the workspace read-only but for these places."""
+    if any(place == rootfs.WORKSPACE for _, place in places):
+        return
+    workspace = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for given in sorted(set(places)):
-            place = given.removesuffix("/**")
-            if not any(place == above or place.startswith(f"{above}/") for _, above in kept):
-                with suppress(OSError):
-                    tree = _open_place(place, make=place != given)
-                    if tree is not None:
-                        kept.append((tree, place))
-        if any(place == rootfs.WORKSPACE for _, place in kept):
-            return
-        workspace = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            linux.set_mount_attributes(workspace, linux.MOUNT_ATTR_RDONLY)
-        finally:
-            os.close(workspace)
-        for tree, place in kept:
-            linux.move_mount(tree, place)
+        linux.set_mount_attributes(workspace, linux.MOUNT_ATTR_RDONLY)
     finally:
-        for tree, _ in kept:
-            os.close(tree)
+        os.close(workspace)
+    for tree, place in places:
+        linux.move_mount(tree, place)
 
 
-def keep(paths: Sequence[str]) -> None:
-    """Make what is at these paths of the workspace read-only, where it can be written now. One behind a link is not."""
-    above = None
-    for path in sorted(set(paths)):
-        if above is not None and path.startswith(f"{above}/"):
-            continue
+def _unwritable(patterns: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
+    """What is to be read-only, each outside of all others; and what is only to stay, with whether it is a directory.
+
+    A link stays, and what it leads to is not looked at. So does a directory that is not meant with all that is in it.
+    """
+    whole = [pattern for pattern in patterns if pattern.endswith("/**")]
+    single = [pattern for pattern in patterns if not pattern.endswith("/**")]
+    found = dict.fromkeys(_bounded(expand(single, further=True)), False)
+    found |= dict.fromkeys(_bounded(expand(whole)), True)
+    busy: dict[str, bool] = {}
+    readonly: list[str] = []
+    for path, with_all in sorted(found.items(), key=lambda item: item[0].split("/")):
+        if not (readonly and path.startswith(f"{readonly[-1]}/")):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                mode = os.lstat(path).st_mode
+                if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and not with_all):
+                    busy[path] = stat.S_ISDIR(mode)
+                else:
+                    readonly.append(path)
+    return readonly, busy
+
+
+def _pin(paths: dict[str, bool], covers: int) -> None:
+    """Keep names of the workspace busy, each a directory or not, below a second view of it that is the one seen."""
+    if not paths:
+        return
+    seen = linux.open_tree(rootfs.WORKSPACE)
+    try:
+        for path in sorted(paths, reverse=True):  # what lies in a directory comes before it
+            _attach(covers, _DIRECTORY if paths[path] else _FILE, path)
+        linux.move_mount(seen, rootfs.WORKSPACE)
+    finally:
+        os.close(seen)
+
+
+def _keep(path: str) -> None:
+    """Make what is at a path of the workspace read-only, where it can be written now."""
+    try:
+        tree = _open_place(path, make=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if tree is not None:
         try:
-            tree = _open_place(path, make=False)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        if tree is not None:
-            try:
-                linux.set_mount_attributes(tree, linux.MOUNT_ATTR_RDONLY)
-                linux.move_mount(tree, path)
-            finally:
-                os.close(tree)
-            above = path
+            linux.set_mount_attributes(tree, linux.MOUNT_ATTR_RDONLY)
+            linux.move_mount(tree, path)
+        finally:
+            os.close(tree)
 
 
 def _open_place(place: str, *, make: bool) -> int | None:

@@ -34,9 +34,10 @@ class Masks:
     `programs` are names, looked for on the default PATH, or absolute paths. `hidden` are absolute paths or patterns
     (`*` and `?` inside a name, `**` for any number of names, a backslash before what stands for itself); what they mean
     when the sandbox starts cannot be read. `writable`, when given, are the only places of the workspace that can be
-    written: a path that exists, or a directory as `path/**`, which is made when it is missing. `readonly` are paths of
-    the workspace that cannot be written all the same, if they exist when the sandbox starts. `refusal` is what a denied
-    program prints.
+    written: a path that exists, or a directory as `path/**`, which is made when it is missing. `readonly` are paths or
+    patterns of the workspace, for what exists when the sandbox starts: files that cannot be written all the same,
+    directories that cannot be moved or deleted, and as `path/**` directories with all that is in them. `refusal` is
+    what a denied program prints.
     """
 
     programs: tuple[str, ...] = ()
@@ -61,16 +62,7 @@ def check(masks: Masks) -> None:
     if count > MOST:
         raise TooLarge(f"{count} masks are more than {MOST}", field="masks", hint="use patterns, or fewer rules")
     for program in masks.programs:
-        if "/" in program:
-            _absolute(program, "masks.programs")
-            if any(_within(program, place) for place in _THE_AGENTS_OWN):
-                raise Unsupported(
-                    f"{program} lies where the agent can write, and cannot be masked",
-                    field="masks.programs",
-                    hint="mask programs of the sandbox's root, by name",
-                )
-        else:
-            _name(program, "masks.programs")
+        check_program(program)
     for pattern in masks.hidden:
         _absolute(pattern, "masks.hidden")
         if (reason := unmaskable(pattern)) is not None:
@@ -85,15 +77,38 @@ def check(masks: Masks) -> None:
                 field="masks.writable",
                 hint="name the directory the pattern lies in, as `directory/**`",
             )
-    for path in masks.readonly:
-        _absolute(path, "masks.readonly")
-        if not _within(path, rootfs.WORKSPACE) or path == rootfs.WORKSPACE:
-            raise InvalidRequest(f"{path} is not in the workspace", field="masks.readonly")
+    for pattern in masks.readonly:
+        _absolute(pattern, "masks.readonly")
+        if not pattern.startswith(f"{rootfs.WORKSPACE}/") or pattern == f"{rootfs.WORKSPACE}/**":
+            raise InvalidRequest(f"{pattern} is not in the workspace", field="masks.readonly")
     for program, text in masks.refusal.items():
         if program not in masks.programs:
             raise InvalidRequest(f"a refusal for {program!r}, which is not masked", field="masks.refusal")
         if _size(text, "masks.refusal") > LARGEST_REFUSAL:
             raise TooLarge(f"the refusal of {program!r} has more than {LARGEST_REFUSAL} bytes", field="masks.refusal")
+
+
+def check_program(program: str) -> None:
+    """Refuse a program that is none (`InvalidRequest`), or that lies where the agent can write (`Unsupported`)."""
+    if "/" not in program:
+        _name(program, "masks.programs")
+        return
+    _absolute(program, "masks.programs")
+    if any(_within(program, place) for place in _THE_AGENTS_OWN):
+        raise Unsupported(
+            f"{program} lies where the agent can write, and cannot be masked",
+            field="masks.programs",
+            hint="mask programs of the sandbox's root, by name",
+        )
+
+
+def is_possible(path: str) -> bool:
+    """Whether there can be a file at an absolute path, or one that a pattern means: no name of it is too long."""
+    try:
+        _absolute(path, "masks")
+    except InvalidRequest:
+        return False
+    return True
 
 
 def unmaskable(pattern: str) -> str | None:

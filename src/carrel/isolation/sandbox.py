@@ -70,7 +70,7 @@ def hatch(orders: socket.socket, *, root: bool, own_network: bool = True) -> int
         linux.bring_up_loopback()
         _hand_over_way_out(orders)
     socket.sethostname("carrel")
-    if orders.recv(16) != b"mapped":
+    if _order(orders, 16)[0] != b"mapped":
         raise OSError("the zygote gave up")
     if root:
         os.setgroups([])
@@ -95,7 +95,7 @@ def _hand_over_way_out(orders: socket.socket) -> None:
         try:
             socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
         except BrokenPipeError:
-            os._exit(0)  # as in `receive`: the zygote has gone
+            os._exit(0)  # as in `_order`: the zygote has gone
 
 
 def hand_over_network(orders: socket.socket) -> None:
@@ -130,12 +130,21 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_f
 
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:
     """Wait for the request: what is asked for; the listening socket, the workspace and the masks as descriptors."""
-    message, fds, _flags, _address = socket.recv_fds(orders, MAX_MESSAGE, 3)
+    message, fds = _order(orders, MAX_MESSAGE, 3)
     for descriptor in fds:  # whoever inherits the listening socket can answer in the place of the supervisor
         os.set_inheritable(descriptor, False)
-    if not message:
-        os._exit(0)  # the zygote has gone; nobody will ask any more
     return Spec(**json.loads(message)), fds
+
+
+def _order(orders: socket.socket, size: int, most: int = 0) -> tuple[bytes, list[int]]:
+    """What the zygote says next, with its descriptors. Once it has gone nobody will ask any more: then this ends."""
+    try:
+        message, fds, _flags, _address = socket.recv_fds(orders, size, most)
+    except ConnectionResetError:  # it went without having read all that it was told
+        os._exit(0)
+    if not message:
+        os._exit(0)
+    return message, fds
 
 
 def give_up_reach() -> int:

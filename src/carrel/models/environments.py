@@ -75,7 +75,7 @@ class EnvironmentInfo(Answer):
     """An environment. In a sandbox it is the directory `path`."""
 
     name: str
-    path: str = Field(description="where every sandbox sees it, read-only")
+    path: str = Field(description="where sandboxes see it, read-only; empty while none of yours has it")
     hash: str = Field(description="of the lock it was built from")
     labels: list[str]
     templates: list[str] = Field(default_factory=list, description="the templates that ask for just these packages")

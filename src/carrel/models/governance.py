@@ -84,7 +84,7 @@ class ApprovalInfo(Answer):
     sandbox_id: str
     kind: Literal["shell", "file", "network", "mcp", "session"]
     operation: str
-    summary: str = Field(description="what is asked for, in one line")
+    summary: str = Field(description="what is asked for, in one line; what it leaves out, it says")
     arguments: dict[str, object] = Field(description="secrets are redacted")
     reason: str = Field(description="why it needs a person")
     requested_by: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import ColumnElement, Select, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import Connection, RowMapping
 
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
@@ -14,10 +14,12 @@ from carrel.store.cursors import decode_cursor, encode_cursor
 from carrel.store.database import Database
 from carrel.store.tables import approvals
 
+_INNER = frozenset({"digest", "run", "run_on", "run_in"})
+
 
 @dataclass(frozen=True, slots=True)
 class ApprovalRecord:
-    """One row. `digest` names the operation exactly as it was asked for."""
+    """One row. `digest` names the operation exactly as it was asked for; `run` names its dispatch while that lasts."""
 
     id: str
     context_id: str | None
@@ -38,10 +40,13 @@ class ApprovalRecord:
     decided_at: float | None = None
     message: str | None = None
     used_at: float | None = None
+    run: str | None = None
+    run_on: str | None = None
+    run_in: str | None = None
 
     def info(self) -> ApprovalInfo:
         """The record as the API shows it."""
-        values = {name: value for name, value in asdict(self).items() if name != "digest"}
+        values = {name: value for name, value in asdict(self).items() if name not in _INNER}
         for name in ("created_at", "expires_at", "decided_at", "used_at"):
             if values[name] is not None:
                 values[name] = datetime.fromtimestamp(values[name], UTC)
@@ -125,15 +130,39 @@ class ApprovalStore:
         )
         return await self._changed(statement) == 1
 
-    async def use(self, approval_id: str, at: float) -> bool:
-        """Take an approval to run its operation; only the first one who asks gets it."""
+    async def use(
+        self, approval_id: str, at: float, *, run: str | None = None, node: str = "", place: str = ""
+    ) -> bool:
+        """Take an approval to run its operation; only the first one who asks gets it. With a `run` it is known by that
+        name, as this server's and in that sandbox, until it has ended.
+        """
         statement = (
             update(approvals)
             .where(approvals.c.id == approval_id, approvals.c.state == ApprovalState.APPROVED.value)
             .where(approvals.c.used_at.is_(None))
-            .values(used_at=at)
+            .values(used_at=at, run=run, run_on=node or None, run_in=place or None)
         )
         return await self._changed(statement) == 1
+
+    async def ended(self, approval_id: str, run: str, *, used: bool) -> bool:
+        """A run is over, or it never was: then the approval can be used again. False when it was over before."""
+        values: dict[str, object] = {"run": None} if used else {"run": None, "used_at": None}
+        statement = update(approvals).where(approvals.c.id == approval_id, approvals.c.run == run)
+        return await self._changed(statement.values(**values)) == 1
+
+    async def runs(self, node: str) -> list[ApprovalRecord]:
+        """What a server took to run and has not said the end of, oldest first."""
+        query = select(approvals).where(approvals.c.run_on == node, approvals.c.run.is_not(None))
+        return await self._all(query.order_by(approvals.c.used_at, approvals.c.id))
+
+    async def prune(self, before: float) -> int:
+        """Remove what was settled before that; says how many. What waits, and what holds for a context, stays."""
+        lasting = and_(
+            approvals.c.state == ApprovalState.APPROVED.value, approvals.c.scope == ApprovalScope.CONTEXT.value
+        )
+        settled = func.coalesce(approvals.c.used_at, approvals.c.decided_at, approvals.c.expires_at)
+        statement = delete(approvals).where(settled < before, approvals.c.expires_at < before)
+        return await self._changed(statement.where(approvals.c.state != ApprovalState.PENDING.value, ~lasting))
 
     async def expire(self, now: float) -> int:
         """Mark what waited too long; says how many."""

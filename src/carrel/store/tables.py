@@ -253,7 +253,11 @@ approvals = Table(
     Column("decided_at", Double, nullable=True, comment="seconds since 1970, UTC"),
     Column("message", Prose, nullable=True),
     Column("used_at", Double, nullable=True, comment="seconds since 1970, UTC"),
+    Column("run", String(64), nullable=True, comment="the name under which its operation is dispatched, until it ends"),
+    Column("run_on", Words(128), nullable=True, comment="the server that does it"),
+    Column("run_in", String(64), nullable=True, comment="the very sandbox that it is dispatched to"),
 )
+Index("approvals_runs", approvals.c.run_on, approvals.c.run)
 Index("approvals_page", approvals.c.created_at, approvals.c.id)
 Index("approvals_digest", approvals.c.context_id, approvals.c.digest, approvals.c.state)
 Index("approvals_state", approvals.c.state, approvals.c.expires_at)

@@ -32,6 +32,7 @@ from carrel.supervisor.produced import Produced
 from carrel.supervisor.python.calls import Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
 from carrel.supervisor.reaper import kill_below
+from carrel.supervisor.runs import Runs
 from carrel.supervisor.secrets import Secrets
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
@@ -101,6 +102,7 @@ class Supervisor:
         self.files = Files(born.workspace)
         self.files.routes(self.router)
         Secrets(born.secrets_fd).routes(self.router)
+        Runs().routes(self.router)
         self.produced = Produced(self.files)
         self.python = Python(self.commands, self.files, self.produced, self._order, self._release)
         self.python.routes(self.router)
@@ -411,6 +413,7 @@ _REHEARSAL: _Exchange = (
     ("PUT /secrets", {"secrets": {}}),
     ("PUT /mcp/warm", {"command": ["true"], "generation": "1"}),
     ("DELETE /mcp/warm", {}),
+    ("POST /runs/warm/void", {}),
     ("GET /commands", {}),
     ("GET /health", {}),
     ("NONSENSE", {}),

@@ -20,18 +20,20 @@ from carrel.errors import CarrelError, InvalidRequest, NotFound, PlatformError, 
 MAX_HEADERS = 16 * 1024
 MAX_JSON = 32 * 1024 * 1024
 HIGH_WATER = 256 * 1024
+RUN = b"carrel-run"
 
 Json = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Request:
-    """One request: read the body with `json`, `read` or by iterating `chunks`."""
+    """One request: read the body with `json`, `read` or by iterating `chunks`. `run` names what it is a part of."""
 
     method: str
     path: str
     query: dict[str, str]
     args: tuple[str, ...] = ()
+    run: str | None = None
     _connection: Connection | None = None
     _chunks: list[bytes] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None
@@ -131,12 +133,18 @@ def problem_response(error: CarrelError) -> Response:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+def _nothing(_run: str) -> None:
+    return
+
+
 class Router:
     """Routes by method and path; `{}` in a pattern matches one segment, given to the handler in `request.args`."""
 
     def __init__(self) -> None:
         self._exact: dict[tuple[str, str], Handler] = {}
         self._patterns: list[tuple[str, list[str], Handler]] = []
+        self.on_run: Callable[[str], None] = _nothing
+        """Told of each request that is part of a run before it is handled; may refuse it."""
 
     def add(self, method: str, pattern: str, handler: Handler) -> None:
         """Add a route."""
@@ -173,6 +181,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
+        self._run: str | None = None
         self._request: Request | None = None
         self._queue: list[Request] = []
         self._task: asyncio.Task[None] | None = None
@@ -231,6 +240,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """Called by the parser."""
         self._url = b""
+        self._run = None
         self._header_bytes = 0
         self._in_head = True
 
@@ -241,8 +251,10 @@ class Connection(asyncio.Protocol):
             raise TooLarge(f"the request line is longer than {MAX_HEADERS} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser: no header means anything here, but their size is bounded."""
+        """Called by the parser: one header means something here, and the size of all is bounded."""
         self._header_bytes += len(name) + len(value)
+        if name == RUN:
+            self._run = value.decode("latin-1")
         if self._header_bytes > MAX_HEADERS:
             raise TooLarge(f"the headers are longer than {MAX_HEADERS} bytes")
 
@@ -253,7 +265,7 @@ class Connection(asyncio.Protocol):
         pairs = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
         if "%" in path:
             path = "/".join(unquote(part) for part in path.split("/"))
-        self._request = Request(self._parser.get_method().decode(), path, pairs, _connection=self)
+        self._request = Request(self._parser.get_method().decode(), path, pairs, run=self._run, _connection=self)
         self._queue.append(self._request)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._serve())
@@ -288,7 +300,10 @@ class Connection(asyncio.Protocol):
             while self._queue and not self.closed:
                 request = self._queue[0]
                 try:
-                    response = await self._router.find(request)(request)
+                    handler = self._router.find(request)
+                    if request.run is not None:
+                        self._router.on_run(request.run)
+                    response = await handler(request)
                 except CarrelError as error:
                     response = problem_response(error)
                 except (ConnectionError, asyncio.CancelledError):

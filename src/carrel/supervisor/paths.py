@@ -68,7 +68,7 @@ def refusal(error: OSError, path: str | bytes, field: str = "path") -> CarrelErr
         hint = "delete files that are no longer needed"
         return LimitExceeded(f"no room in the workspace for {shown}", field=field, hint=hint)
     if code in _BUSY:
-        hint = "try again when nothing else works on it"
+        hint = "try again when nothing else works on it; what has something hidden or read-only in it stays where it is"
         return Conflict(f"{shown} is in use or keeps changing", field=field, hint=hint)
     if code in _FORBIDDEN:
         hint = "change the mode of the file or of its directory first"

@@ -334,10 +334,10 @@ def _refuse_hidden(made: Plan, hidden: Callable[[str], bool]) -> None:
     path = next((entry.path for entry in made.writes if hidden(entry.path)), None)
     if path is not None:
         raise Conflict(
-            f"the filespace has a change of {path[:200]!r}, which the policy hides: it would be seen in the sandbox "
-            "that runs",
+            f"the filespace has a change of {path[:200]!r}, which the policy hides or keeps from being written: in the "
+            "sandbox that runs it would not be",
             field="direction",
-            hint="stop the sandbox: when it starts again it pulls first, and hides the file then",
+            hint="stop the sandbox: when it starts again it pulls first, and the file is masked then",
         )
 
 

@@ -43,6 +43,13 @@ async def test_a_conversation_is_remembered_by_the_next_task(ground: Ground) -> 
             assert answer(await other.send("third", context=ground.context)) == "asked ['first', 'second', 'third']"
 
 
+async def test_a_run_asks_for_its_sandbox_once(ground: Ground) -> None:
+    async with ground.talk() as one:
+        assert answer(await one.send("echo hi", context=ground.context)) == "hi"
+    made = [each async for each in ground.owner.audit.search(context_id=ground.context, name="deploy_or_resume")]
+    assert len(made) == 1
+
+
 async def test_of_several_that_wait_one_is_denied_and_one_approved(ground: Ground) -> None:
     async with scripted(runs("uname -s", "uname -r"), lambda seen: says("\n".join(last_results(seen, 2)))) as model:
         settings = {"model": "scripted", "base_url": model.url, "approver_token": ground.person_token}

@@ -196,7 +196,7 @@ class Served:
         (directory / "server.json").unlink(missing_ok=True)
         with (directory.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not (directory / "server.json").exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from slow_way import slow_way
 
 from carrel.client import AsyncClient
-from carrel.errors import InvalidRequest
+from carrel.errors import InvalidRequest, ServerUnreachable
 from carrel.integrations.langgraph import Workspace, build_graph
 from carrel.integrations.langgraph.workspace import own_id
 from carrel.models import OwnId
@@ -33,6 +33,22 @@ async def test_a_run_without_thread_or_context_is_refused_in_words() -> None:
         assert Workspace(client, "one").context("two") == "one" and Workspace(client).context("two") == "two"
         with pytest.raises(InvalidRequest, match="no workspace"):
             await build_graph("shell").ainvoke({"messages": [("user", "true")]}, {"configurable": {"thread_id": "t"}})
+
+
+async def test_a_sandbox_at_hand_is_not_asked_for_again(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = await ground.owner.sandbox(ground.context)
+    async with AsyncClient("http://127.0.0.1:9", "carrel_x") as nowhere:
+        workspace = Workspace(nowhere)
+        with pytest.raises(ServerUnreachable):
+            await workspace.sandbox(ground.context)
+        workspace.at_hand(box)
+        assert await workspace.sandbox(ground.context) is box
+        with pytest.raises(ServerUnreachable):
+            await workspace.sandbox("another")
+        monkeypatch.setattr("carrel.integrations.langgraph.workspace.AT_HAND_S", 0.0)
+        workspace.at_hand(box)
+        with pytest.raises(ServerUnreachable):
+            await workspace.sandbox(ground.context)
 
 
 async def test_a_run_that_is_cancelled_for_good_takes_its_command_with_it(ground: Ground) -> None:

@@ -60,7 +60,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     with log.open("ab") as output:
         command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     try:
         while not (directory / "server.json").exists():
             if server.poll() is not None or time.monotonic() > deadline:

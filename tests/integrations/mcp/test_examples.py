@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mcp import Client, StdioServerParameters
 
 ROOT = Path(__file__).parents[3]
@@ -35,3 +37,19 @@ async def test_the_configuration_file_starts_it(ground: Any, context: str) -> No
     async with Client(StdioServerParameters(command=carrel, args=args, env=ground.environment)) as client:
         assert f"'{context}'" in (client.instructions or "")
         assert not (await client.call_tool("list_files", {})).is_error
+
+
+@pytest.mark.parametrize("name", ["a2a_client", "host_an_mcp_server"])
+def test_without_a_server_an_example_says_so(name: str, tmp_path: Path) -> None:
+    named = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
+        env={**named, "CARREL_DATA_DIR": str(tmp_path / "none")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in run.stderr, run.stderr
+    assert "no carrel server has left its address" in run.stdout + run.stderr

@@ -7,9 +7,11 @@ from typing import Any
 import httpx
 import pytest
 from mcp import MCPError
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from carrel.client import Client
-from carrel.integrations.mcp.http import allowed, application, is_loopback, is_wildcard, url_of
+from carrel.integrations.mcp.http import FairManager, Front, allowed, application, is_loopback, is_wildcard, url_of
 from carrel.integrations.mcp.server import Workspaces
 
 MODES = ["legacy", "auto"]
@@ -194,3 +196,29 @@ def test_addresses() -> None:
     assert "tools.example.org" in hosts and "127.0.0.1:*" in hosts and "0.0.0.0:*" not in hosts
     assert "10.0.0.5:*" in allowed([], "10.0.0.5").allowed_hosts
     assert "https://tools.example.org" in allowed(["tools.example.org"], "::").allowed_origins
+
+
+async def test_one_token_cannot_take_all_sessions(ground: Any, context: str, governed: str, agent: str) -> None:
+    workspaces = Workspaces(url=ground.url)
+    manager = FairManager(workspaces.server, max_sessions=8)
+    front = Front(workspaces, manager, allowed([], "127.0.0.1"), None)
+    app = Starlette(routes=[Route("/{context}/mcp", endpoint=front)])
+    transport = httpx.ASGITransport(app)
+    async with manager.run(), httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+
+        async def opened(token: str, *contexts: str) -> list[str]:
+            answers = [await http.post(f"/{name}/mcp", json=HELLO, headers=bearer(token)) for name in contexts]
+            assert {each.status_code for each in answers} <= {200, 503}
+            return [each.headers["mcp-session-id"] for each in answers if each.status_code == 200]
+
+        # In whatever contexts, and with whatever token of the same: half of all.
+        greedy = await opened(ground.token, *[context, f"{context}-other"] * 5)
+        assert len(greedy) == 4
+        assert len(await opened(agent, *[governed] * 5)) == 2
+        session = {"mcp-session-id": greedy[0]}
+        kept = await http.post(f"/{context}/mcp", json=LIST, headers={**bearer(ground.token), **session})
+        assert kept.status_code == 200
+        for name in greedy[::2]:
+            ended = await http.delete(f"/{context}/mcp", headers={**bearer(ground.token), "mcp-session-id": name})
+            assert ended.status_code == 200
+        assert len(await opened(ground.token, *[context] * 5)) == 1, "two are back, and as many are left for others"

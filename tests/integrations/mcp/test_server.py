@@ -137,3 +137,20 @@ async def test_without_a_context_of_that_name_nothing_is_made_before_a_call(conn
         await client.list_tools()
     with pytest.raises(NotFound):
         admin.find(name)
+
+
+def test_schemas_name_one_type_each() -> None:
+    """A list of types is legal, but some clients turn schemas into forms that have none."""
+
+    def types_in(schema: object) -> list[object]:
+        if isinstance(schema, list):
+            return [found for each in schema for found in types_in(each)]
+        if not isinstance(schema, dict):
+            return []
+        own = [schema["type"]] if isinstance(schema.get("type"), str | list) else []
+        return own + [found for each in schema.values() for found in types_in(each)]
+
+    for tool in CATALOGUE.values():
+        given = tool.declared()
+        for schema in (given.input_schema, given.output_schema):
+            assert all(isinstance(each, str) for each in types_in(schema)), given.name

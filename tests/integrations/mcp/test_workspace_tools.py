@@ -70,6 +70,22 @@ async def test_environments_are_attached_and_used(connect: Any, context: str, sa
             assert wrong.is_error and "nonesuch" in said(wrong)
 
 
+async def test_the_names_of_others_environments_are_not_told(
+    connect: Any, context: str, said: Said, ground: Any
+) -> None:
+    other = f"{context}-other"
+    async with stocked() as index, AsyncClient(ground.url, ground.token) as own:
+        await own.policy(other).put(sources=sources(index))
+        box = await own.sandbox(other)
+        try:
+            private = await box.envs.attach(["nail"])
+            async with connect(context) as client:
+                listed = await client.call_tool("list_environments", {})
+                assert private.name not in said(listed) + str(listed.structured_content)
+        finally:
+            await box.terminate(delete_files=True)
+
+
 @pytest.mark.parametrize("given", [{}, {"env": "a", "requirements": ["b"]}])
 async def test_an_environment_is_named_or_described(connect: Any, context: str, given: dict[str, object]) -> None:
     async with connect(context) as client:

@@ -33,6 +33,8 @@ from wayout import tls_for
 T = TypeVar("T")
 
 ALLOWED, FORBIDDEN, LOCAL, LOCAL6 = "127.0.0.2", "127.0.0.3", "127.0.0.1", "::1"
+EARS = (LOCAL, ALLOWED, FORBIDDEN)
+"""Where nothing may come by UDP."""
 HOSTS = ("allowed.test", "inspected.test", "opaque.test", "good.names.test", ALLOWED)
 """What the sandbox may speak of."""
 
@@ -177,31 +179,33 @@ class Far:
     # servers
 
     async def _open(self) -> None:
-        loop = asyncio.get_running_loop()
         stack = self._stack
         context, self.certificate = tls_for("allowed.test", "inspected.test", "opaque.test", "forbidden.test")
         await self._names()
         sites: dict[str, tuple[str, ...]] = {"http": (ALLOWED, FORBIDDEN, LOCAL, LOCAL6), "other": (ALLOWED,)}
         for kind, hosts in sites.items():
-            port, sockets = _bind(hosts)
+            port, sockets, ears = _bind(hosts, EARS if kind == "http" else ())
             setattr(self, kind, port)
+            await self._hear(ears)
             for host, one in zip(hosts, sockets, strict=True):
                 site = f"allowed {kind}" if (kind, host) == ("http", ALLOWED) else f"forbidden {kind} {host}"
                 await stack.enter_async_context(_listening(partial(self._serve, site), sock=one))
-        self.tls, sockets = _bind((ALLOWED, FORBIDDEN, LOCAL))
+        self.tls, sockets, ears = _bind((ALLOWED, FORBIDDEN, LOCAL), EARS)
+        await self._hear(ears)
         for host, one in zip((ALLOWED, FORBIDDEN, LOCAL), sockets, strict=True):
             await self._secure("allowed tls" if host == ALLOWED else f"forbidden tls {host}", one, context)
-        self.retry, sockets = _bind((ALLOWED,))
+        self.retry, sockets, _ = _bind((ALLOWED,))
         picky, _ = tls_for("allowed.test")
         picky.set_ecdh_curve("secp384r1")  # nobody's first choice: every client is asked to begin again
         await self._secure("allowed retry", sockets[0], picky)
-        for host in (LOCAL, ALLOWED, FORBIDDEN):
-            for port in (self.tls, self.http):
-                ear = partial(_Ear, self.visits, f"forbidden udp {host}")
-                transport, _ = await loop.create_datagram_endpoint(ear, local_addr=(host, port))
-                stack.callback(transport.close)
         for index in (self.index, self.second_index):
             await stack.enter_async_context(indexing(index))
+
+    async def _hear(self, ears: list[socket.socket]) -> None:
+        for one in ears:
+            ear = partial(_Ear, self.visits, f"forbidden udp {one.getsockname()[0]}")
+            transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(ear, sock=one)
+            self._stack.callback(transport.close)
 
     async def _close(self) -> None:
         await self._stack.aclose()
@@ -284,11 +288,11 @@ class Far:
     # names
 
     async def _names(self) -> None:
-        streams = await asyncio.start_server(self._asked_by_stream, LOCAL, 0)
+        port, [stream], [datagrams] = _bind((LOCAL,), (LOCAL,))
+        streams = await asyncio.start_server(self._asked_by_stream, sock=stream)
         self._stack.push_async_callback(_end, streams)
-        port = streams.sockets[0].getsockname()[1]
         transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: _Resolver(self._say), local_addr=(LOCAL, port)
+            lambda: _Resolver(self._say), sock=datagrams
         )
         self._stack.callback(transport.close)
         self.nameserver = f"{LOCAL}:{port}"
@@ -343,20 +347,21 @@ class _Resolver(asyncio.DatagramProtocol):
         self._transport.sendto(self._say(data), sender)  # type: ignore[attr-defined]
 
 
-def _bind(hosts: tuple[str, ...]) -> tuple[int, list[socket.socket]]:
-    """The same port of several addresses: so it is never the port that keeps somebody out."""
+def _bind(hosts: tuple[str, ...], ears: tuple[str, ...] = ()) -> tuple[int, list[socket.socket], list[socket.socket]]:
+    """The same port of several addresses, and of UDP at `ears`: so it is never the port that keeps somebody out."""
+    wanted = [*((host, socket.SOCK_STREAM) for host in hosts), *((host, socket.SOCK_DGRAM) for host in ears)]
     for _ in range(100):
         sockets: list[socket.socket] = []
         try:
-            for host in hosts:
-                one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            for host, kind in wanted:
+                one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
                 sockets.append(one)
                 one.bind((host, sockets[0].getsockname()[1] if len(sockets) > 1 else 0))
         except OSError:
             for one in sockets:
                 one.close()
             continue
-        return sockets[0].getsockname()[1], sockets
+        return sockets[0].getsockname()[1], sockets[: len(hosts)], sockets[len(hosts) :]
     raise AssertionError("no port is free on all of these addresses")
 
 

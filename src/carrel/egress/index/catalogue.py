@@ -1,7 +1,7 @@
 """Pages of projects, asked of their index once for everybody, kept, and asked for again when they are old.
 
-Knows nothing of sandboxes. A page that an index does not have is remembered too, so that looking for a project on one
-index after another asks each only once.
+Who asks is told apart, so that none takes all turns at the indexes. A page that an index does not have is remembered
+too, so that looking for a project on one index after another asks each only once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ import httpx
 from carrel.egress.index import pages
 from carrel.egress.index.cache import Cache, key
 from carrel.egress.index.pages import BadPage, Page
+from carrel.egress.index.turns import Turn, Turns
 from carrel.egress.index.upstream import Fetch, Unreachable, plain
 from carrel.egress.plan import Index
 
@@ -29,6 +30,8 @@ FRESH_S = 600.0
 """For this long an index is not asked again."""
 RETRY_S = 30.0
 """After an index failed, an old page serves for this long without asking again."""
+MOST_AT_ONCE = 32
+"""Pages that are asked for at the same time, of all indexes and for everybody."""
 _MOST_TIME_S = 60.0
 _MOST_LINKS_IN_MEMORY = 200_000
 
@@ -51,9 +54,10 @@ class Catalogue:
         self._memory: OrderedDict[str, Entry] = OrderedDict()
         self._links = 0
         self._failed: dict[str, float] = {}
-        self._asking: dict[str, asyncio.Task[Entry]] = {}
+        self._asking: dict[str, tuple[asyncio.Task[Entry], Turn]] = {}
+        self._turns = Turns(MOST_AT_ONCE)
 
-    async def page(self, index: Index, project: str, *, any_age: bool = False) -> Page | None:
+    async def page(self, index: Index, project: str, who: Hashable = None, *, any_age: bool = False) -> Page | None:
         """The page of a project; None when the index does not have it. Raises `Unreachable` or `BadPage`.
 
         When the index fails, an old page serves; that it once did not have the project does not.
@@ -66,15 +70,18 @@ class Catalogue:
             if 0 <= age < FRESH_S or failed or (any_age and entry.page is not None):
                 self._remember(name, entry)
                 return entry.page
-        task = self._asking.get(name)
-        if task is None:
-            task = self._asking[name] = asyncio.get_running_loop().create_task(self._ask(name, index, project, entry))
+        if name not in self._asking:
+            turn = self._turns.turn()
+            task = asyncio.get_running_loop().create_task(self._ask(name, index, project, entry, turn))
             task.add_done_callback(lambda done: self._answered(name, done))
+            self._asking[name] = task, turn
+        task, turn = self._asking[name]
+        turn.join(who)
         return (await asyncio.shield(task)).page
 
     async def aclose(self) -> None:
         """Break every request off."""
-        tasks = list(self._asking.values())
+        tasks = [task for task, _ in self._asking.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -84,9 +91,9 @@ class Catalogue:
         if not task.cancelled():
             task.exception()  # nobody may be left to hear it
 
-    async def _ask(self, name: str, index: Index, project: str, known: Entry | None) -> Entry:
+    async def _ask(self, name: str, index: Index, project: str, known: Entry | None, turn: Turn) -> Entry:
         try:
-            async with asyncio.timeout(_MOST_TIME_S):
+            async with asyncio.timeout(_MOST_TIME_S), turn:
                 entry = await self._get(name, index, project, known)
         except (Unreachable, BadPage, TimeoutError) as error:
             if known is None or known.page is None:

@@ -1,7 +1,7 @@
 """Files on their way into the cache, each fetched once for everybody who waits for it.
 
-A file is given out while it still comes, but for its last part, which waits until the whole is known to be right. Knows
-nothing of sandboxes; what one may have is decided by who waits.
+A file is given out while it still comes, but for its last part, which waits until the whole is known to be right. Those
+who wait are told apart, so that none takes all turns; what one may have is decided by who waits.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from carrel.egress.index.cache import Cache, Draft, Kept
+from carrel.egress.index.turns import Turn, Turns
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
 
@@ -26,10 +27,11 @@ T = TypeVar("T")
 
 TAIL = 64 << 10
 """What is held back until a file is known to be right. The directory of a wheel lies in it."""
+MOST_AT_ONCE = 32
+"""Files that come at the same time, of all indexes and for everybody."""
 LINGER_S = 10.0
 """For this long a file still comes when nobody waits for it any more."""
 _CHUNK = 256 << 10
-_MOST_AT_ONCE = 32
 _HEADERS = {"accept-encoding": "identity", "accept": "*/*"}
 
 
@@ -59,8 +61,8 @@ class Missing(Exception):
 class Download:
     """One file, and those who wait for it. Whoever joined it leaves it once."""
 
-    def __init__(self, cache: Cache, fetch: Fetch, name: str, wanted: Wanted, slots: asyncio.Semaphore):
-        self._cache, self._fetch, self._name, self._wanted, self._slots = cache, fetch, name, wanted, slots
+    def __init__(self, cache: Cache, fetch: Fetch, name: str, wanted: Wanted, turn: Turn):
+        self._cache, self._fetch, self._name, self._wanted, self._turn = cache, fetch, name, wanted, turn
         self._changed = asyncio.Event()
         self._descriptor = -1
         self._failure: Exception | None = None
@@ -84,19 +86,20 @@ class Download:
 
     # --- those who wait
 
-    def join(self) -> None:
+    def join(self, who: Hashable) -> None:
         """One more waits."""
         self._guests += 1
+        self._turn.join(who)
 
     def leave(self, *, for_good: bool = False) -> None:
         """One waits no more. A file nobody waits for is not fetched on; but who lost his patience may come back soon,
-        unless he left `for_good`.
+        unless he left `for_good` or the file has not begun to come.
         """
         self._guests -= 1
         if not self._guests:
             if self.task is None or self.task.done():
                 self._close()
-            elif for_good:
+            elif for_good or self._descriptor < 0:
                 self._abandon()
             else:
                 self.task.get_loop().call_later(LINGER_S, self._abandon)
@@ -130,7 +133,7 @@ class Download:
                     kept.digest,
                 )
             else:
-                async with self._slots:
+                async with self._turn:
                     await self._get()
         except (Unreachable, Wrong, Missing) as error:
             self._failure = error
@@ -257,18 +260,20 @@ class Downloads:
         # By index too: a slow or wrong one is waited for only by who chose it.
         self._running: dict[_Flight, Download] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._turns = Turns(MOST_AT_ONCE)
 
-    def join(self, name: str, wanted: Wanted) -> Download:
-        """The download of the file under a key, begun if it is not under way. The caller leaves it."""
+    def join(self, name: str, wanted: Wanted, who: Hashable = None) -> Download:
+        """The download of the file under a key, begun if it is not under way: as soon as one of those who wait for it
+        may have one more. The caller leaves it.
+        """
         flight = (name, wanted.index.url, wanted.index.trusted, wanted.index.cert)
         found = self._running.get(flight)
         if found is None or found.task is None or found.task.done() or found.task.cancelling():
-            found = self._running[flight] = Download(self._cache, self._fetch, name, wanted, self._slots)
+            found = self._running[flight] = Download(self._cache, self._fetch, name, wanted, self._turns.turn())
             task = found.task = asyncio.get_running_loop().create_task(found.run())
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, flight, found))
-        found.join()
+        found.join(who)
         return found
 
     def _ended(self, flight: _Flight, download: Download, task: asyncio.Task[None]) -> None:

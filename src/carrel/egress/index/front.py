@@ -199,7 +199,7 @@ class Front:
         """
         for index in packages.indexes:
             try:
-                page = await self._catalogue.page(index, project, any_age=index.name == asked)
+                page = await self._catalogue.page(index, project, packages.budget, any_age=index.name == asked)
             except (Unreachable, BadPage) as error:
                 raise _failed(index, error) from None
             if page is not None:
@@ -222,10 +222,10 @@ class Front:
             raise _unknown("there is no such file on the index any more", "look at the package's page again")
         request.index = index.name
         if plain != filename:
-            return await self._metadata(index, link)
+            return await self._metadata(request, index, link)
         return await self._content(request, index, link)
 
-    async def _metadata(self, index: Index, link: Link) -> Answer:
+    async def _metadata(self, request: _Request, index: Index, link: Link) -> Answer:
         if not link.metadata:
             raise _unknown("the index does not give this file's metadata by itself")
         known = link.metadata if isinstance(link.metadata, str) else None
@@ -238,7 +238,7 @@ class Front:
             most=wheels.MOST_METADATA,
             at_hand=lambda: self._metadata_at_hand(index, link),
         )
-        download = self._downloads.join(_name(index, link, f"metadata {known}"), wanted)
+        download = self._downloads.join(_name(index, link, f"metadata {known}"), wanted, request.packages.budget)
         try:
             with _failures(index):
                 await download.until(lambda: download.done)
@@ -261,7 +261,8 @@ class Front:
         budget, most = request.packages.budget, request.packages.max_install_bytes
         counted = budget.has(name)
         budget.take(name, link.size or 0, most)
-        download = self._downloads.join(name, Wanted(index, link.url, link.digest, link.sealed, link.size))
+        wanted = Wanted(index, link.url, link.digest, link.sealed, link.size)
+        download = self._downloads.join(name, wanted, budget)
 
         async def settle() -> None:
             budget.take(name, await self._cost(download, link), most)

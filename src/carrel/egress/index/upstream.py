@@ -26,7 +26,8 @@ from carrel.policy import addresses
 
 MOST_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
-_LIMITS = httpx.Limits(max_connections=32, max_keepalive_connections=8, keepalive_expiry=30.0)
+_LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=8, keepalive_expiry=30.0)
+"""Room for all pages and files that may come at the same time: who has his turn waits for no connection."""
 _MOST_CLIENTS = 64
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]

@@ -37,6 +37,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.names import LONGEST
+from carrel.integrations.langgraph.sqlite import NearConnection
 
 TERMINAL = frozenset(
     {
@@ -50,7 +51,8 @@ FOLLOWED = timedelta(hours=1)
 """How long the events of a task that has ended stay for who follows it from another process."""
 URLS_S = 2.0
 MOST_URLS_KNOWN = 1000
-_PRAGMAS = ("PRAGMA busy_timeout=10000", "PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
+BUSY_S = 10.0
+_PRAGMAS = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
 
 
 class KeptTask(TaskMixin, Base):
@@ -201,7 +203,11 @@ def _engine(database: str) -> AsyncEngine:
             raise InvalidRequest(f"cannot use {path}: {error.strerror}", field="database") from None
         # One connection: those who write wait for each other here, not in the database.
         engine = create_async_engine(
-            URL.create("sqlite+aiosqlite", database=str(path)), pool_size=1, max_overflow=0, hide_parameters=True
+            URL.create("sqlite+aiosqlite", database=str(path)),
+            pool_size=1,
+            max_overflow=0,
+            hide_parameters=True,
+            connect_args={"async_creator_fn": lambda *_args, **_settings: NearConnection(str(path), BUSY_S)},
         )
         event.listen(engine.sync_engine, "connect", _prepare)
         return engine

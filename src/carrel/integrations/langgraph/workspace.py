@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from carrel.client import AsyncClient, AsyncCommand, AsyncSandbox
 from carrel.errors import CarrelError, InvalidRequest
+
+AT_HAND_S = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,7 @@ class Workspace:
     template: str | None = None
     _running: dict[str, AsyncCommand] = field(default_factory=dict, init=False, repr=False)
     _starting: set[asyncio.Task[AsyncCommand]] = field(default_factory=set, init=False, repr=False)
+    _at_hand: list[tuple[float, AsyncSandbox]] = field(default_factory=list, init=False, repr=False)
 
     def context(self, thread_id: str | None) -> str:
         """The context of a thread."""
@@ -38,8 +42,15 @@ class Workspace:
             )
         return name
 
+    def at_hand(self, box: AsyncSandbox) -> None:
+        """A sandbox that was asked for just now: who needs it at once need not ask again."""
+        self._at_hand[:] = [(time.monotonic() + AT_HAND_S, box)]
+
     async def sandbox(self, context_id: str) -> AsyncSandbox:
         """The running sandbox of a context, made or resumed if need be."""
+        for until, box in self._at_hand:
+            if box.context_id == context_id and time.monotonic() < until:
+                return box
         return await self.client.sandbox(context_id, template=self.template)
 
     def client_of_its_own(self) -> AsyncClient:

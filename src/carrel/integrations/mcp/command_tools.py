@@ -23,8 +23,11 @@ OUTPUT = {
     "output": {"type": "string", "description": "stdout and stderr in the order they were written"},
     "handle": {"type": "string", "description": "names the command for read_output and stop_command"},
     "running": {"type": "boolean"},
-    "exit_code": {"type": ["integer", "null"], "description": "null while it runs, or when a signal ended it"},
-    "signal": {"type": ["string", "null"]},
+    "exit_code": {
+        "anyOf": [{"type": "integer"}, {"type": "null"}],
+        "description": "null while it runs, or when a signal ended it",
+    },
+    "signal": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "timed_out": {"type": "boolean"},
     "out_of_memory": {"type": "boolean"},
     "duration_ms": {"type": "number"},

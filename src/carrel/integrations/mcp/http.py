@@ -12,8 +12,9 @@ from collections import OrderedDict
 from collections.abc import Collection
 from ipaddress import ip_address
 
-from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser, AuthorizationContext
 from mcp.server.auth.provider import AccessToken
+from mcp.server.streamable_http import StreamableHTTPServerTransport
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from mcp.server.transport_security import TransportSecurityMiddleware, TransportSecuritySettings
 from starlette.applications import Starlette
@@ -36,7 +37,7 @@ def application(
     workspaces: Workspaces, *, hosts: Collection[str] = (), context_id: str | None = None, host: str = "127.0.0.1"
 ) -> Starlette:
     """The ASGI application. `hosts` are more names it may be reached by; `context_id` is for those who name none."""
-    manager = StreamableHTTPSessionManager(workspaces.server)
+    manager = FairManager(workspaces.server)
     front = Front(workspaces, manager, allowed(hosts, host), context_id)
     routes = [Route("/mcp", endpoint=front), Route("/{context}/mcp", endpoint=front)]
     return Starlette(routes=routes, lifespan=lambda _app: manager.run())
@@ -79,6 +80,19 @@ def url_of(host: str, port: int) -> str:
     return f"http://{name}:{port}"
 
 
+class FairManager(StreamableHTTPSessionManager):
+    """Keeps MCP sessions. Whom a token stands for may have as many as there is still room for: alone half of all, and
+    whoever comes next always finds some.
+    """
+
+    def _admit_session(self, requestor: AuthorizationContext | None) -> StreamableHTTPServerTransport | None:
+        subject = None if requestor is None else requestor["subject"]
+        own = sum(owner["subject"] == subject for owner in self._session_owners.values())
+        if self.max_sessions is not None and own >= self.max_sessions - len(self._server_instances):
+            return None
+        return super()._admit_session(requestor)
+
+
 class Front:
     """Finds out who calls and where, before anything of a request is read."""
 
@@ -93,7 +107,7 @@ class Front:
         self._manager = manager
         self._security = TransportSecurityMiddleware(security)
         self._context_id = context_id
-        self._known: OrderedDict[str, float] = OrderedDict()
+        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer it."""
@@ -102,12 +116,12 @@ class Front:
         if refusal is None:
             try:
                 caller = Caller(_token(request), self._context(request))
-                await self._check(caller)
+                subject = await self._check(caller)
             except CarrelError as error:
                 refusal = _problem(error)
             else:
                 # An MCP session is for the token and the context that opened it, and for no other.
-                access = AccessToken(token=caller.token or "", client_id=caller.digest, scopes=[])
+                access = AccessToken(token=caller.token or "", client_id=caller.digest, scopes=[], subject=subject)
                 inner = {**scope, "user": AuthenticatedUser(access), CALLER: caller}
                 await self._manager.asgi_app(inner, receive, send)
                 return
@@ -135,22 +149,25 @@ class Front:
             )
         return str(context_id)
 
-    async def _check(self, caller: Caller) -> None:
-        """Refuse a token that carrel does not know, or that does not reach the context: told at once, and not first by
-        a tool. What it may do is decided anew at each call.
+    async def _check(self, caller: Caller) -> str:
+        """Whom a token stands for. One that carrel does not know, or that does not reach the context, is refused: told
+        at once, and not first by a tool. What it may do is decided anew at each call.
         """
         now = time.monotonic()
-        if self._known.get(caller.digest, -KNOWN_S) > now - KNOWN_S:
-            return
+        checked, subject = self._known.get(caller.digest, (-KNOWN_S, ""))
+        if checked > now - KNOWN_S:
+            return subject
         async with self._workspaces.reach.place(caller.token, caller.context_id) as place:
             try:
                 await place.client.find(caller.context_id)
             except NotFound:
                 pass  # the context is made by the first call
-        self._known[caller.digest] = now
+            subject = (await place.client.tokens.mine()).subject
+        self._known[caller.digest] = now, subject
         self._known.move_to_end(caller.digest)
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
+        return subject
 
 
 def _token(request: Request) -> str:

@@ -20,7 +20,7 @@ _SNAPSHOT = {
     "id": {"type": "string"},
     "created_at": {"type": "string"},
     "reason": {"type": "string", "description": "why it was taken: request, checkpoint, stop or fork"},
-    "bytes": {"type": ["integer", "null"], "description": "what the workspace held"},
+    "bytes": {"anyOf": [{"type": "integer"}, {"type": "null"}], "description": "what the workspace held"},
 }
 _ENVIRONMENT = {
     "name": {"type": "string", "description": "pass it as env to python"},
@@ -105,7 +105,12 @@ async def _environments(call: Call, _given: Nothing) -> Answer:
 
     mine = await call.do(attached)
     names = {each.name for each in mine}
-    others = [each for each in await call.place.client.envs.list() if each.name not in names][:MOST_SHOWN]
+    # By their labels: a name would be enough to run one, and whether this context may is decided when it is attached.
+    others = [
+        each.model_copy(update={"name": each.labels[0], "path": ""})
+        for each in await call.place.client.envs.list()
+        if each.labels and each.name not in names
+    ][:MOST_SHOWN]
     lines = [f"{_env_line(each)} (attached)" for each in mine] + [_env_line(each) for each in others]
     value = {"attached": [_environment(each) for each in mine], "others": [_environment(each) for each in others]}
     return Answer("\n".join(lines) or "[no environment: attach_environment makes one]", value)
@@ -140,7 +145,7 @@ def _environment(info: EnvironmentInfo) -> dict[str, object]:
 
 
 def _env_line(info: EnvironmentInfo) -> str:
-    labels = f" [{', '.join(info.labels)}]" if info.labels else ""
+    labels = f" [{', '.join(info.labels)}]" if info.labels and info.labels != [info.name] else ""
     return f"{info.name}{labels}  Python {info.python}  {', '.join(info.requirements)[:200]}"
 
 
@@ -189,7 +194,7 @@ TOOLS: list[Tool[Any]] = [
     Tool(
         name="list_environments",
         title="List environments",
-        description="The Python environments this sandbox has, and others that can be attached.",
+        description="The Python environments this sandbox has, and others with a label that can be attached.",
         parameters=Nothing,
         run=_environments,
         read_only=True,

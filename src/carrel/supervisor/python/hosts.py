@@ -139,15 +139,23 @@ class Interpreter(Reaper):
         if not self._hello.done():
             await asyncio.wait_for(asyncio.shield(self._hello), START_S)
         self._hello.result()
-        for host in list(self._ready):
-            host.on_readable()  # it may have died just now
-        self._rest_later()
-        while self._ready:
-            host = self._ready.popleft()
-            if host.fit():
+        while True:
+            for host in list(self._ready):
+                host.on_readable()  # it may have died just now
+            self._rest_later()
+            while self._ready:
+                host = self._ready.popleft()
+                if host.fit():
+                    return host
+            if self.retired:
+                raise Conflict(f"{self.python} was ended", hint="call again")
+            if (host := await self._next()).fit():  # what ran there before may have changed it as well
                 return host
-        if self.retired:
-            raise Conflict(f"{self.python} was ended", hint="call again")
+            if self.stale():
+                raise Conflict(f"{self.python} was changed", hint="call again")
+
+    async def _next(self) -> Host:
+        """The host that is ready next."""
         future: asyncio.Future[Host] = self._loop.create_future()
         self._waiting.append(future)
         self.grow()

@@ -1,0 +1,153 @@
+"""SQLite near the event loop: nobody is kept waiting, neither by another process nor by a long statement."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carrel.integrations.langgraph.sqlite import IN_A_ROW, NearConnection
+
+
+@pytest.fixture
+async def near(tmp_path: Path) -> AsyncIterator[NearConnection]:
+    async with NearConnection(str(tmp_path / "a.db"), 30.0) as connection:
+        await connection.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (k INTEGER PRIMARY KEY, v TEXT)")
+        await connection.commit()
+        yield connection
+
+
+async def test_who_waits_for_another_process_keeps_nobody_else_waiting(near: NearConnection, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        writing = asyncio.ensure_future(near.execute("INSERT INTO t VALUES (1, 'a')").__aenter__())
+        for _ in range(20):  # the loop turns while it waits
+            await asyncio.sleep(0.001)
+        assert not writing.done()
+        other.execute("COMMIT")
+        await writing
+    await near.commit()
+    async with near.execute("SELECT v FROM t") as cursor:
+        assert await cursor.fetchall() == [("a",)]
+
+
+async def test_it_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+        other.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (k)")
+        other.execute("BEGIN IMMEDIATE")
+        async with NearConnection(str(tmp_path / "a.db"), 0.05) as near:
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                await near.execute("INSERT INTO t VALUES (1)")
+
+
+async def test_one_that_read_before_another_wrote_is_told_at_once(near: NearConnection, tmp_path: Path) -> None:
+    await near.execute("BEGIN")
+    async with near.execute("SELECT * FROM t") as cursor:
+        assert await cursor.fetchall() == []
+    with closing(sqlite3.connect(tmp_path / "a.db")) as other, other:
+        other.execute("INSERT INTO t VALUES (1, 'a')")
+    with pytest.raises(sqlite3.OperationalError) as raised:  # trying again would be of no use
+        await near.execute("INSERT INTO t VALUES (2, 'b')")
+    assert raised.value.sqlite_errorcode == sqlite3.SQLITE_BUSY_SNAPSHOT
+    await near.rollback()
+
+
+async def test_what_is_short_runs_here_and_what_is_long_elsewhere(near: NearConnection) -> None:
+    await near.create_function("place", 0, threading.get_ident)
+
+    async def place(statement: str) -> bool:
+        async with near.execute(statement) as cursor:
+            [(found,)] = await cursor.fetchall()
+        await near.rollback()
+        return bool(found == threading.get_ident())
+
+    assert await place("SELECT place()")
+    assert not await place("SELECT place() ORDER BY 1")
+    assert not await place("SELECT place() WHERE 1 IN (1)")
+    assert await place("SELECT place()")
+    near._lookups = True
+    assert await place("SELECT place() ORDER BY 1")
+
+
+async def test_the_log_of_changes_is_emptied_now_and_then(near: NearConnection, tmp_path: Path) -> None:
+    async def fill(commits: int) -> int:
+        for _ in range(commits):
+            await near.execute("INSERT INTO t (v) VALUES (?)", ("x" * 4000,))
+            await near.commit()
+        return (tmp_path / "a.db-wal").stat().st_size
+
+    once = await fill(IN_A_ROW)
+    assert await fill(4 * IN_A_ROW) < 2 * once
+    assert (tmp_path / "a.db").stat().st_size > 4 * IN_A_ROW * 4000
+
+
+async def test_one_that_is_closed_says_so(tmp_path: Path) -> None:
+    near = await NearConnection(str(tmp_path / "a.db"), 1.0)
+    await near.close()
+    with pytest.raises(ValueError, match=r"closed|no active"):
+        await near.execute("SELECT 1")
+
+
+steps = st.lists(
+    st.tuples(st.just("put"), st.integers(0, 5), st.text(max_size=3))
+    | st.tuples(st.just("many"), st.integers(0, 5), st.text(max_size=3))
+    | st.tuples(st.just("drop"), st.integers(0, 5), st.just(""))
+    | st.tuples(st.sampled_from(["commit", "rollback", "list"]), st.just(0), st.just("")),
+    max_size=30,
+)
+
+
+@settings(max_examples=25)
+@given(steps)
+def test_it_holds_what_a_plain_connection_holds(todo: list[tuple[str, int, str]]) -> None:
+    async def run(path: str) -> list[object]:
+        seen: list[object] = []
+        async with NearConnection(path, 1.0) as near:
+            await near.executescript(MADE)
+            for name, key, value in todo:
+                if name == "put":
+                    await near.execute(PUT, (key, value))
+                elif name == "many":
+                    await near.executemany(PUT, iter([(key, value), (key + 1, value)]))
+                elif name == "drop":
+                    await near.execute(DROP, (key,))
+                elif name == "list":
+                    async with near.execute(LIST) as cursor:
+                        seen.append(await cursor.fetchall())
+                else:
+                    await getattr(near, name)()
+        return seen
+
+    def plainly(path: str) -> list[object]:
+        seen: list[object] = []
+        with closing(sqlite3.connect(path)) as plain:
+            plain.executescript(MADE)
+            for name, key, value in todo:
+                if name == "put":
+                    plain.execute(PUT, (key, value))
+                elif name == "many":
+                    plain.executemany(PUT, [(key, value), (key + 1, value)])
+                elif name == "drop":
+                    plain.execute(DROP, (key,))
+                elif name == "list":
+                    seen.append(plain.execute(LIST).fetchall())
+                else:
+                    getattr(plain, name)()
+        return seen
+
+    with tempfile.TemporaryDirectory() as place:
+        assert asyncio.run(run(f"{place}/a.db")) == plainly(f"{place}/b.db")
+        with closing(sqlite3.connect(f"{place}/a.db")) as one, closing(sqlite3.connect(f"{place}/b.db")) as other:
+            assert one.execute(LIST).fetchall() == other.execute(LIST).fetchall()
+
+
+MADE = "PRAGMA journal_mode=WAL; CREATE TABLE t (k INTEGER PRIMARY KEY, v TEXT)"
+PUT, DROP, LIST = "INSERT OR REPLACE INTO t VALUES (?, ?)", "DELETE FROM t WHERE k = ?", "SELECT * FROM t ORDER BY k"
