@@ -4,15 +4,15 @@ answered for what it is, and the next one works.
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
 
-from carrel.client import Sandbox
-from carrel.errors import LimitExceeded
+from carrel.client import Client, Sandbox
 from servers import SMALL, Server
 
 Way = Literal["call", "cell", "stateless"]
@@ -152,18 +152,6 @@ def places() -> Iterator[dict[tuple[int, Way], Place]]:
             box.terminate()
 
 
-def _run_once_there_is_room(place: Place, code: str) -> Outcome:
-    """The last of a fork bomb may still be on its way out when its call is answered: who is told to wait, waits."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return place.run(code)
-        except LimitExceeded:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_is_answered_and_the_next_call_works(
@@ -176,5 +164,41 @@ def test_each_is_answered_and_the_next_call_works(
         got = place.run(code, 20)  # on a machine that stood still, the short deadline may come before the fault
     assert judge(got), got
     for number in range(2):
-        after = _run_once_there_is_room(place, f"import json; print(json.dumps({number}))")
+        after = place.run(f"import json; print(json.dumps({number}))")
         assert (after.stdout, after.stderr, after.timed_out) == (f"{number}\n", "", False), after
+
+
+FILL = """
+import os, signal, time
+full = []
+while True:
+    try:
+        pid = os.fork()
+    except OSError:
+        break
+    if pid == 0:
+        time.sleep(600)
+    full.append(pid)
+print("full", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+for pid in full:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_calls_that_find_no_process_left_wait_for_some_to_end(scientific: Server) -> None:
+    url = json.loads((scientific.data_dir / "server.json").read_text())["url"]
+    token = (scientific.data_dir / "token").read_text().strip()
+    with Client(url, token) as client, ThreadPoolExecutor(6) as callers:
+        box = client.sandbox(template=SMALL)
+        try:
+            box.files.write("fill.py", FILL)
+            assert box.python.run("print(1)").stdout == "1\n"
+            with box.commands.start("python3 fill.py").stream() as filled:
+                assert next(filled).text == "full\n"
+            calls = [callers.submit(box.python.run, f"print({number})") for number in range(6)]
+            box.files.write("go", b"")
+            assert [call.result().stdout for call in calls] == [f"{number}\n" for number in range(6)]
+        finally:
+            box.terminate()

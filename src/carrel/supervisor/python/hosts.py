@@ -26,6 +26,10 @@ MOST_READY = 8
 START_S = 60.0
 ATTEMPTS = 3
 REST_S = 600.0
+ROOM_S, LOOK_S = 5.0, 0.02
+"""How long a call waits when no process more can be started, and how often it looks: what was killed, such as the last
+of a fork bomb, needs a moment to be gone.
+"""
 MOST_SAID = 4096
 
 
@@ -139,6 +143,7 @@ class Interpreter(Reaper):
         if not self._hello.done():
             await asyncio.wait_for(asyncio.shield(self._hello), START_S)
         self._hello.result()
+        room_until = self._loop.time() + ROOM_S
         while True:
             for host in list(self._ready):
                 host.on_readable()  # it may have died just now
@@ -149,8 +154,14 @@ class Interpreter(Reaper):
                     return host
             if self.retired:
                 raise Conflict(f"{self.python} was ended", hint="call again")
-            if (host := await self._next()).fit():  # what ran there before may have changed it as well
-                return host
+            try:
+                if (host := await self._next()).fit():  # what ran there before may have changed it as well
+                    return host
+            except LimitExceeded:
+                if self._loop.time() > room_until:
+                    raise
+                await asyncio.sleep(LOOK_S)
+                continue
             if self.stale():
                 raise Conflict(f"{self.python} was changed", hint="call again")
 
