@@ -19,7 +19,7 @@ def _fill(workspace: Path) -> None:
 
 
 READONLY = [
-    "/workspace/config",
+    "/workspace/config/**",
     "/workspace/config/deep",
     "/workspace/pinned",
     "/workspace/linked/x",

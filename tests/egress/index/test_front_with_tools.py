@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 
 import pytest
 
@@ -14,7 +15,11 @@ BIG = os.urandom(300_000)
 async def install(tool, url, target, *names):
     if tool == "pip":
         return await run("pip", "install", "--no-cache-dir", "--target", str(target), "-i", url, *names)
-    return await run("uv", "pip", "install", "--no-cache", "--target", str(target), "--default-index", url, *names)
+    # With `--no-cache` a uv that fails sometimes leaves the temporary one it makes instead.
+    cache = tempfile.mkdtemp(prefix="cache-", dir=target.parent)
+    return await run(
+        "uv", "pip", "install", "--cache-dir", cache, "--target", str(target), "--default-index", url, *names
+    )
 
 
 @pytest.mark.parametrize("tool", ["pip", "uv"])
