@@ -119,7 +119,7 @@ class Gate:
                 if asked.wait_s:
                     await self._attended(scope, body, receive, watched, opened)
                     return
-                receive = _replay(body, receive)
+                receive = replay(body, receive)
             await self._app(scope, receive, watched)
         except CarrelError as error:
             if started:  # the status is gone already: a broken body is all that can tell of it
@@ -198,7 +198,7 @@ class Gate:
         caller.set(replace(caller.get(), gone=away))
         listening = asyncio.ensure_future(listen())
         try:
-            await self._app(scope, _replay(body, receive), send)
+            await self._app(scope, replay(body, receive), send)
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -277,17 +277,18 @@ def _stays_open(message: Message) -> bool:
     return kind == "websocket.accept" or (kind == "http.response.body" and bool(message.get("more_body", False)))
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Gives a body that was read to who reads it next, then what else comes: that the caller goes away."""
     given = False
 
-    async def replay() -> Message:
+    async def again() -> Message:
         nonlocal given
         if given:
             return await receive()
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return replay
+    return again
 
 
 async def _discard(receive: Receive) -> None:

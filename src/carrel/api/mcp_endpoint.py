@@ -20,8 +20,9 @@ from mcp.shared.dispatcher import ProgressFnT
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from carrel.api.gate import replay
 from carrel.api.mcp_calls import PlainCall, nonsense, plain_call
 from carrel.api.problems import UNEXPECTED
 from carrel.control.mcp_terms import REFUSED, TIMED_OUT, Json
@@ -58,7 +59,7 @@ class McpResponse(Response):
         body = await Request(scope, receive).body()
         plain = plain_call(scope, body)
         if plain is None:
-            await self._serve(scope, _again(body, receive), send)
+            await self._serve(scope, replay(body, receive), send)
             return
         begun = asyncio.ensure_future(called(self._plane, self._sandbox, self._offered.server, plain.params))
         try:
@@ -66,7 +67,7 @@ class McpResponse(Response):
             if begun.done():
                 await self._answer(plain, begun, scope, receive, send)
             else:
-                await self._serve(scope, _again(body, receive), send, begun)
+                await self._serve(scope, replay(body, receive), send, begun)
         finally:
             if not begun.done():
                 begun.cancel()
@@ -91,20 +92,6 @@ class McpResponse(Response):
         )
         async with manager.run():
             await manager.handle_request(scope, receive, send)
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """A body that was read, for who reads it next."""
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
 
 
 def _info(offered: McpCatalogue) -> Json:
