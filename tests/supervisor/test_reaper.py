@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.reaper import descendants, doomed
+from carrel.supervisor import commands
+from carrel.supervisor.reaper import Reaper, descendants, doomed
 from leaks import below
 from sandboxes import KINDS, Box, House, Supervisor, parent, status, until
 
@@ -234,3 +235,26 @@ def test_who_is_doomed() -> None:
     finally:
         os.waitpid(pid, 0)
     assert doomed(pid)
+
+
+async def test_what_a_lost_reaper_had_is_looked_for_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end, and hand over what it had, between any two looks."""
+    lost = Reaper()
+    lost.pid = 4242
+    looks: list[str] = []
+
+    def processes() -> dict[int, int]:
+        looks.append("gone" if len(looks) > 2 else "there")
+        return {} if looks[-1] == "gone" else {lost.pid: 1}
+
+    def kill_below(root: int, stop: object = ()) -> int:
+        looks.append("killed")
+        return 0
+
+    monkeypatch.setattr(commands, "processes", processes)
+    monkeypatch.setattr(commands, "kill_below", kill_below)
+    those = commands.Commands()
+    those._loop = asyncio.get_running_loop()
+    those.sweep(lost)
+    await until(lambda: not those._sweeps)
+    assert looks[-2:] == ["gone", "killed"]

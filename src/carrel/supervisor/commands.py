@@ -446,6 +446,7 @@ class Commands:
         self._in_background(self._sweep(lost.pid))
 
     async def _sweep(self, lost: int) -> None:
-        while kill_below(self._pid, tuple(self._runners)) or lost in processes():  # noqa: ASYNC110 - nothing tells
+        # Asked in this order: what it had comes to the supervisor while it ends, perhaps right after a look for it.
+        while lost in processes() or kill_below(self._pid, tuple(self._runners)):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.001)
         self._sweeps -= 1
