@@ -97,7 +97,7 @@ def cli_page() -> str:
     """Every command with its arguments and options."""
     import typer.main
 
-    from carrel.cli.app import app
+    from carrel.cli.app import build
 
     parts = [
         HEAD,
@@ -107,7 +107,7 @@ def cli_page() -> str:
         "Failures are one or two lines on stderr.\n\n",
         "`carrel --install-completion` completes commands, options and contexts in the shell.\n",
     ]
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(build())
     for name, command in _commands(group):
         text, _, example = inspect.cleandoc(command.help or "").partition("\b\n")
         shown = [param for param in command.params if param.name != "help"]
@@ -138,7 +138,7 @@ def _commands(group: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _argument(param: object) -> str:
     name = str(getattr(param, "metavar", None) or getattr(param, "name", "")).strip("[]{}")
-    name = name if name.isupper() else name.upper()
+    name = (name if name.isupper() else name.upper()) + ("…" if getattr(param, "nargs", 1) != 1 else "")
     return name if getattr(param, "required", True) else f"[{name}]"
 
 

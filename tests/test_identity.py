@@ -123,7 +123,9 @@ def test_reach() -> None:
         for context in ("a", "b", "team:a", "team:b", "teams:a", "team"):
             assert identity.reaches(context) == (context in inside)
             assert (identity.may("run_command", context) is None) == (context in inside)
-        assert identity.may("run_command") is not None, "an ephemeral sandbox belongs to nobody"
+        refused = identity.may("run_command")
+        assert refused is not None, "an ephemeral sandbox belongs to nobody"
+        assert (refused.hint or "").startswith("name a context")
         assert identity.may("search_audit") is not None and identity.may("get_metrics") is not None
         assert identity.may("list_sandboxes") is None, "the list shows what is in reach"
     assert AGENT.may("run_command") is None and AGENT.may("search_audit") is None

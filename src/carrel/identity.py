@@ -173,7 +173,10 @@ class Identity:
             return refused
         if (context_id is not None or operation not in LISTED) and not self.reaches(context_id):
             what = "what belongs to no context" if context_id is None else f"the context '{context_id}'"
-            return self.refusal(operation, "reach", f"{what} is out of the token's reach")
+            refused = self.refusal(operation, "reach", f"{what} is out of the token's reach")
+            if context_id is None:
+                refused.hint = f"name a context that the token reaches, or {refused.hint}"
+            return refused
         return None
 
     def lacks(self, operation: str) -> Denied | None:

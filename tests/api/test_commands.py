@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +63,19 @@ async def test_a_caller_who_goes_away_leaves_no_stream(http: httpx.AsyncClient, 
         while live.in_flight:
             await asyncio.sleep(0.01)
     assert [each["running"] for each in (await http.get(f"{box}/commands")).json()["items"]] == [True]
+
+
+async def test_a_stream_that_breaks_with_its_sandbox_is_told_in_a_line(
+    http: httpx.AsyncClient, box: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server's log had two tracebacks."""
+    with pytest.raises(httpx.RemoteProtocolError):
+        async with http.stream("POST", f"{box}/commands/stream", json={"command": "echo a; sleep 999"}) as answer:
+            async for _ in answer.aiter_lines():
+                await http.post(f"{box}/terminate", json={})
+    while "/commands/stream" not in caplog.text:
+        await asyncio.sleep(0)
+    assert "broke off" in caplog.text and "Traceback" not in caplog.text
 
 
 async def test_a_terminal_is_resized_and_a_pipe_is_not(http: httpx.AsyncClient, box: str) -> None:

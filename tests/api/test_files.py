@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import pytest
 
+from carrel.server import Running
 from refusals import refused
 
 Sent = dict[str, Any]
@@ -51,6 +55,28 @@ async def test_uploads_may_be_larger_than_any_other_body(http: httpx.AsyncClient
 
     upload = await http.put(f"{box}/files/content", params={"path": "big"}, content=long())
     assert upload.json()["size"] == 40 * 65536
+
+
+async def test_who_leaves_in_the_middle_of_an_upload_is_no_failure_of_carrel(
+    http: httpx.AsyncClient, server: Running, box: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was written down as unexpected, with a traceback in the server's log."""
+    where = urlsplit(server.url)
+    _, writer = await asyncio.open_connection(where.hostname, where.port)
+    head = f"PUT {box}/files/content?path=part HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-length: 1000\r\n"
+    writer.write(f"{head}authorization: Bearer {server.token}\r\n\r\nsome".encode())
+    await writer.drain()
+    found: list[Sent] = []
+    asked = {"kind": "file", "name": "write"}
+    while not found:
+        found = (await http.get("/v1/audit", params=asked)).json()["items"]
+    writer.close()
+    await writer.wait_closed()
+    while found[0]["result"] is None:
+        found = (await http.get("/v1/audit", params=asked)).json()["items"]
+    assert found[0]["result"] == "invalid_request"
+    assert (await http.get(f"{box}/files/stat", params={"path": "part"})).status_code == 404
+    assert "Traceback" not in caplog.text
 
 
 BAD: list[tuple[str, str, Sent, int, str]] = [

@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import httpx
 import httpx2
 import pytest
 from mcp import Client, MCPError, types
 from mcp.client.streamable_http import streamable_http_client
 
+from carrel.api.mcp_endpoint import Work
 from carrel.server import Running
 from governed import Known
 from mcp_hosted import GOOD
@@ -143,6 +145,51 @@ async def test_a_client_that_goes_away_breaks_its_call_off(
         if found and found[0].get("result") == "cancelled":
             break
         await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_goes_away_while_a_sandbox_starts_leaves_none(
+    server: Running, http: httpx.AsyncClient, place: str
+) -> None:
+    message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "count", "arguments": {}}}
+    headers = {"authorization": f"Bearer {server.token}", **ACCEPT}
+
+    async def state() -> str:
+        return str((await http.get("/v1/sandboxes/box")).json()["state"])
+
+    for _ in range(3):
+        assert (await http.post("/v1/sandboxes/box/stop")).status_code == 200
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as client:
+            asking = asyncio.ensure_future(client.post(place, json=message))
+            while await state() == "stopped":
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        while await state() == "creating":
+            await asyncio.sleep(0.01)
+        again = await http.post("/v1/sandboxes", json={"context_id": "box", "trust": "high"})
+        assert again.status_code < 300, again.text
+
+
+async def test_what_is_broken_off_again_and_again_still_tidies_up() -> None:
+    work, tidied = Work(), []
+
+    async def long() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for turn in range(5):
+                await asyncio.sleep(0)
+                tidied.append(turn)
+
+    async def handler() -> None:
+        await work.done(work.begin(long()))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(handler)
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    await work.end()
+    assert tidied == list(range(5))
 
 
 ASKS = r"""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -9,7 +10,7 @@ from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.api.parts import as_json, event_stream, raw_query, wants_sse
+from carrel.api.parts import Stream, as_json, event_stream, raw_query, wants_sse
 from carrel.control.frames import Chunk
 from carrel.errors import NotRunning
 from carrel.models import FileInfo
@@ -87,3 +88,43 @@ async def test_a_stream_that_cannot_be_opened_still_has_a_status() -> None:
 
     with pytest.raises(NotRunning):
         await event_stream(request(), broken())
+
+
+async def test_a_stream_whose_caller_goes_away_tidies_up() -> None:
+    sent, tidied = asyncio.Event(), []
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            yield b"first"
+            sent.set()
+            await asyncio.Event().wait()
+        finally:
+            for turn in range(5):
+                await asyncio.sleep(0)
+                tidied.append(turn)
+
+    async def receive() -> dict[str, str]:
+        await sent.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_message: object) -> None:
+        return
+
+    await Stream(lines())({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    assert tidied == list(range(5))
+
+
+async def test_a_stream_that_breaks_says_why() -> None:
+    async def lines() -> AsyncIterator[bytes]:
+        yield b"first"
+        raise NotRunning("it has ended")
+
+    async def receive() -> dict[str, str]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(_message: object) -> None:
+        return
+
+    with pytest.raises(NotRunning):
+        await Stream(lines())({"type": "http"}, receive, send)

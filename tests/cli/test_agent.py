@@ -21,6 +21,7 @@ def test_what_cannot_be_is_said_in_words(carrel: Carrel, tmp_path: Path) -> None
         (["--approver-token-file", str(tmp_path / "missing")], b"cannot read the token"),
         (["--database", "mysql://x"], b"postgresql://"),
         (["--port", "99999"], b"65535"),
+        (["--public-url", "agent.example.org"], b"https://agent.example.org"),
     ):
         said = carrel("agent", "--port", "0", *words)
         assert said.returncode != 0

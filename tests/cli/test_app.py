@@ -12,10 +12,10 @@ import pytest
 
 import carrel as package
 from carrel.cli import main
-from carrel.cli.app import app
+from carrel.cli.app import build, called
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
-COMMANDS = sorted([*(str(each.name) for each in app.registered_commands), "approvals"])
+COMMANDS = sorted([*(str(each.name) for each in build().registered_commands), "approvals"])
 
 
 def test_the_commands_are_these() -> None:
@@ -61,6 +61,7 @@ def test_help_teaches_by_example(capsys: pytest.CaptureFixture[str], name: str) 
 
 
 def test_version(alone: Carrel) -> None:
+    assert alone("--version").stdout.decode() == f"carrel {package.__version__}\n"
     assert alone("version").stdout.decode() == f"carrel {package.__version__}\n"
     assert json.loads(alone("version", "--json").stdout) == {"version": package.__version__}
 
@@ -122,9 +123,43 @@ def test_colour_only_at_a_terminal() -> None:
     os.close(master)
 
 
+@pytest.mark.parametrize("words", [[], ["secret"], ["egress"]])
+def test_without_a_command_help_is_all_that_is_shown(alone: Carrel, words: list[str]) -> None:
+    done = alone(*words)
+    assert done.returncode == 2
+    assert b"Usage: carrel" in done.stdout and done.stderr == b""
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_stream_that_was_closed_is_nowhere(alone: Carrel, data_dir: Path, closed: int) -> None:
+    shell = f'exec "$0" -m carrel "$@" {closed}{"<" if closed == 0 else ">"}&-'
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = {**os.environ, "CARREL_DATA_DIR": str(data_dir)}
+    for words, code in ((["ps"], 0), (["run", "--", "sh", "-c", "cat; echo a; echo b >&2; exit 3"], 3), (["no"], 2)):
+        done = subprocess.run(["sh", "-c", shell, sys.executable, *words], env=environment, check=False, **streams)
+        assert done.returncode == code, done.stderr
+        assert b"failed" not in done.stderr
+
+
+def test_one_command_is_as_it_is_among_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(["ps", "--help"]) == called(["--trace", "ps"]) == "ps"
+    assert [called(words) for words in ([], ["--help", "ps"], ["pss"], ["--trace"])] == [None] * 4
+    for name in ("ps", "exec", "policy"):
+        shown = []
+        for app in (build(), build(name)):
+            assert app(args=[name, "--help"], prog_name="carrel", standalone_mode=False) == 0
+            shown.append(capsys.readouterr().out)
+        assert shown[0] == shown[1]
+
+
+def test_help_names_arguments_once(alone: Carrel) -> None:
+    assert b"carrel python [OPTIONS] [CONTEXT] [FILE] [ARGS]..." in alone("python", "--help").stdout
+    assert b"carrel stop [OPTIONS] {CONTEXT}..." in alone("stop", "--help").stdout
+
+
 def test_light_commands_import_nothing_heavy() -> None:
     heavy = "'httpx', 'rich', 'asyncio', 'fastapi'"
-    code = f"import sys, carrel.cli.app; print(*[m for m in ({heavy}) if m in sys.modules])"
+    code = f"import sys, carrel.cli.app; carrel.cli.app.build('ps'); print(*[m for m in ({heavy}) if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.split() == []
 

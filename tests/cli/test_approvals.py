@@ -67,6 +67,40 @@ def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str,
     assert waits(carrel, context, "--all") == handle
 
 
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        (["python", "-c", "print(6 * 7)", "CONTEXT"], b"42\n"),
+        (["python", "--cell", "a", "-c", "6 * 7", "CONTEXT"], b"42\n"),
+        (["sh", "-c", "uname", "CONTEXT"], b"Linux\r\n"),
+    ],
+)
+def test_what_was_approved_runs_once_by_every_command(
+    carrel: Carrel, people: dict[str, dict[str, str]], context: str, asked: list[str], shown: bytes
+) -> None:
+    asked = [context if word == "CONTEXT" else word for word in asked]
+    refused = carrel(*asked, env=people["agent"])
+    handle = waits(carrel, context)
+    told = f"hint: somebody else lets it with `carrel approve {handle}`; then the same again with `--approval {handle}`"
+    assert refused.stderr.decode().splitlines()[1] == told
+    assert carrel("approve", handle, env=people["ann"]).returncode == 0
+    again = [asked[0], "--approval", handle, *asked[1:]]
+    done = carrel(*again, env=people["agent"])
+    assert (done.stdout, done.returncode) == (shown, 0), done.stderr
+    used = carrel(*again, env=people["agent"])
+    assert used.returncode == 1 and b"used already" in used.stderr
+
+
+def test_a_command_that_takes_no_approval_says_what_helps(
+    carrel: Carrel, people: dict[str, dict[str, str]], context: str
+) -> None:
+    assert carrel("exec", context, "echo", env=people["agent"]).returncode == 0
+    assert b"output/" in carrel("ls", "--wait", "1", context, env=people["agent"]).stdout
+    refused = carrel("mcp-servers", "add", context, "x", "--", "uname", env=people["agent"])
+    handle = waits(carrel, context)
+    assert f"`carrel approve --for-context {handle}`; then try again" in refused.stderr.decode()
+
+
 def test_nothing_of_what_is_asked_for_hides(carrel: Carrel, people: dict[str, dict[str, str]], context: str) -> None:
     command = "touch x # \x1b[8m\u202e\nrm -rf " + "y" * 600 + " last"
     carrel("exec", context, "--", command, env=people["agent"])
@@ -139,3 +173,24 @@ def test_watching_and_waiting(
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+
+def test_a_watch_that_ends_with_the_server_says_so(tmp_path: Path) -> None:
+    """It ended in silence, as if there was nothing more to come."""
+    environ = {**os.environ, "CARREL_DATA_DIR": str(tmp_path / "d")}
+    base, file = [sys.executable, "-m", "carrel"], tmp_path / "settings.json"
+    file.write_text(json.dumps(POLICY))
+    with subprocess.Popen([*base, "serve", "--port", "0"], env=environ, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None and b"listens on" in server.stdout.readline()
+            for words in (["policy", "set", "watched", "--settings", str(file)], ["exec", "watched", "uname"]):
+                subprocess.run([*base, *words], env=environ, capture_output=True, check=False)
+            run = [*base, "approvals", "--watch"]
+            with subprocess.Popen(run, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+                assert watching.stdout is not None and b"uname" in watching.stdout.readline()
+                server.send_signal(signal.SIGTERM)
+                assert server.wait(60) == 0
+                told = watching.communicate(timeout=60)[1]
+            assert watching.returncode == 1 and b"error: the server ended" in told
+        finally:
+            server.kill()

@@ -32,6 +32,14 @@ def test_one_word_is_shell_text_and_options_after_it_belong_to_the_program(carre
     assert carrel("run", "echo", "--json", "-h").stdout == b"--json -h\n"
 
 
+def test_options_behind_the_context_are_told(carrel: Carrel, context: str) -> None:
+    """They were run as a program: `--timeout: command not found`."""
+    for words in (["exec", context, "--timeout", "5", "--", "true"], ["exec", context, "-C", "data", "true"]):
+        done = carrel(*words)
+        assert done.returncode == 2 and b"options come first" in done.stderr
+    assert context not in carrel("ps").stdout.decode()
+
+
 def test_run_gives_the_environment_it_is_told(carrel: Carrel) -> None:
     done = carrel("run", "-e", "A=1=2", "-e", "PASSED", "--", "sh", "-c", "echo $A $PASSED", env={"PASSED": "on"})
     assert done.stdout == b"1=2 on\n"

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.cli.failures import Terminated, exit_code_of, tell
-from carrel.errors import BY_CODE, Denied, Unauthorized
+from carrel.errors import (
+    BY_CODE,
+    ApprovalNeeded,
+    CarrelError,
+    Denied,
+    InvalidRequest,
+    NotRunning,
+    Unauthorized,
+)
 
 
 @given(st.text(), st.text(min_size=1))
@@ -28,6 +36,32 @@ def test_a_wrong_token_is_told_in_the_words_of_the_command_line(capsys: pytest.C
     assert exit_code_of(Unauthorized("the token is missing or wrong", hint="send a header")) == 1
     told = capsys.readouterr().err
     assert "CARREL_TOKEN" in told and "header" not in told
+
+
+def test_a_token_for_another_server_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CARREL_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("CARREL_TOKEN", raising=False)
+    assert exit_code_of(Unauthorized("the token is missing or wrong")) == 1
+    assert "CARREL_URL names a server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (InvalidRequest("no", hint="see /docs"), None),
+        (NotRunning("it is stopped", hint="deploy_or_resume starts it again"), "`carrel resume` starts it again"),
+        (Denied("no", rule="shell(a)", source="settings.json"), "the rule is shell(a) in settings.json"),
+        (Denied("no", hint="ask", rule="shell(a)"), "ask"),
+        (ApprovalNeeded("ask", hint="wait, then ask with it", approval="apr-1"), "--for-context apr-1"),
+        (ApprovalNeeded("ask", hint="then `carrel exec`", approval="apr-1"), "then `carrel exec`"),
+    ],
+)
+def test_hints_speak_to_who_types(capsys: pytest.CaptureFixture[str], error: CarrelError, hint: str | None) -> None:
+    assert exit_code_of(error) == 1
+    _, *hints = capsys.readouterr().err.splitlines()
+    assert len(hints) == (hint is not None) and (hint or "") in "".join(hints)
 
 
 def test_an_unforeseen_failure_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +85,7 @@ def test_an_unforeseen_failure_is_told_without_a_traceback(capsys: pytest.Captur
         (SystemExit("words"), 1, None),
         (Terminated(signal.SIGTERM), 143, None),
         (typer.Abort(), 130, None),
+        (typer.BadParameter(""), 2, "error: Invalid value: "),
         (typer.BadParameter("no such size."), 2, "error: Invalid value: no such size"),
         (FileNotFoundError(2, "No such file", "/x"), 1, "error: /x: No such file"),
         (OSError("odd"), 1, "error: odd"),

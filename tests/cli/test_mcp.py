@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -33,6 +34,28 @@ def test_a_file_without_a_token_is_refused(carrel: Carrel, tmp_path: Path, conte
 def test_a_context_that_cannot_be_is_refused(carrel: Carrel) -> None:
     run = carrel("mcp", "--context", "../etc")
     assert run.returncode == 1 and b"cannot be a context" in run.stderr
+
+
+def test_at_a_terminal_it_says_what_it_is_and_ctrl_c_ends_it(data_dir: Path) -> None:
+    """It said nothing, and went on until the next line was typed."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "CARREL_DATA_DIR": str(data_dir)}
+    command = [sys.executable, "-m", "carrel", "mcp"]
+    with subprocess.Popen(
+        command, stdin=slave, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    ) as run:
+        try:
+            assert run.stderr is not None
+            assert b"for MCP clients" in run.stderr.readline()
+            reading = Path(f"/proc/{run.pid}/task")
+            while len(list(reading.iterdir())) < 2:
+                assert run.poll() is None
+            run.send_signal(signal.SIGINT)
+            assert run.wait(30) in {130, -signal.SIGINT}
+        finally:
+            run.kill()
+            os.close(master)
+            os.close(slave)
 
 
 def test_it_ends_with_its_input(carrel: Carrel, alone: Carrel) -> None:

@@ -60,6 +60,21 @@ def test_explain_without_a_policy_allows(alone: Carrel) -> None:
     assert alone("policy", "explain", "rm -rf /").returncode == 0
 
 
+def test_explain_what_holds_in_a_context(carrel: Carrel, alone: Carrel, tmp_path: Path) -> None:
+    """It said that everything is allowed, whatever the policy of the context."""
+    context, file = f"p-{uuid.uuid4().hex[:12]}", tmp_path / "settings.json"
+    file.write_text('{"permissions": {"allow": ["shell(date:*)"], "deny": ["shell(curl:*)"]}}')
+    assert carrel("policy", "set", context, "--settings", str(file)).returncode == 0
+    denied = carrel("policy", "explain", "date; curl x", "--context", context)
+    assert denied.returncode == 1 and b"shell(curl:*) in settings.json" in denied.stdout
+    told = json.loads(carrel("policy", "explain", "date", "--context", context, "--json").stdout)
+    assert (told["verdict"], told["parts"][0]["rule"]) == ("allow", "shell(date:*)")
+    assert b"--shell" in carrel("policy", "explain", "date", "-c", context, "--shell", "sh").stderr
+    offline = alone("policy", "explain", "curl x", "--context", context, "--settings", str(file))
+    assert offline.returncode == 1 and b"curl is denied" in offline.stdout
+    carrel("policy", "rm", context)
+
+
 def test_explain_as_another_shell(alone: Carrel) -> None:
     words = ("policy", "explain", "[[ a && curl ]]", "--settings", SETTINGS, "--json")
     assert json.loads(alone(*words).stdout)["verdict"] == "allow"

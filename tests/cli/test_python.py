@@ -56,4 +56,6 @@ def test_without_a_context(carrel: Carrel) -> None:
     assert b"ZeroDivisionError" in carrel("python", "-c", "1 / 0").stderr
     assert carrel("python", "--timeout", "0.2", "-c", "while True: pass").returncode == 124
     assert b"name a context" in carrel("python").stderr
+    assert b"hint: carrel python CONTEXT ./report.py" in carrel("python", "./report.py").stderr
+    assert b"need a context" in carrel("python", "--wait", "1", "-c", "1").stderr
     assert b"need a context" in carrel("python", "--cell", "x", "-c", "1").stderr

@@ -26,6 +26,22 @@ def test_ps_and_rm(carrel: Carrel) -> None:
     assert b"absent-context" in removed.stderr
     assert [each["state"] for each in json.loads(removed.stdout)] == ["terminated"]
     assert name not in carrel("ps").stdout.decode()
+    ended = {each["context_id"]: each["state"] for each in json.loads(carrel("ps", "--all", "--json").stdout)}
+    assert ended[name] == "terminated"
+
+
+def test_the_files_of_what_was_terminated_before_can_be_removed(carrel: Carrel) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    carrel("exec", name, "echo kept > f")
+    assert carrel("rm", "--yes", name).returncode == 0
+    again = carrel("rm", "--yes", name)
+    assert again.returncode == 1 and b"no sandbox named" in again.stderr
+    removed = carrel("rm", "--yes", "--files", name)
+    assert removed.returncode == 0, removed.stderr
+    try:
+        assert carrel("exec", name, "ls f").returncode == 2
+    finally:
+        carrel("rm", "--yes", "--files", name)
 
 
 def test_rm_wants_names_or_all(carrel: Carrel) -> None:

@@ -64,3 +64,16 @@ def test_a_narrow_terminal_keeps_the_short_columns(
     print_table(columns, [[handle, "deny", "conversation-42", "x" * 200, "y" * 60]])
     row = capsys.readouterr().out.splitlines()[1]
     assert f"{handle}  deny      conversation-42  xx" in row and row.count("…") == 2
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_terminal_that_is_too_narrow_is_run_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wrap: bool
+) -> None:
+    """What other commands are given stays in one piece."""
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    handle = "apr-de6f4540902500da"
+    print_table(["ID", "STATE", "CONTEXT", "WHAT"], [[handle, "pending", "conversation-42", "x" * 80]], wrap=wrap)
+    assert f"{handle}  pend" in capsys.readouterr().out

@@ -34,6 +34,10 @@ def test_a_context_keeps_its_sandbox_and_an_ephemeral_one_ends_with_its_block(cl
         assert box.terminate(reason="end of the test").state is State.TERMINATED
     with pytest.raises(NotFound):
         client.find(context)
+    assert list(client.sandboxes(context_id=context)) == []
+    [ended] = client.sandboxes(state="terminated", context_id=context)
+    assert (ended.id, ended.state) == (box.id, State.TERMINATED)
+    assert all(info.state is State.RUNNING for info in client.sandboxes(state=State.RUNNING))
 
 
 def test_an_error_inside_the_block_is_the_one_that_is_seen(client: Client) -> None:

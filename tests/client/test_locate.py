@@ -54,6 +54,23 @@ def test_the_local_token_goes_to_the_local_server_only(tmp_path: Path) -> None:
     assert "carrel_local" not in repr(locate())
 
 
+@pytest.mark.parametrize("token", ["carrel_x\nsecond", "carrel x", "carrel_ü", "carrel_\x00"])
+def test_what_cannot_be_a_token_is_neither_sent_nor_shown(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    monkeypatch.setenv("CARREL_TOKEN", "good")
+    assert locate("http://x").token == "good"
+    with pytest.raises(InvalidRequest) as refused:
+        locate("http://x", token)
+    assert refused.value.field == "token" and refused.value.hint
+    assert token not in str(refused.value) and "second" not in str(refused.value)
+
+
+def test_the_end_of_its_line_is_no_part_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARREL_TOKEN", "carrel_x\r\n")
+    assert locate("http://x").token == "carrel_x"
+    monkeypatch.setenv("CARREL_TOKEN", " \n")
+    assert locate("http://x").token is None
+
+
 def test_loopback() -> None:
     assert locate("http://[::1]:7070").loopback
     assert locate("http://127.8.8.8").loopback

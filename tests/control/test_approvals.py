@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -397,3 +397,45 @@ async def test_what_was_settled_long_ago_is_removed(store: ApprovalStore, clock:
         lasting: ApprovalState.APPROVED,
         waits: ApprovalState.EXPIRED,
     }
+
+
+async def test_who_goes_while_an_approval_is_taken_uses_nothing_up(store: ApprovalStore, clock: Clock) -> None:
+    taken = asyncio.Event()
+
+    class Late(ApprovalStore):
+        """What it wrote is there before its answer."""
+
+        async def use(self, approval_id: str, at: float, **named: Any) -> bool:
+            await super().use(approval_id, at, **named)
+            taken.set()
+            return await asyncio.get_running_loop().create_future()
+
+    handle = await _ask(Approvals(store, ttl_s=60, clock=clock))
+    approvals = Approvals(Late(store._database), ttl_s=60, clock=clock, node="n")
+    await approvals.decide(handle, YES, PERSON)
+    going = asyncio.ensure_future(_with(approvals, handle))
+    await taken.wait()
+    assert (await approvals.get(handle)).used_at is not None
+    going.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await going
+    assert (await approvals.get(handle)).used_at is None and await store.runs("n") == []
+
+
+async def test_who_asks_for_very_much_holds_nobody_up(approvals: Approvals) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(context: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
+        if context == PUSH.context_id:
+            begun.set()
+            await go_on.wait()
+        return dict(arguments)
+
+    approvals.redact = slow
+    long = [asyncio.ensure_future(_ask(approvals)) for _ in range(2)]
+    await begun.wait()
+    other = await _ask(approvals, replace(PUSH, context_id="other"))
+    assert not any(each.done() for each in long)
+    go_on.set()
+    first, second = await asyncio.gather(*long)
+    assert first == second != other, "those who ask for the same wait for the same"

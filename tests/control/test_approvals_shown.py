@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 
 from hypothesis import given
@@ -33,6 +34,12 @@ def test_what_is_cut_off_is_said_and_where_it_is() -> None:
     assert shown({"command": "x" * LONGEST_SUMMARY}) == "x" * LONGEST_SUMMARY
 
 
+def test_what_is_very_long_is_not_gone_through_to_its_end() -> None:
+    line = shown({"command": ["\x7f" * 8_000_000]})
+    assert line.startswith(r"'\x7f\x7f") and " […] and 80" in line and len(line) < 2 * LONGEST_SUMMARY
+    assert shown({"command": "\n \t" * 100_000 + "rm -rf x"}) == "rm -rf x", "nothing hides behind blanks"
+
+
 def test_what_comes_beside_a_command_is_named() -> None:
     line = shown({"command": "sh", "stdin": "rm -rf x", "env": {"A": "b"}, "timeout": 5})
     assert line == "sh (with env, stdin); see `carrel approvals show apr-1`"
@@ -41,6 +48,17 @@ def test_what_comes_beside_a_command_is_named() -> None:
 def test_a_call_of_a_tool_is_shown_with_its_arguments() -> None:
     call = Operation("mcp", "mcp_request", {"server": "s", "tool": "t", "arguments": {"a": "\n\x1b"}}, "", "s", "c")
     assert summary(call) == "s:t " + json.dumps({"arguments": {"a": "\n\x1b"}})
+
+
+@given(st.text("a\n\v\r\t \x1c\xa0\u2003"))
+def test_blanks_around_the_end_of_a_line_belong_to_it(text: str) -> None:
+    assert visible(text) == visible(re.sub(r"\s*\n\s*", "\n", text).strip())
+    assert " ⏎ ⏎" not in visible(text) and not visible(text).startswith("⏎")
+
+
+def test_a_text_of_blanks_is_shown_in_one_go() -> None:
+    """No attempt for each of them to find the end of the line: that took minutes, and nobody else was served."""
+    assert visible("a" + "\v" * 131_072 + "b") == "a" + r"\x0b" * 131_072 + "b"
 
 
 @given(st.text(st.characters(exclude_categories=())))

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -72,6 +75,28 @@ async def test_the_next_server_finds_it(known: Known) -> None:
     await until(lambda: known.downs == 1, what="the first to be left")
     await other.client.close()
     assert not os.path.exists(other.client._path)
+
+
+async def test_who_gives_up_while_it_is_started_leaves_no_second_one(known: Known) -> None:
+    client, spawn, begun, go = known.client, known.client._spawn, threading.Event(), threading.Event()
+
+    def slowly() -> socket.socket:
+        begun.set()
+        go.wait(10)
+        return spawn()
+
+    client._spawn = slowly  # type: ignore[method-assign]
+    given_up = asyncio.create_task(client.connect())
+    await until(begun.is_set, what="its beginning")
+    given_up.cancel()
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(client.close())
+    await asyncio.wait([closing], timeout=0.2)
+    go.set()
+    await asyncio.gather(given_up, closing, return_exceptions=True)
+    assert given_up.cancelled()
+    assert client._process is None
+    assert not client.left_behind()
 
 
 async def test_what_cannot_run_is_told_with_its_log() -> None:

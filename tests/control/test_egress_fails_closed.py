@@ -12,6 +12,7 @@ import pytest
 
 from carrel.control.plane import ControlPlane
 from carrel.egress.plan import Upstream
+from carrel.errors import PlatformError
 from carrel.models import CommandRequest, Network, PolicyDocuments, SandboxRequest, TerminateRequest
 from outside import Origin, serving
 from sandboxes import until
@@ -125,6 +126,68 @@ async def test_one_that_cannot_be_let_out_again_does_not_keep_others_in(plane: C
     await until(lambda: plane.egress._restoring.done(), what="the other one")
     assert await fetch(plane, "a", origin) == "hello\n"
     assert {first, second} == set((await plane.egress._client.request("describe"))["sandboxes"])
+
+
+async def test_a_process_that_dies_while_it_is_told_of_a_policy_is_followed_by_one_that_has_it(
+    plane: ControlPlane, origin: Origin
+) -> None:
+    await start(plane, "c", given(origin))
+    plane.egress._upkeep.cancel()  # which would mend it
+    request, pid = plane.egress._client.request, plane.egress.pid
+
+    async def and_dies(op, *more, **body):  # type: ignore[no-untyped-def]
+        if op == "change":
+            os.kill(pid, signal.SIGKILL)
+        return await request(op, *more, **body)
+
+    plane.egress._client.request = and_dies  # type: ignore[method-assign]
+    await plane.policies.put("c", given(origin, max_connections=7), "person:ann")
+    await until(lambda: plane.egress.pid not in {0, pid} and plane.egress._restoring.done(), what="another process")
+    assert await fetch(plane, "c", origin) == "hello\n"
+    [attached] = plane.egress._boxes.values()
+    assert next(each.sources.web_access.max_connections for each in attached.plan.layers if each.sources) == 7
+
+
+async def test_a_process_that_dies_as_soon_as_it_has_the_first_sandbox_is_followed_by_another(
+    plane: ControlPlane, origin: Origin
+) -> None:
+    attach, died = plane.egress._attach, []
+
+    async def and_dies(attached) -> None:  # type: ignore[no-untyped-def]
+        await attach(attached)
+        if not died:
+            died.append(plane.egress.pid)
+            os.kill(died[0], signal.SIGKILL)
+            await until(lambda: not plane.egress.pid, what="its end")
+
+    plane.egress._attach = and_dies  # type: ignore[method-assign]
+    await start(plane, "c", given(origin))
+    await until(lambda: plane.egress.pid not in {0, *died}, what="another process")
+    assert await fetch(plane, "c", origin) == "hello\n"
+
+
+async def test_a_process_that_dies_while_it_is_taken_over_keeps_no_server_from_starting(
+    plane: ControlPlane, origin: Origin
+) -> None:
+    for name in ("a", "b"):
+        await start(plane, name, given(origin))
+    egress, boxes = plane.egress, plane.sessions.live()
+    egress._upkeep.cancel()
+    for attached in egress._boxes.values():
+        os.close(attached.listener)
+    egress._boxes.clear()  # as a server that has just been started
+    channel = egress._client._channel
+    assert channel is not None
+    channel.close()
+    await egress._log.close()
+
+    async def dies(_attached) -> None:  # type: ignore[no-untyped-def]
+        os.kill(egress.pid, signal.SIGKILL)
+        await until(lambda: not egress.pid, what="its end")
+        raise PlatformError("the egress process is gone")
+
+    egress._attach = dies  # type: ignore[method-assign]
+    await egress.open(boxes[:1], warm=False)
 
 
 async def test_nothing_is_left_of_what_a_sandbox_trusted(plane: ControlPlane, origin: Origin) -> None:

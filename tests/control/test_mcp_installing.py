@@ -6,7 +6,7 @@ import pytest
 
 from carrel.control.plane import ControlPlane
 from carrel.errors import Denied, InvalidRequest
-from carrel.models import McpRequest, McpServerRequest, PolicyDocuments, SandboxRequest
+from carrel.models import McpRequest, McpServerRequest, PolicyDocuments, SandboxRequest, TerminateRequest
 from environments_ground import sources, stocked
 from indexes import wheel
 
@@ -39,6 +39,12 @@ async def test_python_packages_become_an_environment_that_it_runs_in(plane: Cont
         await plane.mcp.stop("c", "s")
         await plane.mcp.start("c", "s")
         assert not (await plane.mcp.request("c", "s", McpRequest(tool="t"))).is_error, "it is built again"
+        await plane.operations.terminate("c", TerminateRequest())
+        await plane.environments.list()
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+        assert not (await plane.mcp.request("c", "s", McpRequest(tool="t"))).is_error
+        held = [each.name for each in (await plane.envs.list("c")).items]
+        assert held == [info.environment], "what it runs in is in use, also after its session began anew"
         with pytest.raises(Denied):
             await plane.mcp.add("c", "s", wanted.model_copy(update={"requirements": ["blocked-thing"]}))
         with pytest.raises(InvalidRequest):

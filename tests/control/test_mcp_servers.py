@@ -10,6 +10,7 @@ import pytest
 from carrel.audit.records import chain_of
 from carrel.audit.search import Filter
 from carrel.config import Settings, load
+from carrel.control import mcp_servers
 from carrel.control.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import (
@@ -64,6 +65,19 @@ async def records(plane: ControlPlane, context: str = "c", **wanted: str) -> lis
     await plane.audit.flush()
     page = await plane.audit.search(Filter(chain=chain_of(context), **wanted), limit=1000)
     return list(reversed(page.items))
+
+
+async def test_what_a_server_elsewhere_was_told_to_stop_is_refused(
+    plane: ControlPlane, box: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_servers, "FRESH_S", 0.0)
+    await plane.mcp.add(box, "good", SERVER)
+    assert (await call(plane, "count")).text == "1"
+    await plane.mcp._store.enable("c", "good", enabled=False)  # all that one does which has not the sandbox
+    with pytest.raises(Conflict, match="stopped"):
+        await call(plane, "count")
+    await plane.mcp.start(box, "good")
+    assert not (await call(plane, "count")).is_error
 
 
 async def test_a_server_from_beginning_to_end(plane: ControlPlane, box: str) -> None:

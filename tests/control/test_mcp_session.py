@@ -8,6 +8,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import anyio
 import pytest
 
 from carrel.control import mcp_session
@@ -26,6 +27,7 @@ class Pipes:
         self.process = process
         self.ended: str | None = None
         self.sent: list[dict[str, object]] = []
+        self.closed = asyncio.Event()
 
     async def lines(self) -> AsyncIterator[bytes]:
         assert self.process.stdout is not None
@@ -40,7 +42,7 @@ class Pipes:
         await self.process.stdin.drain()
 
     def close(self) -> None:
-        return
+        self.closed.set()
 
 
 @pytest.fixture
@@ -139,6 +141,25 @@ async def test_what_it_does_wrong_is_told(begin: Begin, mode: str, said: str) ->
 async def test_what_never_begins(begin: Begin, mode: str, said: str) -> None:
     with pytest.raises(McpServerFailed, match=said):
         await begin(HOSTILE, mode, deadline_s=1.0 if mode == "silent" else 20.0)
+
+
+async def test_one_whose_caller_is_broken_off_again_and_again_ends() -> None:
+    """What serves MCP clients breaks a call off until it has ended, whatever it still does."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-c", HOSTILE, "silent", stdin=PIPE, stdout=PIPE
+    )
+    wire = Pipes(process)
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(Conversation.open, "s", wire, 20.0)
+            while not wire.sent:
+                await asyncio.sleep(0.005)
+            group.cancel_scope.cancel()
+        async with asyncio.timeout(10):
+            await wire.closed.wait()
+    finally:
+        process.kill()
+        await process.communicate()
 
 
 async def test_it_is_not_read_while_nobody_waits(begin: Begin) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,31 @@ async def test_a_rule_is_added_and_a_fork_has_it_too(policies: Policies) -> None
         assert (await policies.decide(push)).verdict == "allow"
     await policies.add_rule("fresh", "shell(ls:*)", "person:ann")
     assert (await policies.get("fresh")).settings == {"permissions": {"allow": ["shell(ls:*)"]}}
+
+
+@pytest.mark.parametrize("before", [None, {"permissions": {"allow": ["shell(true)"]}}])
+async def test_what_is_put_while_a_fork_is_taken_back_stays(
+    policies: Policies, store: PolicyStore, before: dict[str, object] | None
+) -> None:
+    if before is not None:
+        await policies.put("twin", PolicyDocuments(settings=before), "person:ann")
+    undo = await policies.copy("c", "twin")
+    inner, given = policies._store, {"permissions": {"deny": ["shell(rm:*)"]}}
+
+    class Late(PolicyStore):
+        """Somebody else comes first whenever something is changed."""
+
+        async def delete(self, context_id: str, **named: Any) -> bool:
+            await inner.put(context_id, given, None, by="person:bob", at=1.0)
+            return await super().delete(context_id, **named)
+
+        async def put(self, context_id: str, *documents: Any, **named: Any) -> int:
+            await inner.put(context_id, given, None, by="person:bob", at=1.0)
+            return await super().put(context_id, *documents, **named)
+
+    policies._store = Late(store._database)
+    await undo()
+    assert (await policies.get("twin")).settings == given
 
 
 async def test_rules_that_are_given_at_once_are_all_kept(policies: Policies) -> None:

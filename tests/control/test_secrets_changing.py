@@ -18,7 +18,7 @@ from carrel.control.live import LiveSandbox
 from carrel.control.plane import ControlPlane
 from carrel.errors import CarrelError
 from carrel.models import CommandRequest, SandboxRequest
-from carrel.store.secrets import FormerSecret
+from carrel.store.secrets import FormerSecret, SecretRecord
 from sandboxes import until
 
 KEY = SecretStr("a2tra2tra2tra2tra2tra2tra2tra2tra2tra2tra2s=")
@@ -68,6 +68,27 @@ async def test_what_takes_out_secrets_is_not_older_than_the_last_change(plane: C
     changed.set()
     assert (await making).text(f"{OLD} {NEW}") == "[secret:PASSWORD] [secret:PASSWORD]"
     assert await plane.secrets.clean_text("c", f"{OLD} {NEW}") == "[secret:PASSWORD] [secret:PASSWORD]"
+
+
+async def test_what_a_sandbox_gets_is_taken_out_also_when_another_server_put_it_on_the_way(plane: ControlPlane) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    store, vault, put = plane.secrets._store, plane.secrets._vault, plane.secrets.put
+    await put("c", "PASSWORD", OLD.encode())
+    look, waiting = store.of_scope, True
+
+    async def overtaken(context: str | None, templates: Sequence[str] = ()) -> list[SecretRecord]:
+        nonlocal waiting
+        if waiting:
+            waiting = False
+            await plane.secrets.redactor("c")
+            sealed = vault.seal("context", "c", "PASSWORD", NEW.encode())
+            await store.put("context", "c", "PASSWORD", sealed=sealed.data, key_id=sealed.key_id)
+        return await look(context, templates)
+
+    store.of_scope = overtaken  # type: ignore[method-assign]
+    await plane.secrets.give(plane.sessions.live()[0])
+    result = await plane.operations.run_command("c", CommandRequest(command="cat /run/secrets/PASSWORD"))
+    assert result.stdout == "[secret:PASSWORD]"
 
 
 async def test_changes_at_once_reach_the_sandbox_in_their_order(plane: ControlPlane) -> None:

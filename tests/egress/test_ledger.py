@@ -105,6 +105,23 @@ async def test_who_follows_a_killed_proxy_tells_what_it_had_let_out(journal: Jou
     journal.written([2])
 
 
+async def test_what_a_killed_proxy_told_is_not_taken_for_what_the_next_one_tells(journal: Journal) -> None:
+    """It is acknowledged when it is written down, and by then another may listen to that."""
+    killed, before = Ledger(journal), Taken()
+    for _ in range(3):
+        killed.opened(access())
+        killed.listen(before)
+    later = Journal(journal._path)
+    ledger, taken = Ledger(later), Taken()
+    ledger.listen(taken)
+    ledger.acknowledged(before.batches[-1][0])
+    assert list(read(journal._path)[0]) == [1, 2, 3], "nobody has written them down"
+    ledger.acknowledged(taken.batches[-1][0])
+    later.close()
+    Path(journal._path).touch()
+    journal.written([1, 2, 3])
+
+
 async def test_nothing_goes_out_unrecorded(journal: Journal) -> None:
     ledger = Ledger(journal, most=2 * BATCH)
     with pytest.raises(Refused) as refused:

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 import pytest
 
 from carrel.egress.passage import WAY_OUT_PORT, Passage
-from carrel.egress.plan import Index, Plan
+from carrel.egress.plan import Index, Plan, Upstream
 from carrel.egress.terms import Access, Address, Refused, Said, Target
 from carrel.egress.upstreams import dial_directly
 from ports import in_common
@@ -123,6 +123,43 @@ async def test_a_policy_that_changes_while_a_person_is_asked_holds() -> None:
     ground = Ground(plan([OPEN], web={"allowed_ports": [80]}), 80, {"new.test": [OPEN]})
     ground.person.says = Said("allow", "yes")
     ground.person.before = lambda: ground.passage.change(plan([OPEN], ["new.test"]))
+    await ground.refused(Target("new.test", 80))
+    assert ground.dial.calls == []
+
+
+async def test_so_it_does_where_an_upstream_proxy_looks_names_up() -> None:
+    proxies = (Upstream("up", "http://127.0.0.2:3128", remote_names=True),)
+    ground = Ground(plan([OPEN], web={"allowed_ports": [80]}, upstreams=proxies), 80)
+    ground.person.says = Said("allow", "yes")
+    ground.person.before = lambda: ground.passage.change(plan([OPEN], ["new.test"], upstreams=proxies))
+    await ground.refused(Target("new.test", 80))
+    assert ground.dial.calls == []
+
+
+async def test_so_it_does_for_one_more_request_over_the_same_connection() -> None:
+    async with listening() as port:
+        asks = plan([OPEN], web={"allowed_ports": [port]})
+        ground = Ground(asks, port, {"new.test": [OPEN]})
+        ground.person.says = Said("allow", "yes")
+        first, target = ground.access(), Target("new.test", port)
+        (await ground.passage.open(first, target)).close()
+        ground.passage.close(first)
+        for now in (plan([OPEN], ["new.test"]), plan(web={"allowed_ports": [port]})):
+            ground.passage.change(asks)
+            ground.person.before = lambda now=now: ground.passage.change(now)  # type: ignore[misc]
+            with pytest.raises(Refused) as refused:
+                await ground.passage.again(ground.access(), target, first)
+            assert refused.value.code == "denied_by_policy"
+            assert ground.passage.budget.open == 0
+
+
+async def test_so_it_does_when_its_host_gets_a_credential() -> None:
+    """What such a host answers has to be looked at, and whoever asked for the connection does not know."""
+    web = {"allowed_ports": [80]}
+    ground = Ground(plan([OPEN], web=web), 80, {"new.test": [OPEN]})
+    ground.person.says = Said("allow", "yes")
+    credited = {**web, "credentials": [{"host": "new.test", "secret": "KEY"}]}
+    ground.person.before = lambda: ground.passage.change(plan([OPEN], web=credited))
     await ground.refused(Target("new.test", 80))
     assert ground.dial.calls == []
 

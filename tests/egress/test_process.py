@@ -145,6 +145,34 @@ async def test_questions_are_passed_on_and_answers_taken(control: Control) -> No
         assert (answer["reason"], answer["approval"]) == ("not today", "apr-1")
 
 
+async def test_an_answer_that_comes_too_late_for_a_killed_process_is_none_to_the_next(control: Control) -> None:
+    """A person who allowed one host has not allowed another because its question has the same number."""
+    async with attached(control, plan("a")) as client:
+        asking = asyncio.create_task(client.get("http://one.invalid/"))
+        [earlier] = await until(lambda: control.told("ask"), what="a question")
+        os.kill((await control.ask("describe"))["pid"], signal.SIGKILL)
+        await control.gone.wait()
+        with pytest.raises(httpx.HTTPError):
+            await asking
+    control.said.clear()
+    control.connect()
+    async with attached(control, plan("b")) as client:
+        asking = asyncio.create_task(client.get("http://two.invalid/"))
+        [question] = await until(lambda: control.told("ask"), what="a question")
+        control.channel.send({"op": "answer", "ask": earlier["ask"], "said": {"verdict": "allow"}})
+        said = {"verdict": "deny", "reason": "not that one"}
+        control.channel.send({"op": "answer", "ask": question["ask"], "said": said})
+        assert (await asking).json()["reason"] == "not that one"
+
+
+async def test_who_asked_is_told_when_another_control_plane_comes_before_the_first_has_left(control: Control) -> None:
+    async with attached(control, plan("a")) as client:
+        asking = asyncio.create_task(client.get("http://unknown.invalid/"))
+        await until(lambda: control.told("ask"), what="a question")
+        control.connect()
+        assert "nobody can be asked" in (await asking).json()["reason"]
+
+
 async def test_it_goes_on_without_a_control_plane_and_tells_the_next(control: Control) -> None:
     origin: Origin
     async with (
@@ -170,7 +198,8 @@ async def test_it_goes_on_without_a_control_plane_and_tells_the_next(control: Co
         assert control.items() == []
 
 
-async def test_it_drains(control: Control) -> None:
+@pytest.mark.parametrize("left", [False, True], ids=["with a control plane", "without one"])
+async def test_it_drains(control: Control, left: bool) -> None:
     origin = Origin(hold=asyncio.Event())
     async with serving(origin), attached(control, plan("a", "network(outbound:127.0.0.0/8)")) as client:
         file = memory_file(plan("a", f"network(outbound:127.0.0.2:{origin.port})").pack())
@@ -178,10 +207,22 @@ async def test_it_drains(control: Control) -> None:
         os.close(file)
         running = asyncio.create_task(client.get(origin.url))
         await until(lambda: origin.requests, what="a request")
+        asking = asyncio.create_task(client.get("http://unknown.invalid/"))
+        await until(lambda: control.told("ask"), what="a question")
         await control.ask("drain", seconds=20)
+        if left:
+            control.channel.close()
+        else:
+            said = {"verdict": "deny", "reason": "nobody can be asked"}
+            control.channel.send({"op": "answer", "ask": control.told("ask")[0]["ask"], "said": said})
+        assert "nobody can be asked" in (await asking).json()["reason"]
+        if left:
+            control.connect()
+            await control.ask("describe")
         assert origin.hold is not None
         origin.hold.set()
         assert (await running).text == "hello\n"
+        await client.aclose()  # else its connections could be used again
         await control.gone.wait()
 
 

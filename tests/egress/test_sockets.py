@@ -9,6 +9,7 @@ from ipaddress import ip_address
 import pytest
 
 import loops
+from carrel.egress import sockets
 from carrel.egress.sockets import Ended, connect, farewell, has_ended, look, readable, send, take, writable
 from ports import nobody
 
@@ -89,6 +90,26 @@ async def test_less_than_was_waited_for_is_no_end(pair: tuple[socket.socket, soc
     theirs.shutdown(socket.SHUT_WR)
     await readable(ours, 10)
     assert has_ended(ours)
+
+
+@loops.each
+async def test_what_comes_together_with_the_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it comes between looking at the bytes and looking for the end. A Unix socket wakes for less than was
+    waited for, always.
+    """
+    ours, theirs = socket.socketpair()
+
+    def has_ended_by_now(connection: socket.socket) -> bool:
+        if theirs.fileno() >= 0:
+            theirs.sendall(b" of it\n")
+            theirs.close()
+        return has_ended(connection)
+
+    monkeypatch.setattr(sockets, "has_ended", has_ended_by_now)
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.sendall(b"half")
+        assert await look(ours, line, 100, 10) == len(b"half of it\n")
 
 
 @loops.each

@@ -330,6 +330,16 @@ async def test_one_that_makes_no_sense_is_left_for_the_next_and_looked_at(
         await until(lambda: not health.works(upstreams[0]))
 
 
+@pytest.mark.parametrize("host", ["a..test", f"{'x' * 64}.test"])
+async def test_one_whose_name_nobody_can_have_is_left_for_the_next_and_ends_no_looks(origin: Origin, host: str) -> None:
+    async with serving(Socks()) as port, healthy() as health:
+        upstreams = [Upstream("one", f"http://{host}:3128"), Upstream("two", f"socks5://127.0.0.1:{port}")]
+        assert await talks(await Upstreams(upstreams, health)(target("a.test", origin.port), [HERE], seen := access()))
+        assert seen.upstream == "two"
+        await health._check(upstreams[0])
+        assert not health.works(upstreams[0])
+
+
 async def test_upstreams_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
     monkeypatch.setattr("carrel.egress.upstreams._WANTED_S", 0.0)
     async with serving(Socks()) as port, healthy(every_s=0.02) as health:

@@ -90,6 +90,18 @@ def test_usual_text_is_never_withheld() -> None:
     assert LOOKS > 2000
 
 
+@pytest.mark.parametrize(
+    ("line", "many"), [(b"Downloading disk-1 45%\r", 24), (b"task-17\n", 64), (b'"task-17\\n"', 9), (b"risk-%2d\n", 1)]
+)
+def test_what_was_looked_at_and_parts_of_words_cost_nothing(line: bytes, many: int) -> None:
+    """Otherwise a progress bar would be withheld after some minutes: its last lines are looked at with each new one."""
+    data = line * (20_000 // len(line))
+    with effort(50):
+        stream = REDACTOR.stream()
+        given = b"".join([stream.feed(data[at : at + many]) for at in range(0, len(data), many)])
+    assert given + stream.finish() == data
+
+
 def test_a_stream_that_is_settled_has_no_effort_anew() -> None:
     cleaned = OutputRedactor(REDACTOR)
     cleaned.feed(Chunk("stdout", SECRET[:9]))

@@ -12,14 +12,23 @@ import pytest
 from carrel.isolation.watchdog import Watched, look
 
 MB = 1024 * 1024
-# A first process whose children hold as many megabytes as its arguments say; it tells their pids, then waits.
+# A first process whose children hold as many megabytes as its arguments say, without their first thread for those below
+# zero; it tells their pids, then waits.
 TREE = """
-import os, signal, sys
+def headless():
+    while open("/proc/self/stat").read().rpartition(")")[2].split()[0] != "Z":
+        pass
+
+import ctypes, os, signal, sys, threading, time
 for size in sys.argv[1:]:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        held = bytearray(os.urandom(1024) * (int(size) * 1024))
+        held = bytearray(os.urandom(1024) * (abs(int(size)) * 1024))
+        if int(size) < 0:
+            threading.Thread(target=time.sleep, args=(7777,)).start()
+            threading.Thread(target=lambda: (headless(), os.write(write, b"x"))).start()
+            ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
         os.write(write, b"x")
         signal.pause()
     os.read(read, 1)
@@ -32,7 +41,8 @@ signal.pause()
 class Tree:
     """A real tree of processes."""
 
-    def __init__(self, *sizes: int):
+    def __init__(self, *held: int, headless: int = 0):
+        sizes = (*held, -headless) if headless else held
         command = [sys.executable, "-c", TREE, *(str(size) for size in sizes)]
         self.first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.first.stdout is not None
@@ -94,6 +104,17 @@ def test_each_tree_has_its_own_limit(tree: Tree) -> None:
         assert tree.alive() == [True, True, True]
     finally:
         other.close()
+
+
+def test_a_process_whose_first_thread_has_ended_is_counted() -> None:
+    """What is told of such a process by its own name is nothing."""
+    tree = Tree(10, headless=60)
+    try:
+        watched = Watched(tree.first.pid, 40 * MB)
+        look([watched])
+        assert (watched.used > 60 * MB, watched.kills) == (True, 1)
+    finally:
+        tree.close()
 
 
 def test_the_first_process_is_never_killed() -> None:

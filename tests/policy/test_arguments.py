@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from real_shell import RealShell
 
-from carrel.policy.arguments import Argument, Unknown, arguments, literal, shown, text_of, value
+from carrel.policy.arguments import Argument, Unknown, _pattern, arguments, literal, shown, text_of, value
 from carrel.policy.grammar import read
 from carrel.policy.syntax import Facts, Simple, Unreadable, Word
 
@@ -72,6 +75,28 @@ def test_very_many_words_are_refused() -> None:
     for text in ("{1..100000}", "{a,b}" * 20, "{1..99999999999999999999}"):
         with pytest.raises(Unreadable):
             made(text)
+
+
+@pytest.mark.parametrize("text", ["{" * 5000, "{a," * 2000, "{1..9}" * 900, "a{b" * 2000, "{{a,b}" * 900])
+def test_very_many_braces_are_not_gone_through(text: str) -> None:
+    """Every one that opens looks through all that comes after it: for minutes, if it may."""
+    with pytest.raises(Unreadable, match="very many"):
+        made(text)
+
+
+def test_a_long_word_with_some_braces_is() -> None:
+    assert made("{a,b}" + "x" * 60_000 + "{c,{") == [each + "x" * 60_000 + "{c,{" for each in "ab"]
+
+
+@given(st.text("a*?[]"))
+def test_where_a_pattern_begins(text: str) -> None:
+    found = re.search(r"[*?]|\[.*\]", text)
+    assert _pattern(text) == (None if found is None else found.start())
+
+
+def test_brackets_that_nobody_closes_are_no_pattern() -> None:
+    """And are not looked through from each of them to the end."""
+    assert made("[" * 60_000) == ["[" * 60_000]
 
 
 def test_an_unsplit_word() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from policies import sources
 
-from carrel.policy.packages import judge, normalised
+from carrel.policy.packages import MOST_READ, SHORT_LINE, judge, normalised, sparingly
 from carrel.policy.remarks import strictest
 from carrel.policy.shell import find
 
@@ -87,6 +87,29 @@ def test_names_are_compared_as_indexes_do() -> None:
 def test_without_a_reader_a_file_asks() -> None:
     remarks = list(judge(SOURCES, ("pip", "install", "-r", "ok.txt"), "sources.json"))
     assert [each.verdict for each in remarks] == ["ask"]
+
+
+@pytest.mark.parametrize("text", ["x" * (MOST_READ // 2), "x\n" * (MOST_READ // 2 // SHORT_LINE)])
+def test_no_more_is_read_than_can_be_looked_through_at_once(text: str) -> None:
+    """A command may name many files, and many commands the same: nobody is served while they are looked through."""
+    asked: list[str] = []
+
+    def read(path: str) -> str:
+        asked.append(path)
+        return text
+
+    reading = sparingly(read)
+    assert [reading("a") for _ in range(9)] == [text, text, *[None] * 7]
+    assert len(asked) <= 3
+    assert sparingly(lambda _path: text * 2)("a") == text * 2
+    assert sparingly(lambda _path: text * 3)("a") is None
+
+
+def test_blanks_in_a_requirements_file_are_gone_through_once() -> None:
+    read = {"wide.txt": f"pandas{' ' * 300_000}x", "hashed.txt": f"pandas{' ' * 300_000}--hash=sha256:00"}.get
+    for file, answer in (("wide.txt", ["ask"]), ("hashed.txt", [])):
+        remarks = list(judge(SOURCES, ("pip", "install", "-r", file), "sources.json", read))
+        assert [each.verdict for each in remarks] == answer
 
 
 FEW = sources(

@@ -177,6 +177,20 @@ async def test_a_start_that_is_cancelled_leaves_no_sandbox(house: House) -> None
         assert parent(box.pid) == zygote
 
 
+async def test_a_start_that_is_cancelled_can_be_tried_again_at_once(house: House) -> None:
+    async with house.box():
+        launch = house.launch()
+        for turns in range(8):
+            task = asyncio.create_task(house.provider.start(launch))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        handle = await house.provider.start(launch)
+        await house.provider.remove(handle)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_sandboxes_outlive_the_control_plane(kind: str) -> None:
     async with provider(kind) as house:

@@ -33,6 +33,21 @@ async def test_concurrent_first_requests_share_one_zygote() -> None:
         assert os.listdir(house.directory / "run") == []
 
 
+async def test_asking_one_that_is_being_started_makes_no_second_connection(tmp_path: Path) -> None:
+    """What came by a second one was never read: whoever asked waited in vain, and the loop never slept."""
+    client = ZygoteClient(str(tmp_path), str(tmp_path), plain=True)
+    first = asyncio.create_task(client.request("describe"))
+    asked = []
+    while not first.done():
+        asked.append(asyncio.create_task(client.known("list")))
+        await asyncio.sleep(0 if len(asked) < 1000 else 0.01)
+    async with asyncio.timeout(20):
+        answers = await asyncio.gather(*asked)
+    assert answers[-1] == {"ids": []}
+    await client.close()
+    assert os.listdir(tmp_path) == []
+
+
 async def test_unknown_and_malformed_requests_are_refused(houses: dict[str, House]) -> None:
     house = houses["process"]
     client = ZygoteClient(str(house.directory / "run"), str(house.directory / "ws"), plain=True)

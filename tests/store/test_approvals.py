@@ -56,8 +56,14 @@ async def test_a_grant_for_the_context(database: Database) -> None:
     assert await store.granted("other", "d") is None
     await store.insert(_record("b"))
     assert await store.forget("other") == 0
-    assert await store.forget("c") == 2, "what was given for good, and what still waits"
+    for name in ("once", "used"):
+        await store.insert(_record(name))
+        assert await store.decide(name, ApprovalState.APPROVED, by="ann", at=1.0, scope=ApprovalScope.ONCE)
+    assert await store.use("used", 2.0)
+    assert await store.forget("c") == 3, "what was given for good, what still waits, and what was not used"
     assert await store.granted("c", "d") is None and await store.pending("c", "d", 1.0) is None
+    assert await store.ready("c", "d", 0.0) is None and not await store.use("once", 3.0)
+    assert await store.forget("c") == 0
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])

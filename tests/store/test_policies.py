@@ -19,7 +19,8 @@ async def test_a_policy_is_replaced_whole_and_counted(database: Database) -> Non
     assert (found.settings, found.sources, found.version, found.updated_by) == (None, {"b": "é"}, 2, "bob")
     with pytest.raises(Conflict, match="changed meanwhile"):
         await store.put("c", None, None, by="ann", at=3.0, expected=1)
-    assert await store.delete("c")
+    assert not await store.delete("c", version=1)
+    assert await store.delete("c", version=2)
     assert not await store.delete("c")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Iterator
@@ -75,6 +76,51 @@ async def test_two_look_at_once(workspace: Path, watch: Produced) -> None:
         (workspace / "third").write_text("1")
     assert "second" in inner.found and "third" not in inner.found
     assert outer.found == ["first", "second", "third"]
+
+
+async def test_one_who_goes_away_leaves_no_half_of_a_watch(workspace: Path, watch: Produced) -> None:
+    names = [f"d{number:03}" for number in range(500)]
+    for name in names:
+        (workspace / name).mkdir()
+
+    async def call() -> list[str]:
+        async with watch.looking() as look:
+            for name in names:
+                (workspace / name / "new").write_text("")
+        return look.found
+
+    first = asyncio.create_task(call())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert not (workspace / names[0] / "new").exists(), "it is still being prepared"
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await call() == [f"{name}/new" for name in names]
+
+
+async def test_one_who_goes_away_at_the_end_looks_no_more(workspace: Path, watch: Produced) -> None:
+    """What changed is kept for those who look: were one never to end, it would be kept for ever."""
+    begun, end = asyncio.Event(), asyncio.Event()
+
+    async def call() -> None:
+        async with watch.looking():
+            begun.set()
+            await end.wait()
+
+    first = asyncio.create_task(call())
+    await begun.wait()
+    async with watch._busy:  # another is being told
+        end.set()
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+    (workspace / "new").write_text("")
+    for _ in range(2):
+        async with watch.looking():
+            pass
+    assert b"new" not in watch._changed
 
 
 @pytest.mark.parametrize("what", ["too many folders", "too many events"])

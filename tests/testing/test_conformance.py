@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from carrel.providers.base import Capability, Handle, Provider
+from carrel.providers.base import Capability, Handle, Launch, Provider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, parameters, run, run_check, workspaces_in
@@ -101,16 +102,26 @@ class Deserter(ProcessProvider):
         return False
 
 
+class Passer(NamespaceProvider):
+    """Passes over a part of the masks."""
+
+    async def start(self, launch: Launch) -> Handle:
+        return await super().start(replace(launch, masks=launch.masks and replace(launch.masks, readonly=())))
+
+
 @pytest.mark.parametrize(
     ("kind", "broken"),
     [
         (Boaster, {"files_are_isolated", "processes_are_isolated", "file_size_is_limited", "no_network"}),
         (Ignorer, {"files_are_isolated", "memory_is_limited", "bridge"}),
         (Deserter, {"starts_and_is_alive"}),
+        (Passer, {"readonly_paths_stay"}),
     ],
 )
 async def test_broken_promises_are_noticed(kind: type[Provider], broken, directories):
     harness = Harness(lambda: kind(*directories), workspaces_in(directories[1]))
+    if (missing := harness.provider.missing()) is not None:
+        pytest.skip(missing)
     try:
         outcomes = {check.name: await run_check(check, harness) for check in CHECKS if check.name in broken}
     finally:

@@ -51,6 +51,12 @@ def as_user(work: Callable[[], None]) -> None:
     assert in_child(act) is None
 
 
+def put(shelf: Shelf, source: Path, name: str) -> None:
+    draft = shelf.take(str(source), PYTHON, most_bytes=MB)
+    shelf.settle(draft)
+    shelf.place(draft, name)
+
+
 def empty(shelf: Shelf) -> bool:
     return not os.listdir(os.path.join(shelf.directory, "drafts"))
 
@@ -63,6 +69,7 @@ def test_whole_and_with_plain_modes(shelf: Shelf, source: Path) -> None:
     os.link(source / "lib" / "module.py", source / "lib" / "twin.py")
     draft = shelf.take(str(source), PYTHON, most_bytes=MB)
     draft.write("carrel-env.json", b"{}")
+    shelf.settle(draft)
     shelf.place(draft, "one")
     assert shelf.has("one") and empty(shelf)
     there = Path(shelf.path) / "one"
@@ -118,7 +125,7 @@ def test_a_description_is_carrels_own(shelf: Shelf, source: Path, tmp_path: Path
 
 def test_after_a_restart(shelf: Shelf, source: Path) -> None:
     for name in ("known", "unknown"):
-        shelf.place(shelf.take(str(source), PYTHON, most_bytes=MB), name)
+        put(shelf, source, name)
     shelf.take(str(source), PYTHON, most_bytes=MB)
     assert not empty(shelf)
     again = Shelf(shelf.directory)
@@ -133,7 +140,7 @@ def test_after_a_restart(shelf: Shelf, source: Path) -> None:
 
 
 def test_nobody_lists_it_but_who_knows_a_name_can_read(shelf: Shelf, source: Path, tmp_path: Path) -> None:
-    shelf.place(shelf.take(str(source), PYTHON, most_bytes=MB), "one")
+    put(shelf, source, "one")
     for path in (tmp_path, tmp_path.parent, Path(shelf.directory)):
         path.chmod(0o755)
 
@@ -160,7 +167,7 @@ def test_as_an_ordinary_user_its_owner_sweeps_it(tmp_path: Path) -> None:
         shelf = Shelf(str(place / "envs"))
         shelf.prepare()
         for name in ("one", "two"):
-            shelf.place(shelf.take(str(built), PYTHON, most_bytes=MB), name)
+            put(shelf, built, name)
         with pytest.raises(PermissionError):
             os.listdir(shelf.path)
         assert shelf.sweep(["one"]) == ["one"]

@@ -10,7 +10,7 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
+from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query, streamed_body
 from carrel.api.problems import problems
 from carrel.control.bundles import Incoming
 from carrel.models import (
@@ -76,7 +76,9 @@ async def write_file(
 ) -> Response:
     """The raw body, of any size, becomes the file: whole or not at all."""
     return as_json(
-        await plane.operations.write_file(id, path, request.stream(), mode=mode, parents=parents, exclusive=exclusive)
+        await plane.operations.write_file(
+            id, path, streamed_body(request), mode=mode, parents=parents, exclusive=exclusive
+        )
     )
 
 
@@ -90,7 +92,7 @@ async def write_file(
 )
 async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response:
     """A bundle, of any size. Each file is written whole or not at all; when one cannot be, those before it are."""
-    return as_json(await plane.bundles.write(id, Incoming(request.stream())))
+    return as_json(await plane.bundles.write(id, Incoming(streamed_body(request))))
 
 
 @router.post(

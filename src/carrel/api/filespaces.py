@@ -9,7 +9,7 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query
+from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query, streamed_body
 from carrel.api.problems import problems
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
 
@@ -84,7 +84,7 @@ async def write_filespace(
     mode: Annotated[str, Query(pattern="^[0-7]{3}$", description="octal permissions")] = "644",
 ) -> Response:
     """The raw body, of any size, becomes the file: whole or not at all. Workspaces get it with their next pull."""
-    made = await plane.filespaces.write(context_id, path, request.stream(), mode=int(mode, 8))
+    made = await plane.filespaces.write(context_id, path, streamed_body(request), mode=int(mode, 8))
     return as_json(made)
 
 

@@ -136,6 +136,9 @@ class Gate:
             if not refused:
                 await _end(scope, send, opened.refusal(), started=started)
         except Exception as error:
+            if started and isinstance(error.__cause__, CarrelError):  # the framework's wrapping of what broke a stream
+                log.warning("%s broke off: %s", scope["path"], error.__cause__)
+                return
             said = await self._told(scope, error)
             log.error("%s failed\n%s", scope["path"], said)  # noqa: TRY400 - the traceback may quote a secret
             if not started:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from mcp import MCPError, types
@@ -43,6 +43,7 @@ being cut off.
 Context = Any
 """What the package hands to a handler."""
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 class McpResponse(Response):
@@ -58,20 +59,19 @@ class McpResponse(Response):
         """Serve it: a plain call from here when it takes no time, everything else as the package does."""
         body = await Request(scope, receive).body()
         plain = plain_call(scope, body)
-        if plain is None:
-            await self._serve(scope, replay(body, receive), send)
-            return
-        begun = asyncio.ensure_future(called(self._plane, self._sandbox, self._offered.server, plain.params))
+        work = Work()
         try:
+            if plain is None:
+                await self._serve(scope, replay(body, receive), send, work)
+                return
+            begun = work.begin(called(self._plane, self._sandbox, self._offered.server, plain.params))
             await asyncio.wait({begun}, timeout=BRIEF_S)
             if begun.done():
                 await self._answer(plain, begun, scope, receive, send)
             else:
-                await self._serve(scope, replay(body, receive), send, begun)
+                await self._serve(scope, replay(body, receive), send, work, begun)
         finally:
-            if not begun.done():
-                begun.cancel()
-            await asyncio.gather(begun, return_exceptions=True)
+            await work.end()
 
     async def _answer(
         self, plain: PlainCall, begun: asyncio.Future[Json], scope: Scope, receive: Receive, send: Send
@@ -83,15 +83,54 @@ class McpResponse(Response):
         await Response(body, status, media_type="application/json")(scope, receive, send)
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, begun: asyncio.Future[Json] | None = None
+        self, scope: Scope, receive: Receive, send: Send, work: Work, begun: asyncio.Task[Json] | None = None
     ) -> None:
         manager = StreamableHTTPSessionManager(
-            served(self._plane, self._sandbox, self._offered, begun),
+            served(self._plane, self._sandbox, self._offered, work, begun),
             stateless=True,
             max_request_body_size=self._plane.settings.max_body,
         )
         async with manager.run():
             await manager.handle_request(scope, receive, send)
+
+
+class Work:
+    """What is done for one request, in tasks of its own. The package breaks a request off again and again until it has
+    ended, and with it all that carrel still has to tidy up; what is done here is broken off once, and waited for.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._broken_off: set[asyncio.Task[Any]] = set()
+
+    def begin(self, asked: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin some of it."""
+        task = asyncio.get_running_loop().create_task(asked)
+        self._under_way.add(task)
+        return task
+
+    async def done(self, task: asyncio.Task[T]) -> T:
+        """What comes of it. Whoever is broken off while they wait breaks it off."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._break_off(task)
+            raise
+
+    async def end(self) -> None:
+        """Break off what is still under way, and wait for it."""
+        for task in self._under_way:
+            self._break_off(task)
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+        for task in self._under_way:
+            if not task.cancelled():
+                task.exception()  # whoever waited has it; nobody else needs to
+
+    def _break_off(self, task: asyncio.Task[Any]) -> None:
+        if task not in self._broken_off:
+            self._broken_off.add(task)
+            task.cancel()
 
 
 def _info(offered: McpCatalogue) -> Json:
@@ -127,13 +166,16 @@ async def called(
 
 
 def served(
-    plane: ControlPlane, sandbox: str, offered: McpCatalogue, begun: asyncio.Future[Json] | None = None
+    plane: ControlPlane, sandbox: str, offered: McpCatalogue, work: Work, begun: asyncio.Task[Json] | None = None
 ) -> Server[Any]:
     """A server that stands for one of a context. `begun` is the call it is made for, when that is under way already."""
     name = offered.server
 
+    async def told(asked: Coroutine[Any, Any, T]) -> T:
+        return await work.done(work.begin(_told(asked)))
+
     async def list_tools(_context: Context, _params: object) -> types.ListToolsResult:
-        found = await _told(plane.mcp.catalogue(sandbox, name))
+        found = await told(plane.mcp.catalogue(sandbox, name))
         tools = [
             {
                 "name": each.name,
@@ -148,15 +190,15 @@ def served(
         return types.ListToolsResult(tools=_valid(types.Tool, tools))
 
     async def list_prompts(_context: Context, _params: object) -> types.ListPromptsResult:
-        found = await _told(plane.mcp.catalogue(sandbox, name))
+        found = await told(plane.mcp.catalogue(sandbox, name))
         return types.ListPromptsResult(prompts=_valid(types.Prompt, found.prompts))
 
     async def list_resources(_context: Context, _params: object) -> types.ListResourcesResult:
-        found = await _told(plane.mcp.catalogue(sandbox, name))
+        found = await told(plane.mcp.catalogue(sandbox, name))
         return types.ListResourcesResult(resources=_valid(types.Resource, found.resources))
 
     async def list_templates(_context: Context, _params: object) -> types.ListResourceTemplatesResult:
-        found = await _told(plane.mcp.catalogue(sandbox, name))
+        found = await told(plane.mcp.catalogue(sandbox, name))
         return types.ListResourceTemplatesResult(
             resource_templates=_valid(types.ResourceTemplate, found.resource_templates)
         )
@@ -166,14 +208,15 @@ def served(
             shown = None if message is None else await plane.secrets.clean_text(sandbox, message[:2000])
             await context.session.report_progress(progress, total, shown)
 
-        return _one(types.CallToolResult, await (begun or called(plane, sandbox, name, params, report)))
+        asked = begun or work.begin(called(plane, sandbox, name, params, report))
+        return _one(types.CallToolResult, await work.done(asked))
 
     async def read_resource(_context: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
-        answer = await _told(plane.mcp.read_resource(sandbox, name, str(params.uri)))
+        answer = await told(plane.mcp.read_resource(sandbox, name, str(params.uri)))
         return _one(types.ReadResourceResult, _given(answer))
 
     async def get_prompt(_context: Context, params: types.GetPromptRequestParams) -> types.GetPromptResult:
-        answer = await _told(plane.mcp.get_prompt(sandbox, name, params.name, params.arguments))
+        answer = await told(plane.mcp.get_prompt(sandbox, name, params.name, params.arguments))
         return _one(types.GetPromptResult, _given(answer))
 
     prompts, resources = bool(offered.prompts), bool(offered.resources or offered.resource_templates)
@@ -212,10 +255,7 @@ def _unexpected(error: Exception) -> MCPError:
     return _failure(UNEXPECTED)
 
 
-T = TypeVar("T")
-
-
-async def _told(asked: Awaitable[T]) -> T:
+async def _told(asked: Coroutine[Any, Any, T]) -> T:
     """An answer of the control plane; its errors as the protocol has them."""
     try:
         return await asked

@@ -4,6 +4,7 @@ streams.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -14,7 +15,7 @@ from urllib.parse import parse_qsl
 from fastapi import Depends, Path, Query, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.requests import HTTPConnection
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -165,15 +166,33 @@ async def _lines(chunks: AsyncIterator[Chunk], offset: int, sse: bool) -> AsyncI
         await chunks.aclose()  # type: ignore[attr-defined]
 
 
+async def streamed_body(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes. That a caller goes away in the middle is no failure of carrel."""
+    try:
+        async for data in request.stream():
+            yield data
+    except ClientDisconnect:
+        raise InvalidRequest("the body broke off", field="body", hint="send it again, all of it") from None
+
+
 class Stream(StreamingResponse):
     """A stream that is closed with the answer, also when the caller goes away, so that nothing lingers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send it. Not as the framework does, which breaks a stream off again and again until it has ended, and with it
+        all that is still to be tidied up.
+        """
+        sending = asyncio.ensure_future(self.stream_response(send))
+        leaving = asyncio.ensure_future(self.listen_for_disconnect(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            sending.cancel()
+            leaving.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
             await self.body_iterator.aclose()  # type: ignore[attr-defined]
+        if not sending.cancelled():
+            sending.result()
 
 
 async def event_stream(

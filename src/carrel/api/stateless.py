@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from carrel.api.files import BUNDLE
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, Stream, as_json, body_of, described, known_query, plane_of
+from carrel.api.parts import Plane, Stream, as_json, body_of, described, known_query, plane_of, streamed_body
 from carrel.api.problems import answer, invalid, problems
 from carrel.control.bundles import Incoming
 from carrel.control.plane import ControlPlane
@@ -58,7 +58,7 @@ async def execute_bundle(plane: Plane, request: Request) -> Response:
     """A bundle: the request as its first part, then the files for it, which are taken in once there is a sandbox. It is
     kept until the answer was sent.
     """
-    incoming = Incoming(request.stream())
+    incoming = Incoming(streamed_body(request))
     first = await incoming.part()
     if first is None or first.kind != "request":
         raise InvalidRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import NoReturn
 
@@ -12,16 +13,29 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     from carrel.cli.failures import exit_code_of
 
     given = sys.argv[1:] if arguments is None else arguments
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character is shown its code.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        from carrel.cli.app import app
+        from carrel.cli.app import build, called
 
+        app = build(called(given))
         # Without standalone mode typer hands back the exit code and leaves failures to be told here.
         code = app(args=given, prog_name="carrel", standalone_mode=False)
         sys.stdout.flush()
     except BaseException as error:
         code = exit_code_of(error, trace="--trace" in given[:1])
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_standard_streams() -> None:
+    """Who closed one of them wants nothing of it: then it is /dev/null, and no connection gets its number."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 - it stays open

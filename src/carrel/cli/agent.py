@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from carrel.cli.importing import importing
 
 
 def agent(
@@ -48,8 +51,13 @@ def agent(
 
     if log_level not in {"debug", "info", "warning", "error"}:
         raise typer.BadParameter(f"'{log_level}' is no log level", param_hint="--log-level")
+    if public_url is not None and not re.match(r"https?://[^/\s]+(/\S*)?$", public_url):
+        raise typer.BadParameter(
+            f"'{public_url}' is no address such as https://agent.example.org", param_hint="--public-url"
+        )
     try:
-        from carrel.integrations.a2a.server import AgentSettings, read_token, serve
+        with importing():
+            from carrel.integrations.a2a.server import AgentSettings, read_token, serve
     except ModuleNotFoundError as error:
         raise Unsupported(
             f"an A2A agent needs the package '{error.name}'", hint="install carrel[a2a] beside carrel"

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.errors import ServerUnreachable
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from carrel.models import ApprovalBatchResult, ApprovalInfo
 
-Ids = Annotated[list[str], typer.Argument(metavar="ID…", help="Ids that `carrel approvals` shows.")]
+Ids = Annotated[list[str], typer.Argument(metavar="ID", help="Ids that `carrel approvals` shows.")]
 Message = Annotated[str | None, typer.Option("--message", "-m", help="Words for the agent.")]
 app = typer.Typer(invoke_without_command=True, add_completion=False)
 _COLOURS = {"pending": "yellow", "approved": "green", "denied": "red", "expired": "bright_black"}
@@ -51,7 +52,7 @@ def approvals(
             for info in client.approvals.watch():
                 if context in {None, info.context_id}:
                     _tell(info, json)
-            return
+            raise ServerUnreachable("the server ended, and with it the watch", hint="watch again once it is back")
         found = list(client.approvals.list(state=None if every else "pending", context_id=context))
     if json:
         print_json([info.model_dump(mode="json") for info in found])

@@ -76,7 +76,7 @@ def newest(
 
 @app.command("search")
 def search(
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="A text in the arguments.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="A text in the arguments.")] = None,
     context: Context = None,
     actor: Annotated[str | None, typer.Option(help="Who.")] = None,
     kind: Annotated[Kind | None, typer.Option(help="shell, file, network, mcp or session.")] = None,

@@ -10,9 +10,7 @@ import typer
 from carrel.cli import options
 from carrel.errors import ApprovalNeeded, NotFound
 
-Words = Annotated[
-    list[str], typer.Argument(metavar="COMMAND…", help="One word is shell text; several run as they are.")
-]
+Words = Annotated[list[str], typer.Argument(metavar="COMMAND", help="One word is shell text; several run as they are.")]
 Cwd = Annotated[str | None, typer.Option("--cwd", "-C", help="Directory, relative to the workspace.")]
 
 
@@ -71,30 +69,26 @@ def execute(
     timeout: options.Timeout = None,
     env: options.Env = None,
     template: options.Template = None,
-    approval: Annotated[
-        str | None, typer.Option(metavar="ID", help="Run what was approved; it runs once, exactly as it was asked for.")
-    ] = None,
-    wait: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, max=600, help="Wait so long if a person has to decide.")
-    ] = None,
+    approval: options.Approval = None,
+    wait: options.Wait = None,
 ) -> None:
     """Run a command in a context's sandbox, which is made or resumed when needed and stays.
+
+    Options come before the context: what is behind it is the command.
 
     \b
     carrel exec conversation-42 -- pytest -q
     carrel exec --wait 300 conversation-42 -- git push
     carrel exec conversation-42 'git log --oneline | head'
     """
-    from carrel.cli.reach import kept, to_the_end
+    from carrel.cli.reach import attempt, kept, to_the_end
     from carrel.cli.streams import attended
 
     environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
         async with kept(context, template) as box:
-            view = box if approval is None else box.with_approval(approval)
-            view = view if wait is None else view.waiting(wait)
-            return await attended(view, program, cwd=cwd, env=environment, timeout=timeout)
+            return await attended(attempt(box, approval, wait), program, cwd=cwd, env=environment, timeout=timeout)
 
     try:
         code = to_the_end(work())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Python environments: built once, seen by every sandbox that has one.", add_completion=False)
 
-Requirements = Annotated[list[str], typer.Argument(metavar="REQUIREMENT…", help="Packages, like 'pandas>=2'.")]
+Requirements = Annotated[list[str], typer.Argument(metavar="REQUIREMENT", help="Packages, like 'pandas>=2'.")]
 Python = Annotated[str | None, typer.Option("--python", "-p", metavar="VERSION", help="Such as 3.11.")]
 Index = Annotated[str | None, typer.Option("--index", metavar="NAME", help="One registry of the policy.")]
 
@@ -86,9 +86,7 @@ def attach(
     context: options.Context,
     env: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[ENV|REQUIREMENT…]", help="A name, a label, or packages; without, those of the template."
-        ),
+        typer.Argument(metavar="ENV|REQUIREMENT", help="A name, a label, or packages; without, those of the template."),
     ] = None,
     requirements: Annotated[
         bool, typer.Option("--packages", "-r", help="The words are packages, not the name of an environment.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from carrel.errors import CarrelError, Unauthorized
+from carrel.errors import ApprovalNeeded, CarrelError, Denied, Unauthorized
 
 USAGE = 2
 INTERRUPTED = 130
@@ -53,17 +53,15 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
         return BROKEN_PIPE
-    if isinstance(error, Unauthorized):
-        # The server's own hint speaks of headers, to those who send them.
-        tell(error.detail, "set CARREL_TOKEN to a good one; without it that of the server on this machine is used")
-        return 1
     if isinstance(error, CarrelError):
-        tell(error.detail, error.hint)
+        tell(error.detail, hint_of(error))
         return 1
     if callable(words := getattr(error, "format_message", None)):
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "carrel")
-        tell(str(words()).rstrip("."), f"`{command} --help` shows how it is used")
+        # Without a word it was help that was shown, to who gave no command.
+        if said := str(words()).rstrip(".").replace(": Value error, ", ": "):
+            tell(said, f"`{command} --help` shows how it is used")
         return USAGE
     if type(error).__name__ == "Abort":
         return INTERRUPTED
@@ -75,6 +73,25 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         "this is a defect of carrel; `carrel --trace …` shows where it happened",
     )
     return 1
+
+
+def hint_of(error: CarrelError) -> str | None:
+    """What to do, for who sits at a terminal: what the server says speaks to those who send it requests."""
+    if isinstance(error, Unauthorized):
+        if os.environ.get("CARREL_URL") and not os.environ.get("CARREL_TOKEN"):
+            return "CARREL_URL names a server; set CARREL_TOKEN to a token of that one"
+        return "set CARREL_TOKEN to a good one; without it that of the server on this machine is used"
+    hint = error.hint
+    if isinstance(error, ApprovalNeeded):
+        if error.approval is None or (hint and "`carrel " in hint):
+            return hint
+        return f"somebody else lets it from now on with `carrel approve --for-context {error.approval}`; then try again"
+    if isinstance(error, Denied) and error.rule and hint is None:
+        source = error.extra.get("source")
+        return f"the rule is {error.rule}{f' in {source}' if source else ''}"
+    if hint is None or "/docs" in hint:
+        return None
+    return hint.replace("deploy_or_resume", "`carrel resume`")
 
 
 def _printable(text: str) -> str:

@@ -38,6 +38,7 @@ def ls(
     path: Annotated[str, typer.Argument(help="Relative to the workspace.")] = ".",
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Everything beneath too.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="At most this many entries.")] = 1000,
+    wait: options.Wait = None,
     json: options.Json = False,
 ) -> None:
     """List files of a workspace.
@@ -47,13 +48,14 @@ def ls(
     carrel ls conversation-42 output --recursive
     """
     from carrel.cli.failures import note
-    from carrel.cli.reach import existing
+    from carrel.cli.reach import attempt, existing
     from carrel.cli.shown import coloured, print_json, print_table, size
     from carrel.client import Client
     from carrel.models import FileKind
 
     with Client() as client:
-        found = existing(client, context).files.list(path, recursive=recursive, limit=limit)
+        box = attempt(existing(client, context), None, wait)
+        found = box.files.list(path, recursive=recursive, limit=limit)
     if json:
         print_json([info.model_dump(mode="json") for info in found])
     else:
@@ -73,6 +75,7 @@ def ls(
 def cp(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A local path, CONTEXT:path, or - for stdin.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A local path, CONTEXT:path, or - for stdout.")],
+    wait: options.Wait = None,
 ) -> None:
     """Copy a file or a directory into a workspace or out of it.
 
@@ -81,7 +84,7 @@ def cp(
     carrel cp conversation-42:output ./results
     carrel cp conversation-42:output/report.txt - | less
     """
-    from carrel.cli.reach import existing, wanted
+    from carrel.cli.reach import attempt, existing, wanted
     from carrel.client import Client
 
     (from_context, from_path), (to_context, to_path) = split_target(source), split_target(destination)
@@ -94,9 +97,9 @@ def cp(
         raise InvalidRequest(f"there is no local file '{from_path}'", field="SRC")
     with Client() as client:
         if to_context is not None:
-            _upload(wanted(client, to_context), from_path, to_path)
+            _upload(attempt(wanted(client, to_context), None, wait), from_path, to_path)
         elif from_context is not None:
-            _download(existing(client, from_context), from_path, to_path)
+            _download(attempt(existing(client, from_context), None, wait), from_path, to_path)
 
 
 def _upload(box: Sandbox, local: str, path: str) -> None:

@@ -58,7 +58,7 @@ def sync(
 @app.command("ls")
 def list_files(
     context: Owner,
-    path: Annotated[str, typer.Argument(metavar="[PATH]", help="What the paths begin with.")] = "",
+    path: Annotated[str, typer.Argument(metavar="PATH", help="What the paths begin with.")] = "",
     json: options.Json = False,
 ) -> None:
     """List the files of a filespace.
@@ -83,7 +83,7 @@ def list_files(
 def get(
     context: Owner,
     path: Remote,
-    local: Annotated[str, typer.Argument(metavar="[FILE]", help="Where to; without one, or with -, stdout.")] = "-",
+    local: Annotated[str, typer.Argument(metavar="FILE", help="Where to; without one, or with -, stdout.")] = "-",
 ) -> None:
     """Copy a file out of a filespace.
 
@@ -111,7 +111,7 @@ def get(
 def put(
     context: Owner,
     path: Remote,
-    local: Annotated[str, typer.Argument(metavar="[FILE]", help="What; without one, or with -, stdin.")] = "-",
+    local: Annotated[str, typer.Argument(metavar="FILE", help="What; without one, or with -, stdin.")] = "-",
     json: options.Json = False,
 ) -> None:
     """Copy a file into a filespace. The workspace gets it with its next pull.
@@ -143,7 +143,7 @@ def put(
 @app.command("rm")
 def remove(
     context: Owner,
-    path: Annotated[str | None, typer.Argument(metavar="[PATH]", help="A path in the filespace.")] = None,
+    path: Annotated[str | None, typer.Argument(metavar="PATH", help="A path in the filespace.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete the whole filespace, for good.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.importing import importing
 from carrel.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -91,11 +92,12 @@ def _workspaces(context: str | None, template: str | None, wait: float, approver
         _check(context)
     token = None if approver is None else _token(approver)
     try:
-        from carrel.integrations.mcp.asking import Asking
-        from carrel.integrations.mcp.server import Workspaces
+        with importing():
+            from carrel.client import AsyncClient
+            from carrel.integrations.mcp.asking import Asking
+            from carrel.integrations.mcp.server import Workspaces
     except ImportError as error:
         raise Unsupported(f"the MCP package is not installed: {error.name} is missing", hint=HINT) from None
-    from carrel.client import AsyncClient
 
     deciding = None if token is None else lambda: AsyncClient(token=token)
     return Workspaces(context_id=context, template=template, asking=Asking(wait_s=wait, approver=deciding))
@@ -125,8 +127,17 @@ def _token(path: Path) -> str:
 
 def _serve_stdio(workspaces: Workspaces) -> None:
     import asyncio
+    import signal
+    import sys
 
     from mcp.server.stdio import stdio_server
+
+    from carrel.cli.failures import note
+
+    if sys.stdin.isatty():
+        note("carrel: this is for MCP clients, which start it themselves. Ctrl-C ends it")
+        # What reads the terminal cannot be interrupted otherwise before the next line.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     async def work() -> None:
         server = workspaces.server

@@ -50,7 +50,7 @@ def ls(context: options.Context, json: options.Json = False) -> None:
 def add(
     context: options.Context,
     server: Name,
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND…", help="The program and its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The program and its arguments.")],
     requirements: Annotated[
         Pairs | None, typer.Option("--requirement", "-r", help="A Python package it needs, like 'mcp-server-time'.")
     ] = None,
@@ -73,6 +73,8 @@ def add(
     from carrel.cli.shown import plain, print_json
     from carrel.client import Client
 
+    if server.startswith("-"):
+        raise typer.BadParameter(f"'{server}' is no name; options come before the context", param_hint="SERVER")
     with Client() as client:
         box = client.attach(client.find(context))
         info = box.mcp.add(
@@ -91,7 +93,7 @@ def add(
 @app.command("tools")
 def tools(
     context: options.Context,
-    server: Annotated[str | None, typer.Argument(metavar="[SERVER]", help="Of one server only.")] = None,
+    server: Annotated[str | None, typer.Argument(metavar="SERVER", help="Of one server only.")] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Ask the server anew.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -125,8 +127,10 @@ def call(
     context: options.Context,
     server: Name,
     tool: Annotated[str, typer.Argument(metavar="TOOL", help="One of its tools.")],
-    arguments: Annotated[str, typer.Argument(metavar="[JSON]", help="The tool's arguments, an object.")] = "{}",
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds it may take.")] = 60.0,
+    arguments: Annotated[str, typer.Argument(metavar="JSON", help="The tool's arguments, an object.")] = "{}",
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long it may take.")] = 60.0,
+    approval: options.Approval = None,
+    wait: options.Wait = None,
     json: options.Json = False,
 ) -> None:
     """Call a tool. The exit code is 1 when the tool says that it failed.
@@ -134,6 +138,7 @@ def call(
     \b
     carrel mcp-servers call conversation-42 clock get_current_time '{"timezone": "Europe/Berlin"}'
     """
+    from carrel.cli.reach import attempt, once_approved
     from carrel.cli.shown import plain, print_json
     from carrel.client import Client
 
@@ -143,8 +148,9 @@ def call(
         given = None
     if not isinstance(given, dict):
         raise InvalidRequest("the arguments must be a JSON object", field="JSON", hint="""such as '{"city": "Bonn"}'""")
-    with Client() as client:
-        result = client.attach(client.find(context)).mcp.request(server, tool, given, timeout=timeout)
+    with Client() as client, once_approved():
+        box = attempt(client.attach(client.find(context)), approval, wait)
+        result = box.mcp.request(server, tool, given, timeout=timeout)
     if json:
         print_json(result.model_dump(mode="json"))
     else:

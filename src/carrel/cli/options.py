@@ -52,6 +52,12 @@ Network = Annotated[
     typer.Option(help="What it can reach: none, allowlist, bridge or host.", autocompletion=networks),
 ]
 Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Everything it started dies then.")]
+Approval = Annotated[
+    str | None, typer.Option(metavar="ID", help="Run what was approved; it runs once, exactly as it was asked for.")
+]
+Wait = Annotated[
+    float | None, typer.Option(metavar="SECONDS", min=0, max=600, help="Wait so long if a person has to decide.")
+]
 Env = Annotated[
     list[str] | None,
     typer.Option("--env", "-e", metavar="NAME=VALUE", help="Repeatable; NAME alone is passed on."),
@@ -87,9 +93,11 @@ def apart(words: list[str]) -> list[str]:
     """A program and its arguments, without the dashes that set them apart from our own options: the parser leaves those
     that come after a context.
     """
+    if words[0].startswith("-") and words[0] != "--":
+        raise typer.BadParameter(f"there is no program '{words[0]}'; options come first", param_hint="COMMAND")
     words = words[1:] if words[0] == "--" else words
     if not words:
-        raise typer.BadParameter("there is no command after --", param_hint="COMMAND…")
+        raise typer.BadParameter("there is no command after --", param_hint="COMMAND")
     return words
 
 

@@ -12,7 +12,7 @@ from carrel.cli import options
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from carrel.models import PolicyInfo
+    from carrel.models import Explanation, PolicyInfo
     from carrel.policy.decide import Verdict
     from carrel.policy.layers import Policy
     from carrel.policy.settings import Settings
@@ -30,7 +30,7 @@ _EXAMPLE = "example"
 
 @app.command("check")
 def check(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE…", help="settings.json or sources.json.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="settings.json or sources.json.")] = None,
     template: Template = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings too.")] = False,
     json: options.Json = False,
@@ -78,8 +78,19 @@ def explain(
     ] = None,
     sources: Annotated[list[Path] | None, typer.Option("--sources", metavar="FILE", help="Repeatable.")] = None,
     template: Template = None,
-    context: Annotated[str, typer.Option(metavar="CONTEXT", help="What ${CONTEXT_ID} stands for.")] = _EXAMPLE,
-    shell: Annotated[str, typer.Option(metavar="SHELL", help="Which shell runs it: bash or sh.")] = "bash",
+    context: Annotated[
+        str | None,
+        typer.Option(
+            "--context",
+            "-c",
+            metavar="CONTEXT",
+            help="Ask the server what holds there; with documents or --template, what ${CONTEXT_ID} stands for.",
+            autocompletion=options.contexts,
+        ),
+    ] = None,
+    shell: Annotated[
+        str | None, typer.Option(metavar="SHELL", help="Which shell runs it: bash or sh.", show_default="bash")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Show every command a shell text would run, what the policy says of each, by which rule and why. Runs nothing.
@@ -87,17 +98,18 @@ def explain(
     Exits with 0 when it is allowed, 1 when it asks or is denied.
 
     \b
+    carrel policy explain "git push" --context conversation-42
     carrel policy explain "pip install pandas | tee log" --settings settings.json --sources sources.json
     """
-    from carrel.cli.failures import note
-    from carrel.policy.decide import decide_shell
-
-    if shell not in {"bash", "sh"}:
+    if shell not in {None, "bash", "sh"}:
         raise typer.BadParameter("the shell is bash or sh", param_hint="--shell")
-    if not settings and not sources and template is None:
-        note("no rules are given, so everything is allowed; `carrel policy get CONTEXT` shows those of a context")
-    policy = _policy(settings or [], sources or [], context, template)
-    verdict = decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
+    verdict: Verdict | Explanation
+    if context is not None and not settings and not sources and template is None:
+        if shell is not None:
+            raise typer.BadParameter("the server knows which shell runs it", param_hint="--shell")
+        verdict = _held(context, command)
+    else:
+        verdict = _decided(command, _policy(settings or [], sources or [], context or _EXAMPLE, template), shell)
     if json:
         from carrel.cli.shown import print_json
 
@@ -161,6 +173,23 @@ def rm(context: options.Context) -> None:
 
     with Client() as client:
         client.policy(context).delete()
+
+
+def _held(context: str, command: str) -> Explanation:
+    """What holds in a context: all layers, as the server has them."""
+    from carrel.client import Client
+
+    with Client() as client:
+        return client.policy(context).explain(command)
+
+
+def _decided(command: str, policy: Policy, shell: str | None) -> Verdict:
+    from carrel.cli.failures import note
+    from carrel.policy.decide import decide_shell
+
+    if not policy.layers:
+        note("no rules are given, so everything is allowed; --context CONTEXT asks the server what holds there")
+    return decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
 
 
 def _given(file: Path) -> dict[str, object]:
@@ -279,13 +308,13 @@ def _tell_warnings(file: str, kind: str, warnings: list[dict[str, str]]) -> None
         typer.echo(f"  {plain(each['rule'])}: {plain(each['text'])}")
 
 
-def _told(verdict: Verdict) -> dict[str, object]:
-    from dataclasses import asdict
+def _told(verdict: Verdict | Explanation) -> dict[str, object]:
+    from dataclasses import asdict, is_dataclass
 
-    return asdict(verdict)
+    return asdict(verdict) if is_dataclass(verdict) else verdict.model_dump(mode="json")
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: Verdict | Explanation) -> None:
     from carrel.cli.shown import coloured, print_table
 
     rows: list[list[str | Text]] = []

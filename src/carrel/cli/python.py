@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.failures import note
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -20,16 +21,16 @@ def python(
     context: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CONTEXT]",
+            metavar="CONTEXT",
             help="A context id, or a sandbox id; with -c it may be left out: then nothing is kept.",
             autocompletion=options.contexts,
         ),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="A local file with the code; '-' or none reads it from stdin."),
+        typer.Argument(metavar="FILE", help="A local file with the code; '-' or none reads it from stdin."),
     ] = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]…", help="For `sys.argv`.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="For `sys.argv`.")] = None,
     code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code itself.")] = None,
     cell: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run it as a cell of this code context: variables stay.")
@@ -39,8 +40,12 @@ def python(
     ] = None,
     timeout: options.Timeout = None,
     env: options.Env = None,
+    approval: options.Approval = None,
+    wait: options.Wait = None,
 ) -> None:
     """Run Python in a context's sandbox, which is made or resumed when needed and stays.
+
+    Without -c or a file the code is read from standard input.
 
     \b
     carrel python -c 'print(6 * 7)'
@@ -49,27 +54,42 @@ def python(
     carrel python conversation-42 --cell analysis -c 'x = 41'
     carrel python conversation-42 --cell analysis -c 'x + 1'
     """
-    from carrel.cli.reach import wanted
+    from carrel.cli.reach import attempt, once_approved, wanted
     from carrel.client import Client
 
     if context is None and code is None:
-        raise InvalidRequest("name a context, or give the code with -c", field="context")
+        raise InvalidRequest(
+            "name a context, or give the code with -c",
+            field="context",
+            hint="`carrel python CONTEXT FILE`, or `carrel python -c CODE`",
+        )
+    if context is not None and file is None and code is None and (context.endswith(".py") or "/" in context):
+        raise InvalidRequest(
+            f"'{context}' is taken for a context, which comes before the file",
+            field="context",
+            hint=f"carrel python CONTEXT {context}",
+        )
     if code is not None and file is not None:
         args, file = [str(file), *(args or [])], None
     text = code if code is not None else _read(file)
     variables = options.environment(env)
     with Client() as client:
         if context is None:
-            if cell is not None or variables:
-                raise InvalidRequest("code contexts and variables need a context", field="context", hint="name one")
+            if cell is not None or variables or approval is not None or wait is not None:
+                raise InvalidRequest(
+                    "code contexts, variables, --approval and --wait need a context", field="context", hint="name one"
+                )
             raise typer.Exit(_stateless(client, text, environment, timeout))
-        box = wanted(client, context)
-        if cell is not None:
-            raise typer.Exit(_cell(box, cell, text, environment, variables, timeout))
-        raise typer.Exit(_call(box, text, args or [], environment, variables, timeout))
+        box = attempt(wanted(client, context), approval, wait)
+        with once_approved():
+            if cell is not None:
+                raise typer.Exit(_cell(box, cell, text, environment, variables, timeout))
+            raise typer.Exit(_call(box, text, args or [], environment, variables, timeout))
 
 
 def _read(file: Path | None) -> str:
+    if (file is None or str(file) == "-") and sys.stdin.isatty():
+        note("carrel: type the code, then Ctrl-D")
     try:
         text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
     except OSError as error:
@@ -115,7 +135,6 @@ def _call(
 
 
 def _cell(box: Sandbox, name: str, text: str, env: str | None, variables: dict[str, str], timeout: float | None) -> int:
-    from carrel.cli.failures import note
     from carrel.cli.streams import write_out
 
     stream = box.python.context(name, env=env, variables=variables).stream(text, timeout=timeout)

@@ -7,18 +7,19 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from carrel.cli.failures import Terminated
-from carrel.errors import NotFound, ServerUnreachable
+from carrel.errors import ApprovalNeeded, NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     from carrel.cli.options import Ephemeral
     from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
 
 T = TypeVar("T")
+Box = TypeVar("Box", "AsyncSandbox", "Sandbox")
 _LONGEST_BASE = 45
 
 
@@ -38,6 +39,26 @@ def wanted(client: Client, name: str) -> Sandbox:
         return existing(client, name)
     except NotFound:
         return client.sandbox(name)
+
+
+def attempt(box: Box, approval: str | None, wait: float | None) -> Box:
+    """The same sandbox for what was approved, or for what waits so long for a person."""
+    view: Box = box if approval is None else box.with_approval(approval)
+    return view if wait is None else view.waiting(wait)
+
+
+@contextmanager
+def once_approved() -> Iterator[None]:
+    """Say how to go on from `ApprovalNeeded` with the option of the command."""
+    try:
+        yield
+    except ApprovalNeeded as error:
+        if error.approval is not None:
+            error.hint = (
+                f"somebody else lets it with `carrel approve {error.approval}`; "
+                f"then the same again with `--approval {error.approval}`"
+            )
+        raise
 
 
 @asynccontextmanager

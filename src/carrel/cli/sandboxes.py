@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.errors import CarrelError
+from carrel.errors import CarrelError, NotFound
 
 if TYPE_CHECKING:
     import asyncio
 
     from rich.text import Text
 
-    from carrel.client import AsyncClient
+    from carrel.client import AsyncClient, Client
     from carrel.models import SandboxInfo, WorkspaceUsage
 
 _AT_ONCE = 16
@@ -25,7 +25,7 @@ _AT_ONCE = 16
 def ps(
     context: Annotated[
         str | None,
-        typer.Argument(metavar="[CONTEXT]", help="Show its commands instead.", autocompletion=options.contexts),
+        typer.Argument(metavar="CONTEXT", help="Show its commands instead.", autocompletion=options.contexts),
     ] = None,
     all_states: Annotated[bool, typer.Option("--all", "-a", help="Terminated ones too.")] = False,
     json: options.Json = False,
@@ -81,7 +81,10 @@ async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]
     from carrel.models import State
 
     async with AsyncClient() as client:
-        found = [info async for info in client.sandboxes() if all_states or info.state is not State.TERMINATED]
+        known = {info.id: info async for info in client.sandboxes()}
+        if all_states:  # looked for last: what ends meanwhile is in both, and shown once
+            known |= {info.id: info async for info in client.sandboxes(state=State.TERMINATED)}
+        found = [*known.values()]
         gate = asyncio.Semaphore(_AT_ONCE)
         counts = await asyncio.gather(*(_running_commands(client, info, gate) for info in found))
     return list(zip(found, counts, strict=True))
@@ -121,7 +124,7 @@ def _commands(context: str, *, json: bool) -> None:
 def stop(
     contexts: Annotated[
         list[str],
-        typer.Argument(metavar="CONTEXT…", help="Context or sandbox ids.", autocompletion=options.contexts),
+        typer.Argument(metavar="CONTEXT", help="Context or sandbox ids.", autocompletion=options.contexts),
     ],
     json: options.Json = False,
 ) -> None:
@@ -175,7 +178,7 @@ def resume(context: options.Context, json: options.Json = False) -> None:
 def usage(
     context: Annotated[
         str | None,
-        typer.Argument(metavar="[CONTEXT]", help="Only this one.", autocompletion=options.contexts),
+        typer.Argument(metavar="CONTEXT", help="Only this one.", autocompletion=options.contexts),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -232,7 +235,7 @@ async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage
 def rm(
     contexts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONTEXT…", help="Context or sandbox ids.", autocompletion=options.contexts),
+        typer.Argument(metavar="CONTEXT", help="Context or sandbox ids.", autocompletion=options.contexts),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every sandbox.")] = False,
     files: Annotated[bool, typer.Option("--files", help="Delete the workspaces too.")] = False,
@@ -244,6 +247,8 @@ def rm(
     json: options.Json = False,
 ) -> None:
     """Terminate sandboxes and everything that runs in them. Workspaces stay unless you say --files.
+
+    With --files also the workspace of a context that was terminated before; `carrel ps --all` shows those.
 
     \b
     carrel rm conversation-42
@@ -267,7 +272,7 @@ def rm(
             chosen = []
             for name in dict.fromkeys(contexts or []):
                 try:
-                    chosen.append(client.find(name))
+                    chosen.append(_named(client, name, files=files))
                 except CarrelError as error:
                     tell(error.detail, error.hint)
                     failed = True
@@ -287,6 +292,19 @@ def rm(
     if json:
         print_json([info.model_dump(mode="json") for info in removed])
     raise typer.Exit(1 if failed else 0)
+
+
+def _named(client: Client, name: str, *, files: bool) -> SandboxInfo:
+    """The sandbox to remove; for its files also one that was terminated before."""
+    from carrel.models import State
+
+    try:
+        return client.find(name)
+    except NotFound:
+        ended = client.sandboxes(state=State.TERMINATED, context_id=name) if files else iter(())
+        if (newest := next(ended, None)) is None:
+            raise
+        return newest
 
 
 def _ask(names: list[str], *, files: bool) -> None:

@@ -31,7 +31,7 @@ def put(
     owner: Owner,
     name: Name,
     template: OfTemplate = False,
-    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Where the value is; without one, stdin.")] = "-",
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Where the value is; without one, stdin.")] = "-",
 ) -> None:
     """Keep a secret. The value comes from a file or from standard input, never from the command line.
 

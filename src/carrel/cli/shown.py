@@ -41,8 +41,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *,
     room = console.width - _GAP * len(columns)
     if console.is_terminal:
         widths = fitting(widths, room, [_NAME_WIDTH if name in _NAMES else _NARROWEST for name in columns])
-    else:
-        console.width = max(sum(widths) + _GAP * len(columns), console.width)
+    # Wider than a narrow terminal it runs over: that can be read, cells of two letters cannot.
+    console.width = max(sum(widths) + _GAP * len(columns), console.width)
     for column, width in zip(columns, widths, strict=True):
         table.add_column(column, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap, max_width=width)
     for row in cells:

@@ -27,7 +27,7 @@ def sh(
     context: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CONTEXT]",
+            metavar="CONTEXT",
             help="Its sandbox; else one that is gone afterwards.",
             autocompletion=options.contexts,
         ),
@@ -35,6 +35,8 @@ def sh(
     command: Annotated[str | None, typer.Option("--command", "-c", help="Run this instead of a shell.")] = None,
     provider: options.Provider = None,
     trust: options.Trust = None,
+    approval: options.Approval = None,
+    wait: options.Wait = None,
 ) -> None:
     """Open an interactive terminal in a sandbox.
 
@@ -44,7 +46,7 @@ def sh(
     carrel sh conversation-42 -c 'vim notes.md'
     """
     from carrel.cli.failures import note
-    from carrel.cli.reach import ephemeral, kept, to_the_end
+    from carrel.cli.reach import attempt, ephemeral, kept, once_approved, to_the_end
 
     if context is not None and (provider or trust):
         raise typer.BadParameter("it is for a fresh sandbox; a context has its own", param_hint="--provider/--trust")
@@ -54,9 +56,10 @@ def sh(
         async with kept(context) if context is not None else ephemeral(asked) as box:
             if box.unsafe:
                 note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
-            return await _attend(box, command)
+            return await _attend(attempt(box, approval, wait), command)
 
-    raise typer.Exit(to_the_end(work()))
+    with once_approved():
+        raise typer.Exit(to_the_end(work()))
 
 
 async def _attend(box: AsyncSandbox, command: str | None) -> int:

@@ -78,7 +78,7 @@ def ls(
 
 
 @app.command("revoke")
-def revoke(ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Ids that `carrel token ls` shows.")]) -> None:
+def revoke(ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids that `carrel token ls` shows.")]) -> None:
     """Make tokens worthless: at once on this server, within seconds on others.
 
     \b

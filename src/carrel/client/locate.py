@@ -58,7 +58,7 @@ def local_server(directory: Path | None = None) -> Address | None:
 def locate(url: str | None = None, token: str | None = None) -> Address:
     """The server to use. Raises `ServerUnreachable` when none is named and none has run here."""
     url = url or os.environ.get("CARREL_URL") or None
-    token = token or os.environ.get("CARREL_TOKEN") or None
+    token = _usable(token or os.environ.get("CARREL_TOKEN") or "")
     local = local_server()
     if url is None:
         if local is None:
@@ -89,6 +89,18 @@ def _local_token(directory: Path) -> str | None:
         return (directory / "token").read_text().strip() or None
     except (OSError, ValueError):
         return None
+
+
+def _usable(token: str) -> str | None:
+    """A token without the end of its line; one that no header can carry is never sent, nor shown."""
+    token = token.strip()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidRequest(
+            "the token has characters that no token has",
+            field="token",
+            hint="it is one line: `carrel_`, then letters, digits, - and _",
+        )
+    return token or None
 
 
 def _checked(url: str) -> str:

@@ -6,7 +6,6 @@ import os
 import ssl
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import certifi
 
@@ -23,6 +22,9 @@ class Proxy:
 
 def proxy_for(scheme: str, host: str) -> Proxy | None:
     """The proxy that leads to a host, by `HTTPS_PROXY`, `ALL_PROXY`, `NO_PROXY` and the like; None when none does."""
+    # Who talks to a server on this machine does not wait for it.
+    from urllib.request import getproxies, proxy_bypass
+
     named = getproxies()
     url = named.get(scheme) or named.get("all")
     if not url or proxy_bypass(host):

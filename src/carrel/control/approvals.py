@@ -38,7 +38,9 @@ from carrel.store.approvals import ApprovalRecord, ApprovalStore
 log = logging.getLogger("carrel.approvals")
 
 LONGEST_SUMMARY = 500
-_ENDS = re.compile(r"\s*\n\s*")
+_READ = 32 * LONGEST_SUMMARY
+"""Characters of one line of which a summary is made: nobody else is served while they are looked at one by one."""
+_ENDS = re.compile(r"(?<!\s)\s*\n\s*")  # tried once for a row of blanks, not at each of them
 _BLANKS = re.compile(r"[ \t]+")
 _SAYS_NOTHING = frozenset({"command", "digest", "interactive", "timeout"})
 MOST_WAITING = 100
@@ -85,7 +87,14 @@ def visible(text: str) -> str:
     """An agent's words in one line, in which nothing can hide: the ends of lines are marked, and what a terminal or a
     page would obey, or not show, is written out.
     """
-    line = _ENDS.sub(" ⏎ ", _BLANKS.sub(" ", text.strip()))
+    return _written_out(_one_line(text))
+
+
+def _one_line(text: str) -> str:
+    return _ENDS.sub(" ⏎ ", _BLANKS.sub(" ", text.strip()))
+
+
+def _written_out(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -102,8 +111,9 @@ def summary(operation: Operation, approval_id: str = "") -> str:
     else:
         shown = [str(arguments[key]) for key in sorted(arguments, key=_path_first) if key != "digest"]
         text = " ".join([operation.name, *shown])
-    line = visible(text)
-    left = len(line) - LONGEST_SUMMARY
+    all_of_it = _one_line(text)
+    line = _written_out(all_of_it[:_READ])
+    left = max(0, len(line) - LONGEST_SUMMARY) + max(0, len(all_of_it) - _READ)
     more = [f"[…] and {left} characters more"] if left > 0 else []
     more += [f"(with {', '.join(map(visible, beside))})"] if beside else []
     whole = f"; see `carrel approvals show {approval_id}`" if more and approval_id else ""
@@ -189,9 +199,12 @@ class Approvals:
             ready = await self._store.ready(operation.context_id, name, now - self._ttl_s)
             if ready is not None:
                 return ready
+        if (waiting := await self._store.pending(operation.context_id, name, now)) is not None:
+            return waiting
+        record = await self._draft(operation, decision, name, who)  # may take long, and nobody waits for it
         async with self._asking:  # two who ask for the same at once wait for the same decision
-            record = await self._store.pending(operation.context_id, name, now)
-            return record or await self._ask(operation, decision, name, who, now)
+            waiting = await self._store.pending(operation.context_id, name, record.created_at)
+            return waiting or await self._ask(operation, record)
 
     async def ended(self, leave: Leave, *, used: bool) -> None:
         """What leave was given for is over; or it was not begun, and the approval can be used again."""
@@ -202,17 +215,13 @@ class Approvals:
         except CarrelError as error:  # the next start asks the sandbox
             log.warning("that approval %s was used could not be written down: %s", leave.approval, error)
 
-    async def _ask(
-        self, operation: Operation, decision: Decision, name: str, who: Caller, now: float
-    ) -> ApprovalRecord:
-        requester = operation.actor or who.identity.subject
-        if await self._store.waiting(operation.context_id, requester, now) >= MOST_WAITING:
-            raise self._too_many(operation)
+    async def _draft(self, operation: Operation, decision: Decision, name: str, who: Caller) -> ApprovalRecord:
+        """What a person would be asked."""
         owner = operation.context_id or operation.sandbox_id or None
         arguments = await self.redact(owner, operation.arguments)
         why = await self.redact(owner, {"reason": decision.reason or "no rule covers it"})
-        approval_id = f"apr-{secrets.token_hex(8)}"
-        record = ApprovalRecord(
+        approval_id, now = f"apr-{secrets.token_hex(8)}", self._clock()
+        return ApprovalRecord(
             id=approval_id,
             context_id=operation.context_id,
             sandbox_id=operation.sandbox_id,
@@ -222,10 +231,14 @@ class Approvals:
             arguments=arguments,
             digest=name,
             reason=visible(str(why["reason"])),
-            requested_by=requester,
+            requested_by=operation.actor or who.identity.subject,
             created_at=now,
             expires_at=now + self._ttl_s,
         )
+
+    async def _ask(self, operation: Operation, record: ApprovalRecord) -> ApprovalRecord:
+        if await self._store.waiting(record.context_id, record.requested_by, record.created_at) >= MOST_WAITING:
+            raise self._too_many(operation)
         await self._store.insert(record)
         self._wake()
         self.on_created(record.info())
@@ -248,10 +261,13 @@ class Approvals:
             return Leave(record.id)
         if record.decided_at is not None and record.decided_at + self._ttl_s < self._clock():
             raise self._refused(replace(record, state=ApprovalState.EXPIRED), operation)
-        run = secrets.token_hex(16)
-        if await self._store.use(record.id, self._clock(), run=run, node=self._node, place=operation.runs_in):
-            return Leave(record.id, run)
-        return None
+        leave = Leave(record.id, run := secrets.token_hex(16))
+        try:
+            taken = await self._store.use(record.id, self._clock(), run=run, node=self._node, place=operation.runs_in)
+        except BaseException:  # who asked went away, or the database: it may be taken all the same
+            await self.ended(leave, used=False)
+            raise
+        return leave if taken else None
 
     async def _wait(self, record: ApprovalRecord, who: Caller, until: float) -> ApprovalRecord:
         while record.state is ApprovalState.PENDING and (left := until - time.monotonic()) > 0:

@@ -113,7 +113,8 @@ class Egress:
                     log.warning("sandbox %s has no way out: %s", box.record.id, error)
             for name in known:
                 if name not in self._boxes:
-                    self._client.send("detach", sandbox=name)
+                    with suppress(ChannelClosed):  # it is gone, and so is what it knew
+                        self._client.send("detach", sandbox=name)
         elif warm:
             self._start(self._warm())
         self._upkeep = asyncio.get_running_loop().create_task(self._refresh_all())
@@ -137,6 +138,8 @@ class Egress:
                 self._client.send("detach", sandbox=box.record.id)
             raise
         self._boxes[box.record.id] = attached
+        if not self._client.up:
+            self._replace()  # it died when this sandbox was not yet among those that need another
 
     def detach(self, box: LiveSandbox) -> None:
         """A sandbox has ended, or is about to."""
@@ -181,6 +184,8 @@ class Egress:
         try:
             await self._send_plan("change", attached)
         except PlatformError as error:
+            if not self._client.pid:
+                return  # it died meanwhile, and the next one is told
             log.warning("the way out of sandbox %s is shut: %s", record.id, error)
             attached.plan = shut(before, error)
             await self._send_plan("change", attached)
@@ -220,6 +225,9 @@ class Egress:
 
     def _down(self) -> None:
         self._log.lost()
+        self._replace()
+
+    def _replace(self) -> None:
         if self._closing or (self._restoring is not None and not self._restoring.done()):
             return
         if self._boxes:

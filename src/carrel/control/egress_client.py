@@ -94,8 +94,7 @@ class EgressClient:
                 return []
             description = await self._known()
             if description is None:
-                connection = await asyncio.to_thread(self._spawn)
-                self._open(connection)
+                self._open(await self._spawned())
                 description = await self.request("describe")
             self._pid = int(description["pid"])
             return [str(each) for each in description["sandboxes"]]
@@ -189,6 +188,21 @@ class EgressClient:
                 future.set_result(message)
             return
         self._on_message(message)
+
+    async def _spawned(self) -> socket.socket:
+        """A connection to a new process. Who gives up waits until it is there: else another could be started beside it,
+        and nobody would end it.
+        """
+        spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
+        try:
+            return await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            while not spawning.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([spawning])
+            if spawning.exception() is None:
+                spawning.result().close()
+            raise
 
     def _spawn(self) -> socket.socket:
         """Start a process on a listener made here, so that connecting to it cannot be too early."""

@@ -102,6 +102,7 @@ class Environments:
         self._clean = clean
         self._known: dict[str, EnvironmentRecord] = {}
         self._holders: dict[str, set[str]] = {}
+        self._coming: set[str] = set()
         self._answers: dict[str, str] = {}
         self._resolved: OrderedDict[str, tuple[Lock, float]] = OrderedDict()
         self._resolving: dict[str, Work[Lock]] = {}
@@ -161,7 +162,8 @@ class Environments:
 
     async def list(self) -> EnvironmentList:
         """Every environment that who asks may use, the last used first."""
-        self._holders = await self._store.held()
+        async with self._shelving:
+            self._holders = await self._store.held(self._coming)
         found = sorted(filter(self._visible, self._known.values()), key=lambda each: (-each.last_used_at, each.name))
         return EnvironmentList(items=[self.info(each) for each in found])
 
@@ -285,6 +287,7 @@ class Environments:
             now,
             asker.context_id,
         )
+        await asyncio.to_thread(self._shelf.settle, built.draft)
         async with self._shelving:
             await asyncio.to_thread(self._shelf.place, built.draft, name)
             await self._store.put(record)  # killed before this, the next start removes what is on the shelf
@@ -353,22 +356,34 @@ class Environments:
     async def release(self, name: str, holder: str) -> None:
         """Let go of an environment; it can still be used there while it lasts."""
         record = self.find(name, holder)
-        if not await self._store.release(holder, record.name):
-            raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
-        self._holders.get(record.name, set()).discard(holder)
+        async with self._shelving:
+            # Before it is written: who is believed to hold it would not be written down again.
+            self._holders.get(record.name, set()).discard(holder)
+            if not await self._store.release(holder, record.name):
+                raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
 
     async def forked(self, origin: str, context_id: str) -> None:
-        """A fork holds what its origin does: its own virtual environment may sit on top of it."""
-        await self._store.copy_uses(origin, context_id)
-        for holders in self._holders.values():
-            if origin in holders:
-                holders.add(context_id)
+        """A fork holds what its origin does: its own virtual environment may sit on top of it. It has no session yet;
+        `made` is called when it has, or when there is none to come.
+        """
+        async with self._shelving:
+            self._coming.add(context_id)
+            await self._store.copy_uses(origin, context_id)
+            for holders in self._holders.values():
+                if origin in holders:
+                    holders.add(context_id)
+
+    def made(self, context_id: str) -> None:
+        """From now on a fork holds what it does for as long as its session lasts."""
+        self._coming.discard(context_id)
 
     async def unforked(self, context_id: str) -> None:
         """A fork could not be made: it holds nothing."""
-        for name in await self._store.holds(context_id):
-            await self._store.release(context_id, name)
-            self._holders.get(name, set()).discard(context_id)
+        self.made(context_id)
+        async with self._shelving:
+            for name in await self._store.holds(context_id):
+                self._holders.get(name, set()).discard(context_id)
+                await self._store.release(context_id, name)
 
     async def label(self, record: EnvironmentRecord, label: str) -> EnvironmentRecord:
         """Call an environment by a label, which is taken off any other. Whoever gives it one is about to use it."""
@@ -394,10 +409,10 @@ class Environments:
         """Remove an environment; `Conflict` when a session has it."""
         record = self.find(name)
         async with self._shelving:
-            held = await self._store.held()
-            if held.get(record.name):
+            self._holders = await self._store.held(self._coming)
+            if held := self._holders.get(record.name):
                 raise Conflict(
-                    f"the environment is in use by {', '.join(sorted(held[record.name])[:5])}",
+                    f"the environment is in use by {', '.join(sorted(held)[:5])}",
                     field="env",
                     hint="terminate those first",
                 )
@@ -413,7 +428,7 @@ class Environments:
                 record = self._known.get(record.name, record)  # noqa: PLW2901 - it may have been used meanwhile
                 if now - record.last_used_at < self.grace_s or not await self._too_much(record, now):
                     continue
-                self._holders = await self._store.held()
+                self._holders = await self._store.held(self._coming)
                 if self._holders.get(record.name):
                     continue
                 gone = await self._retire(record.name)

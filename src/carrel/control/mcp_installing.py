@@ -18,6 +18,7 @@ from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import CommandRequest, EnvironmentRequest, McpServerRequest
 from carrel.providers.base import Capability, Provider
 from carrel.store import SessionRecord
+from carrel.store.environments import EnvironmentRecord
 from carrel.store.mcp_servers import McpServerRecord
 
 LONGEST_WORDS = 2000
@@ -35,8 +36,10 @@ class Installing:
         self._providers = providers
         self._timeout_s = timeout_s
 
-    async def python(self, session: SessionRecord, request: McpServerRequest) -> str | None:
-        """The environment that a server runs in, held by its context from now on; None when it needs none."""
+    async def python(self, session: SessionRecord, request: McpServerRequest, had: str = "") -> str | None:
+        """The environment that a server runs in, held by its context from now on: the one it `had` if that is still
+        there. None when it needs none.
+        """
         if request.requirements is None:
             return None
         provider = self._providers.get(session.provider)
@@ -44,15 +47,19 @@ class Installing:
             provider.require(Capability.ENVIRONMENTS)
         wanted = EnvironmentRequest(requirements=list(requirements_of(request.requirements)), python=request.python)
         asker = Asker.of(session)
-        holder = session.context_id or session.id
-        return (await self._environments.hold(lambda: self._environments.ensure(wanted, asker), holder)).name
+
+        async def find() -> EnvironmentRecord:
+            return self._environments.known(had) or await self._environments.ensure(wanted, asker)
+
+        return (await self._environments.hold(find, session.context_id or session.id)).name
 
     async def ready(self, session: SessionRecord, record: McpServerRecord) -> McpServerRecord:
-        """A server whose environment lies ready here: it was removed when nobody had it, or is on another server."""
-        name = record.environment
-        if name is None or self._environments.known(name) is not None:
+        """A server whose environment lies ready here and is held: it may have been removed when nobody had it, or be on
+        another server.
+        """
+        if record.environment is None:
             return record
-        return replace(record, environment=await self.python(session, declared(record)))
+        return replace(record, environment=await self.python(session, declared(record), record.environment))
 
     async def npm(self, box: LiveSandbox, server: str, request: McpServerRequest) -> str | None:
         """Install npm packages in the sandbox of a context, by its own way out. Where the program of the command lies

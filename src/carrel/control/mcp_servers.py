@@ -343,7 +343,7 @@ class McpServers:
     ) -> Any:
         """The conversation with a server. When its process has to be started for it, that passes the door too."""
         known = self._links.current(box, record.name, record.generation)
-        if known is not None:
+        if known is not None and (record.enabled or starting):  # a server elsewhere may have been told to stop it
             return known
         context, generation = record.context_id, record.generation
 

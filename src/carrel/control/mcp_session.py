@@ -203,10 +203,11 @@ class Conversation(Speaker):
         """End the conversation; the process is left alone."""
         self._closing.set()
         pause = CLOSE_S if self._ready.done() else 0.0
-        done, _ = await asyncio.wait({self._task}, timeout=pause)
-        if not done:
+        try:
+            await asyncio.wait({self._task}, timeout=pause)
+        finally:  # whoever closes it may be broken off, again and again: then it ends by itself
             self._task.cancel()
-            await asyncio.wait({self._task})
+        await asyncio.wait({self._task})
 
     # asking
 

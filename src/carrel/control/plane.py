@@ -195,6 +195,7 @@ class ControlPlane:
             self.policies.of_asker,
             self.secrets.clean_text,
         )
+        self.snapshots.on_forked = self.environments.made
         self.packages = TemplatePackages(self.templates, self.environments, self.operations.give_packages)
         self.envs = EnvironmentUse(self.environments, self.packages, self.sessions, self.operations)
         self.operations.python.attach = self.envs.attach

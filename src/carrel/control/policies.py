@@ -281,14 +281,14 @@ class Policies:
             self._forget(context_id)
 
         async def undo() -> None:
-            now = await self._store.get(context_id)
-            if now is None or now.version != put:
-                return  # nothing was put, or it was changed meanwhile
+            if not put:
+                return
             if own is None:
-                await self._store.delete(context_id)
+                await self._store.delete(context_id, version=put)
             else:
                 by, at = own.updated_by, time.time()
-                await self._store.put(context_id, own.settings, own.sources, by=by, at=at, expected=put)
+                with suppress(Conflict):  # it was changed meanwhile
+                    await self._store.put(context_id, own.settings, own.sources, by=by, at=at, expected=put)
             self._forget(context_id)
 
         return undo

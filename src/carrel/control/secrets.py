@@ -166,6 +166,7 @@ class Secrets:
             elif Capability.SECRETS not in box.provider.capabilities():
                 return
             box.has_secrets, box.given = True, None
+            self._stale(record.context_id or record.id)  # one made meanwhile may not know what another server put
             await self.deliver(box, values)
             box.given = values
 

@@ -449,7 +449,7 @@ class Sessions:
             raise NotFound(
                 f"there is no sandbox '{name[:128]}'",
                 field="id",
-                hint="list them with GET /v1/sandboxes or `carrel ls`",
+                hint="list them with GET /v1/sandboxes or `carrel ps`",
             )
         return record
 

@@ -36,6 +36,8 @@ class Snapshots:
         self._workspaces = workspaces
         self.on_fork: Callable[[str, str], Awaitable[Undo]] = _nothing
         """Called before a fork is made, with the context it comes from and its own; gives what takes it back."""
+        self.on_forked: Callable[[str], None] = _no_more
+        """Called with the context of a fork when it is made, or could not be."""
 
     async def take(self, name: str, actor: str = "") -> SnapshotInfo:
         """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
@@ -92,6 +94,8 @@ class Snapshots:
                         await self._unmake(context_id)
                         await undo()
                     raise
+                finally:
+                    self.on_forked(context_id)
 
     async def _fork(self, snapshot: SnapshotRecord, record: SessionRecord, context_id: str) -> SandboxInfo:
         await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
@@ -203,6 +207,10 @@ def _info(record: SnapshotRecord) -> SnapshotInfo:
         reason=record.reason,  # type: ignore[arg-type]  # checked by the model
         archived=record.archived,
     )
+
+
+def _no_more(_context: str) -> None:
+    return
 
 
 async def _nothing(_origin: str, _context: str) -> Undo:

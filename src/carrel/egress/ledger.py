@@ -71,7 +71,8 @@ class Ledger:
     def __init__(self, journal: Journal, *, flush_s: float = FLUSH_S, most: int = MOST_UNTOLD):
         self._journal = journal
         self._numbers = itertools.count(journal.last + 1)
-        self._places = itertools.count(1)
+        # Beyond those of the process before: what that told may be acknowledged only now.
+        self._places = itertools.count(time.monotonic_ns())
         self._flush_s = flush_s
         self._most = most
         self._new: OrderedDict[int, Item] = OrderedDict()

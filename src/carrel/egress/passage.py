@@ -105,7 +105,7 @@ class Passage:
         Raises `Refused`.
         """
         access.target, access.address, access.upstream = target, before.address, before.upstream
-        entering = id(before) not in self._running
+        entering, rules = id(before) not in self._running, self.rules
         try:
             self.budget.enter() if entering else self.budget.count()
         except Refused as refusal:
@@ -117,6 +117,7 @@ class Passage:
                 said = self._said(target, ip_address(before.address))
                 if said.verdict == "deny":
                     await self._consent(access, target, said)
+            self._check_change(access, rules)
         except BaseException as error:
             if entering:
                 self.budget.leave()
@@ -243,6 +244,7 @@ class Passage:
         asked = said.verdict == "ask"
         found = (target.literal,) if target.literal is not None else await self._look_up(target)
         if found is None:
+            self._check_change(access, rules)
             return ()
         if not found:
             raise Refused(f"{target.host} has no address", code="unreachable", status=502)
@@ -253,8 +255,7 @@ class Passage:
             if said.verdict == "deny" or (said.verdict == "ask" and not asked):
                 await self._consent(access, target, said)
                 asked = True
-        if self.rules is not rules and (said := self._said(target)).verdict == "deny":
-            await self._consent(access, target, said)
+        self._check_change(access, rules, found)
         return found
 
     async def _look_up(self, target: Target) -> Sequence[Address] | None:
@@ -269,6 +270,16 @@ class Passage:
             access.said = await self._ask(self.plan.sandbox, target, said)
         if access.said.verdict != "allow":
             raise Refused.by(access.said)
+
+    def _check_change(self, access: Access, before: Rules, found: Sequence[Address] = ()) -> None:
+        """Raises `Refused` for what would not be let out by a policy that came while it was decided by `before`."""
+        if self.rules is before or access.target is None:
+            return
+        target = access.target
+        for said in (self._still(access, before), *(self._said(target, each) for each in found)):
+            if said.verdict == "deny":
+                access.said = said
+                raise Refused.by(said)
 
     def _check_own(self, access: Access, target: Target, address: Address) -> None:
         """The proxy is no target of its own: with one request, a sandbox could use up all it has. For the targets with

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -65,8 +65,7 @@ class Egress:
         self._gateways: dict[str, tuple[Gateway, Passage]] = {}
         self._ways: dict[str, Upstreams] = {}
         self._channel: Channel | None = None
-        self._questions: dict[int, asyncio.Future[Said]] = {}
-        self._numbers = itertools.count(1)
+        self._questions: dict[str, asyncio.Future[Said]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._acknowledged = asyncio.Event()
         self.ended = asyncio.Event()
@@ -79,6 +78,7 @@ class Egress:
         self._channel = channel = Channel(connection, self._told, lambda: self._left(channel))
         if before is not None:
             before.close()
+            self._leave_unanswered()
         self._ledger.listen(partial(self._tell, channel))
 
     def _tell(self, channel: Channel, place: int, items: list[Item]) -> bool:
@@ -94,11 +94,13 @@ class Egress:
         self._channel = None
         self._acknowledged.set()
         self._ledger.tell = None
+        self._leave_unanswered()
+        self._end_if_alone()
+
+    def _leave_unanswered(self) -> None:
         for question in self._questions.values():
             if not question.done():
                 question.set_result(_nobody())
-        if not self._gateways:
-            self.ended.set()
 
     def _told(self, message: Message, fds: list[int]) -> None:
         act: dict[object, Callable[[Message, list[int]], object]] = {
@@ -190,7 +192,8 @@ class Egress:
     async def _ask(self, sandbox: str, target: Target, said: Said) -> Said:
         if self._channel is None:
             return _nobody()
-        number = next(self._numbers)
+        # Nobody has used it before: what a person says to one process must not be taken for an answer by the next.
+        number = secrets.token_hex(16)
         question: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
         self._questions[number] = question
         try:
@@ -256,7 +259,7 @@ class Egress:
                     await self._acknowledged.wait()
 
     def _end_if_alone(self) -> None:
-        if self._channel is None and not self._gateways:
+        if self._channel is None and not self._gateways and not self._tasks:
             self.ended.set()
 
     def _come(self, listener: socket.socket) -> None:

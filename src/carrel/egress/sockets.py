@@ -203,7 +203,8 @@ async def look(
                 await readable(connection, ends - loop.time())
                 continue
             if len(data) == seen:
-                if has_ended(connection):
+                # What came just before the end may have come after the look at the bytes.
+                if has_ended(connection) and len(connection.recv(size, socket.MSG_PEEK)) == seen:
                     raise Ended("the peer has ended")
                 # The kernel wakes for less than was asked for when it has little room: no sign of the end.
                 await asyncio.sleep(_PAUSE_S)

@@ -237,11 +237,14 @@ class Health:
 
 
 async def _look_up(host: str) -> tuple[Address, ...]:
-    """The addresses of an upstream. It is the operator's, so it may be anywhere."""
+    """The addresses of an upstream. It is the operator's, so it may be anywhere. Raises `OSError`."""
     try:
         return (ip_address(host),)
     except ValueError:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            raise OSError(errno.EHOSTUNREACH, "no host can have this name") from None
         return tuple(dict.fromkeys(ip_address(str(each[4][0]).partition("%")[0]) for each in found))
 
 

@@ -213,16 +213,16 @@ class Redactor:
         for pattern, at, _end in self._anchors(data):
             if at < floor:
                 continue
-            candidates = self._candidates[pattern]
-            looks += len(candidates)
-            for candidate in candidates:
+            for candidate in self._candidates[pattern]:
                 if isinstance(candidate, Spelling):
+                    looks += 1
                     end = candidate.match(data, at, final=final)
                     if end == WAIT:
                         hold = min(hold, at)
                     elif end != NO:
                         found.append((at, at, end, candidate.label))
-                elif shapes:
+                elif shapes and stands_alone(data, at, part=candidate.part):
+                    looks += 1
                     span = candidate.match(data, at, final=final)
                     if span == PENDING:
                         hold = min(hold, at)
@@ -238,7 +238,8 @@ class Redactor:
     def _look_behind(self, view: View, floor: int, found: list[Found], *, final: bool) -> tuple[int, int]:
         """The same on a text whose escapes are undone."""
         inside: list[Found] = []
-        hold, looks = self._look(view.text, 0, inside, final=final, shapes=False)
+        below = max(0, len(view.text) - (view.size - floor))  # the bytes from the floor on became no more than that
+        hold, looks = self._look(view.text, below, inside, final=final, shapes=False)
         for _began, start, end, label in inside:
             at = view.start(start)
             if at >= floor:

@@ -58,9 +58,9 @@ class Shape:
         return b"[redacted:%s]" % self.name.encode()
 
     def match(self, data: bytes, at: int, *, final: bool) -> Span | None:
-        """The bytes to take out when the shape is at `at`, where its anchor is; `PENDING` when it is not clear yet."""
-        if not stands_alone(data, at, part=self.part):
-            return None
+        """The bytes to take out when the shape is at `at`, where its anchor is, and stands alone there; `PENDING` when
+        it is not clear yet.
+        """
         near = at + CHECKED + CONTEXT
         if (
             self.longest > 4 * CHECKED

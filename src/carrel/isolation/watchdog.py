@@ -62,8 +62,10 @@ def held(pid: int, device: int, proc: str = "/proc") -> int:
     while pending:
         current = pending.pop()
         pending += children.get(current, ())
-        _held_open(f"{proc}/{current}/fd", device, found)
-        _held_mapped(f"{proc}/{current}/maps", device, found)
+        threads = _threads(f"{proc}/{current}")
+        for thread in threads:  # each may have descriptors of its own; memory is that of all
+            _held_open(f"{thread}/fd", device, found)
+        any(_held_mapped(f"{thread}/maps", device, found) for thread in threads)
     return sum(found.values())
 
 
@@ -81,13 +83,14 @@ def _held_open(directory: str, device: int, found: dict[int, int]) -> None:
             found[file.st_ino] = file.st_blocks * 512
 
 
-def _held_mapped(path: str, device: int, found: dict[int, int]) -> None:
+def _held_mapped(path: str, device: int, found: dict[int, int]) -> bool:
+    """False when there is no memory to look at: that of a thread which has ended."""
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
     try:
         with open(path, "rb") as file:
             lines = file.read(4 * 1024 * 1024).splitlines()
     except OSError:
-        return
+        return False
     for line in lines:
         if line.endswith(b"(deleted)"):
             fields = line.split(None, 5)
@@ -95,6 +98,7 @@ def _held_mapped(path: str, device: int, found: dict[int, int]) -> None:
                 first, _, last = fields[0].partition(b"-")
                 inode = int(fields[4])
                 found[inode] = max(found.get(inode, 0), int(last, 16) - int(first, 16))
+    return bool(lines)
 
 
 def _parents(proc: str) -> dict[int, int]:
@@ -108,8 +112,21 @@ def _parents(proc: str) -> dict[int, int]:
 
 
 def _private_bytes(proc: str, pid: int) -> int:
-    fields = _read(f"{proc}/{pid}/statm").split()
+    own = _private(f"{proc}/{pid}")
+    # Its first thread may have ended before the others: what is told of the process is then that it has nothing.
+    return own or max(map(_private, _threads(f"{proc}/{pid}")), default=0)
+
+
+def _private(place: str) -> int:
+    fields = _read(f"{place}/statm").split()
     return max(0, int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
+
+
+def _threads(process: str) -> list[str]:
+    try:
+        return [f"{process}/task/{name}" for name in os.listdir(f"{process}/task")]
+    except OSError:
+        return []
 
 
 def _read(path: str) -> bytes:

@@ -13,6 +13,10 @@ from typing import Literal
 from carrel.policy.syntax import Expansion, Text, Unreadable, Word
 
 MOST_WORDS = 1000
+SPARE_LOOKS, LOOKS = 50_000, 4
+"""How many characters are gone through for the braces of a word, and how many more for each that it has: every one that
+opens may look through all that comes after it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,6 @@ Argument = str | Unknown
 _Cell = tuple[str, bool] | Expansion
 """One character and whether it is quoted, or an expansion."""
 
-_GLOB = re.compile(r"[*?]|\[.*\]", re.DOTALL)
 _SEQUENCE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?")
 _EMPTY: _Cell = ("", True)
 
@@ -87,16 +90,16 @@ def _argument(cells: list[_Cell], source: str) -> Argument:
         bare = "".join(cell[0] if not cell[1] else "\0" for cell in cells if isinstance(cell, tuple))
         if bare.startswith("~"):
             return Unknown(source, "one")
-        if found := _GLOB.search(bare):
+        if (begin := _pattern(bare)) is not None:
             skipped = sum(1 for cell in cells if cell == _EMPTY)
             if skipped:
                 return Unknown(source, "each")
             end = max(bare.rfind(mark) for mark in "*?]")
-            return Unknown(source, "each", text[: found.start()], text[end + 1 :])
+            return Unknown(source, "each", text[:begin], text[end + 1 :])
         return text
     splits = any(isinstance(cell, Expansion) and cell.many for cell in cells)
     bare = "".join(cell[0] for cell in cells if isinstance(cell, tuple) and not cell[1])
-    if splits or _GLOB.search(bare):
+    if splits or _pattern(bare) is not None:
         return Unknown(source, "any")
     first = next(index for index, cell in enumerate(cells) if isinstance(cell, Expansion))
     last = next(index for index in range(len(cells) - 1, -1, -1) if isinstance(cells[index], Expansion))
@@ -107,34 +110,57 @@ def _argument(cells: list[_Cell], source: str) -> Argument:
     return Unknown(source, "one", prefix, suffix)
 
 
+def _pattern(text: str) -> int | None:
+    """Where a text begins to be a file name pattern: a bracket is one when another closes it."""
+    brackets = text.find("[", 0, max(0, text.rfind("]")))
+    return min((at for at in (text.find("*"), text.find("?"), brackets) if at >= 0), default=None)
+
+
 # --- braces
+
+
+@dataclass(slots=True)
+class _Effort:
+    """What may still be looked at in one word, and made of it."""
+
+    looks: int
+    words: int = MOST_WORDS
+
+    def make(self, words: int) -> None:
+        self.words -= words
+        if self.words < 0:
+            raise Unreadable("braces that expand to very many words")
+
+    def look(self, characters: int) -> None:
+        self.looks -= characters
+        if self.looks < 0:
+            raise Unreadable("very many braces in a long word")
 
 
 def expand_braces(cells: list[_Cell]) -> list[list[_Cell]]:
     """Every word that brace expansion makes of one."""
-    return _expand(cells, [0])
+    return _expand(cells, _Effort(SPARE_LOOKS + LOOKS * len(cells)))
 
 
-def _expand(cells: list[_Cell], made: list[int]) -> list[list[_Cell]]:
-    opening = _opening(cells)
+def _expand(cells: list[_Cell], effort: _Effort) -> list[list[_Cell]]:
+    effort.look(len(cells))
+    opening = _opening(cells, effort)
     if opening is None:
         return [cells]
     start, end = opening
     before, inside, behind = cells[:start], cells[start + 1 : end], cells[end + 1 :]
     if any(cell == (",", False) for cell in inside):
-        middle = [each for piece in _pieces(inside) for each in _expand(piece, made)]
+        middle = [each for piece in _pieces(inside) for each in _expand(piece, effort)]
     elif (sequence := _sequence(inside)) is not None:
         middle = sequence
     else:
         middle = [cells[start : end + 1]]
-    rest = _expand(behind, made) if behind else [[]]
-    made[0] += len(middle) * len(rest)
-    if made[0] > MOST_WORDS:
-        raise Unreadable("braces that expand to very many words")
+    rest = _expand(behind, effort) if behind else [[]]
+    effort.make(len(middle) * len(rest))
     return [[*before, *each, *tail] for each in middle for tail in rest]
 
 
-def _opening(cells: list[_Cell]) -> tuple[int, int] | None:
+def _opening(cells: list[_Cell], effort: _Effort) -> tuple[int, int] | None:
     """Where the first braces that expand begin and end."""
     for start, cell in enumerate(cells):
         if cell != ("{", False):
@@ -142,6 +168,7 @@ def _opening(cells: list[_Cell]) -> tuple[int, int] | None:
         if start == 0 and (len(cells) == 1 or cells[1] == ("}", False)):
             continue
         end = _closing(cells, start + 1)
+        effort.look((len(cells) if end is None else end) - start)
         if end is not None:
             return start, end
     return None

@@ -69,7 +69,8 @@ def decide_shell(
     if not policy.governed and not policy.sources:
         return ALLOWED
     found = find(command, dialect=dialect, cwd=cwd or policy.workspace)
-    parts = [_command(policy, each, read_file) for each in found.commands]
+    reading = None if read_file is None else packages.sparingly(read_file)
+    parts = [_command(policy, each, reading) for each in found.commands]
     parts += [_file_use(policy, each) for each in found.files]
     parts += [_host_use(policy, each) for each in found.hosts]
     shown = command if isinstance(command, str) else " ".join(command)

@@ -21,6 +21,8 @@ ReadFile = Callable[[str], str | None]
 """The text of a file of the sandbox by the path a command names it by; None when it cannot be had."""
 
 MOST_FILES = 50
+MOST_READ, SHORT_LINE = 1 << 20, 50
+"""Characters of requirements files that are looked through for one decision; what a line counts as at least."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -159,7 +161,7 @@ class _Judge:
         self.files.add(value)
         text = self.read(value) if self.read and len(self.files) <= MOST_FILES and not _URL.match(value) else None
         if text is None:
-            yield self.ask(f"the requirements file {value[:200]} cannot be read")
+            yield self.ask(f"the requirements file {value[:200]} cannot be read, or is too long")
             return
         for line in re.sub(r"\\\n", "", text).splitlines():
             bare = re.sub(r"(^|\s)#.*", "", line).strip()
@@ -171,7 +173,7 @@ class _Judge:
             elif "${" in bare:
                 yield self.ask(f"what is installed is known only at run time: {bare[:200]}")
             elif bare:
-                yield from self.requirement(re.split(r"\s+--", bare)[0])
+                yield from self.requirement(re.split(r"(?<!\s)\s+--", bare)[0])
 
     def requirement(self, text: str) -> Iterator[Remark]:
         """What is said of one requirement: a name, a URL, a link to a repository, a file or a folder."""
@@ -242,6 +244,20 @@ class _Judge:
         if re.search(r"\.(whl|zip|tar(\.\w+)?|tgz)$", name):
             found = _FILE.match(name)
             yield from self.blocked(found[1]) if found else self.nameless(name)
+
+
+def sparingly(read: ReadFile) -> ReadFile:
+    """Read no more than can be looked through quickly: files beyond that are as if they could not be read."""
+    left = MOST_READ
+
+    def given(path: str) -> str | None:
+        nonlocal left
+        text = read(path) if left > 0 else None
+        if text is not None:
+            left -= max(len(text), SHORT_LINE * len(text.splitlines()))
+        return text if left >= 0 else None
+
+    return given
 
 
 def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFile | None = None) -> Iterator[Remark]:

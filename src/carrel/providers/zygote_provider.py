@@ -66,8 +66,9 @@ class ZygoteProvider(Provider):
             joined = await self._join(launch, answer)
         except BaseException as error:
             _unlink(path)
-            if isinstance(error, asyncio.CancelledError):  # nobody waits for the sandbox that is being made
-                self._zygote.tell("remove", id=launch.id)
+            if isinstance(error, asyncio.CancelledError):
+                # Nobody waits for the sandbox that is being made, but one of the same name may be wanted at once.
+                await asyncio.shield(self._zygote.known("remove", id=launch.id))
             if isinstance(error, OSError):
                 raise PlatformError(f"the sandbox's socket could not be made: {error}") from error
             raise

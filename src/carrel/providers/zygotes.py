@@ -47,11 +47,13 @@ class ZygoteClient:
 
     async def known(self, op: str, **body: Any) -> dict[str, Any]:
         """Ask a zygote that may be gone; an empty answer when it is."""
-        if self._socket is None:
-            try:
-                self._open(await self._reach())
-            except OSError:
-                return {}
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:  # one that is being started takes connections already, and there is to be one
+            if self._socket is None:
+                try:
+                    self._open(await self._reach())
+                except OSError:
+                    return {}
         assert self._socket is not None
         try:
             return await self._ask(self._socket, op, (), body)
@@ -62,15 +64,6 @@ class ZygoteClient:
         """Ask a zygote that may be gone for a descriptor, which is then the caller's to close."""
         fds: list[int] = (await self.known(op, **body)).get("fds", [])
         return fds[0] if fds else None
-
-    def tell(self, op: str, **body: Any) -> None:
-        """Ask without waiting for the answer."""
-        self._seq += 1
-        if self._socket is not None:
-            try:
-                self._socket.send(json.dumps({"seq": self._seq, "op": op, **body}).encode())
-            except OSError:
-                self._lost()
 
     async def _ask(
         self, connection: socket.socket, op: str, fds: tuple[int, ...], body: dict[str, Any]

@@ -172,10 +172,10 @@ class ApprovalStore:
         )
 
     async def forget(self, context_id: str) -> int:
-        """Let what a context waits for, or was given for good, expire; says how many."""
+        """Let what a context waits for, or was given and has not used up, expire; says how many."""
         waiting = approvals.c.state == ApprovalState.PENDING.value
-        granted = approvals.c.scope == ApprovalScope.CONTEXT.value
-        statement = update(approvals).where(approvals.c.context_id == context_id, or_(waiting, granted))
+        unused = and_(approvals.c.state == ApprovalState.APPROVED.value, approvals.c.used_at.is_(None))
+        statement = update(approvals).where(approvals.c.context_id == context_id, or_(waiting, unused))
         return await self._changed(statement.values(state=ApprovalState.EXPIRED.value))
 
     async def page(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 
 from sqlalchemy import ColumnElement, and_, delete, insert, or_, select, update
@@ -94,8 +94,10 @@ class EnvironmentStore:
 
         await self._database.write(run)
 
-    async def held(self) -> dict[str, set[str]]:
-        """Who has which environment: those sessions that have not been terminated. Forgets the others."""
+    async def held(self, coming: Collection[str] = ()) -> dict[str, set[str]]:
+        """Who has which environment: those sessions that have not been terminated, and those contexts that are about to
+        have one. Forgets the others.
+        """
         holder = environment_uses.c.holder
         there = select(sessions.c.id).where(
             and_(
@@ -104,9 +106,10 @@ class EnvironmentStore:
             )
         )
         here = environment_uses.c.node == self._node
+        gone = delete(environment_uses).where(here, holder.not_in(list(coming)), ~there.exists())
 
         def run(connection: Connection) -> dict[str, set[str]]:
-            connection.execute(delete(environment_uses).where(here, ~there.exists()))
+            connection.execute(gone)
             found: dict[str, set[str]] = {}
             for row in connection.execute(select(environment_uses).where(here)).mappings():
                 found.setdefault(row["name"], set()).add(row["holder"])

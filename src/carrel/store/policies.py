@@ -79,7 +79,9 @@ class PolicyStore:
 
         return await self._database.write(run)
 
-    async def delete(self, context_id: str) -> bool:
-        """Forget the policy of a context; False when it had none."""
+    async def delete(self, context_id: str, *, version: int | None = None) -> bool:
+        """Forget the policy of a context; False when it had none, or none of that version."""
         statement = delete(policies).where(policies.c.context_id == context_id)
+        if version is not None:
+            statement = statement.where(policies.c.version == version)
         return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1

@@ -104,6 +104,11 @@ class Commands:
                 hint=f"the last {REMEMBERED} commands are remembered; list them to see their ids",
             ) from None
 
+    def require_new(self, name: str | None) -> None:
+        """Refuse the id of a command that there is."""
+        if name in self._commands:
+            raise AlreadyExists(f"there is a command '{name}'", field="id", hint="ask for its result by its id")
+
     # starting
 
     def start(self, order: Order) -> Command:
@@ -136,8 +141,7 @@ class Commands:
         return self._begin(order, str(order.command[0]), launch)
 
     def _begin(self, order: Order, name: str, launch: Callable[[Command, Stdio | None], None]) -> Command:
-        if order.id in self._commands:
-            raise AlreadyExists(f"there is a command '{order.id}'", field="id", hint="ask for its result by its id")
+        self.require_new(order.id)
         if self.running >= CAPACITY:
             why = f"{CAPACITY} commands run in this sandbox already"
             raise LimitExceeded(why, hint="wait for one to end, or end one")
@@ -282,8 +286,10 @@ class Commands:
             command = self._by_pid.pop(pid, None)
             if command is not None:
                 self._finish(command, status)
-            elif pid in self._runners:
-                self._lost(self._runners[pid])
+            elif (reaper := self._runners.get(pid)) is not None:
+                reaper.on_readable()  # what it said before
+                if self._runners.get(pid) is reaper:
+                    reaper.on_event(reaper, "dead", 0)  # its command may be known to another
 
     def _finish(self, command: Command, status: int) -> None:
         if not command.running:
@@ -436,7 +442,7 @@ class Commands:
             command.runner = None
             if command.running:
                 self._finish(command, signal.SIGKILL)
-            # Its processes are now below the supervisor and cannot be told from others there: end them all.
+            # Its processes are now below the supervisor and cannot be told from others left there: end them all.
             self.sweep(runner)
         runner.gone()
 
@@ -447,6 +453,7 @@ class Commands:
 
     async def _sweep(self, lost: int) -> None:
         # Asked in this order: what it had comes to the supervisor while it ends, perhaps right after a look for it.
-        while lost in processes() or kill_below(self._pid, tuple(self._runners)):  # noqa: ASYNC110 - nothing tells
+        # A command that runs below the supervisor itself, and all that still is below that, cannot be what it had.
+        while lost in processes() or kill_below(self._pid, (*self._runners, *self._by_pid)):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.001)
         self._sweeps -= 1

@@ -109,18 +109,23 @@ class Produced:
             return Moment(self._files.mark(), self._count if self._inotify >= 0 else None)
 
     async def _end(self, moment: Moment, given: Collection[Stamp], look: Look) -> None:
-        async with self._busy:
+        try:
+            async with self._busy:
+                await self._tell(moment, given, look)
+        finally:
             self._looking -= 1
-            if moment.count is None or self._inotify < 0 or not self._hear():
-                for name in self._files.produced_since(moment.time_ns, ".", MOST_PRODUCED + 1, given):
-                    look.add(name)
+
+    async def _tell(self, moment: Moment, given: Collection[Stamp], look: Look) -> None:
+        if moment.count is None or self._inotify < 0 or not self._hear():
+            for name in self._files.produced_since(moment.time_ns, ".", MOST_PRODUCED + 1, given):
+                look.add(name)
+            return
+        seen = sorted(path for path, count in self._changed.items() if count > moment.count)
+        for number, path in enumerate(seen, 1):
+            if self._produced(path, moment.time_ns, given) and not look.add(text(path)):
                 return
-            seen = sorted(path for path, count in self._changed.items() if count > moment.count)
-            for number, path in enumerate(seen, 1):
-                if self._produced(path, moment.time_ns, given) and not look.add(text(path)):
-                    return
-                if number % _BREATH == 0:
-                    await asyncio.sleep(0)
+            if number % _BREATH == 0:
+                await asyncio.sleep(0)
 
     def _produced(self, path: bytes, since: int, given: Collection[Stamp]) -> bool:
         try:
@@ -142,13 +147,17 @@ class Produced:
         if self._inotify < 0:
             self._usable = ctypes.get_errno() in {errno.EMFILE, errno.ENFILE}
             return
-        for number, path in enumerate(self._watch(b".", new=False)):
-            if path is None:
-                self.close()
-                self._usable = False
-                return
-            if number % _BREATH == _BREATH - 1:
-                await asyncio.sleep(0)
+        try:
+            for number, path in enumerate(self._watch(b".", new=False)):
+                if path is None:
+                    self.close()
+                    self._usable = False
+                    return
+                if number % _BREATH == _BREATH - 1:
+                    await asyncio.sleep(0)
+        except BaseException:  # whoever asked went away: a part must not be taken for all
+            self.close()
+            raise
 
     def _watch(self, top: bytes, *, new: bool) -> Iterator[bytes | None]:
         """Watch a directory and those below; each as it is watched, None when no more can be. What is in a `new` one

@@ -75,25 +75,36 @@ def spawn(program: Program, directory: int) -> int:
 
 def processes() -> dict[int, int]:
     """Every visible process with its parent; zombies are left out."""
-    found: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                descriptor = os.open(f"/proc/{name}/stat", os.O_RDONLY)
-            except OSError:
-                continue
-            try:
-                fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
-            except OSError:
-                continue
-            finally:
-                os.close(descriptor)
-            if len(fields) > 1 and fields[0] not in {b"Z", b"X"}:
-                found[int(name)] = int(fields[1])
-    return found
+    found = {pid: _parent(pid) for pid in _listed()}
+    return {pid: parent for pid, parent in found.items() if parent is not None}
+
+
+def _listed() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _parent(pid: int) -> int | None:
+    """The parent of a process that lives, by whichever of its threads."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    # The state is that of its first thread, which counts as one for as long as there are others.
+    if len(fields) <= _THREADS or (fields[0] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1):
+        return None
+    return int(fields[1])
 
 
 _KILL = 1 << (signal.SIGKILL - 1)
+_THREADS = 17  # of the fields of `stat` behind the name: how many threads there are
+MOST_LOOKS = 32
+"""How often the list of processes is read for one signal, at most."""
 
 
 def descendants(root: int, parents: dict[int, int], stop: Sequence[int] = ()) -> list[int]:
@@ -144,14 +155,34 @@ def kill_below(root: int, stop: Sequence[int] = ()) -> int:
 
 
 def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
-    """Send a signal to what is below `root` now; to how many."""
-    targets = descendants(root, processes(), stop)
-    for pid in targets:
-        try:
-            os.kill(pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
-    return len(targets)
+    """Send a signal to what is below `root` now; to how many. None only when there was none.
+
+    What forks and ends at once is another process after each look. So those that are new are looked at, until there are
+    no more; and so are those whose parent ended meanwhile, for they have another.
+    """
+    parents: dict[int, int] = {}
+    looked: set[int] = set()
+    told: set[int] = set()
+    lost: dict[int, int] = {}
+    for _ in range(MOST_LOOKS):
+        new = set(_listed()) - looked
+        if not new:
+            return len(told)
+        looked |= new
+        for pid in sorted(new, reverse=True):  # the youngest may not be there for long
+            if (parent := _parent(pid)) is not None:
+                parents[pid] = parent
+        for pid, parent in parents.items():
+            if parent not in parents and lost.get(pid) != parent:  # twice the same: one that is hidden from us
+                lost[pid] = parent
+                looked.discard(pid)
+        for pid in set(descendants(root, parents, stop)) - told:
+            told.add(pid)
+            try:
+                os.kill(pid, number)
+            except (ProcessLookupError, PermissionError):
+                pass
+    return len(told) or 1
 
 
 def resume(pid: int) -> None:

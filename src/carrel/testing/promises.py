@@ -399,6 +399,26 @@ async def masks_hold(harness: Harness) -> None:
         _said(await box.run("echo kept > out/here; cat out/here"), "kept\n")
 
 
+@check(Capability.MASKS)
+async def readonly_paths_stay(harness: Harness) -> None:
+    """What masks keep from being written is neither written nor moved nor deleted, by path or pattern; the rest is."""
+    workspace = harness.workspace()
+    kept = ("settings", "src/deep/a.lock", "docs/part/page")
+    async with harness.sandbox(workspace) as box:
+        for path in kept:
+            await box.write(path, b"as it was")
+    masks = Masks(readonly=("/workspace/settings", "/workspace/**/*.lock", "/workspace/docs/**"))
+    async with harness.sandbox(workspace, masks=masks) as box:
+        for path in kept:
+            for attempt in ("echo x >> {0}", "rm -f {0}", "mv {0} moved", "cp /dev/null x && mv -f x {0}"):
+                assert (await box.run(attempt.format(path))).exit_code != 0, attempt.format(path)
+        for attempt in ("mv src other", "mv src/deep deep", "mv docs other", "touch docs/new"):
+            assert (await box.run(attempt)).exit_code != 0, attempt
+        for path in kept:
+            assert await box.read(path) == b"as it was", path
+        _said(await box.run("echo a > src/new; mv src/new src/deep/b; cat src/deep/b"), "a\n")
+
+
 @check(Capability.SECRETS)
 async def secrets_are_files(harness: Harness) -> None:
     """A secret is a file the agent can read and not change, and is in no environment; the next set replaces it."""

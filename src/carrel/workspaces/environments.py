@@ -78,8 +78,8 @@ class Shelf:
             raise
         return draft
 
-    def place(self, draft: Draft, name: str) -> None:
-        """Put a draft onto the shelf, durably; one that is there already stays."""
+    def settle(self, draft: Draft) -> None:
+        """Write a draft to the disk. May take long, so nobody has to wait for it but who made the draft."""
         try:
             fd = os.open(draft.path, kernel.DIRECTORY)
             try:
@@ -87,6 +87,13 @@ class Shelf:
                 kernel.sync(fd)
             finally:
                 os.close(fd)
+        except OSError as error:
+            self.discard(draft)
+            raise PlatformError(f"the environment could not be written: {error.strerror}") from None
+
+    def place(self, draft: Draft, name: str) -> None:
+        """Put a settled draft onto the shelf, durably; one that is there already stays."""
+        try:
             if self.has(name):
                 self.discard(draft)
                 return

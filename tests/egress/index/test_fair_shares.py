@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -96,6 +96,29 @@ async def test_pages_for_one_do_not_keep_another_s_back(front: Front, slow: Slow
         assert len(slow.asked) == half + 2
         slow.held.set()
         await asyncio.gather(*tasks)
+
+
+async def test_who_wants_what_another_has_waited_for_long_is_not_short_of_time(front: Front, slow: Slow) -> None:
+    slow.add(sdist("slow"))
+    greedy, modest = Packages((slow.index(),)), Packages((slow.index(),))
+    loop = asyncio.get_running_loop()
+    clock, ahead = loop.time, 0.0
+    loop.time = lambda: clock() + ahead  # type: ignore[method-assign]
+    turns = front._catalogue._turns
+    async with AsyncExitStack() as taken:
+        for _ in range(catalogue.MOST_AT_ONCE // 2):
+            turn = turns.turn()
+            turn.join(greedy.budget)
+            await taken.enter_async_context(turn)
+        async with asking(front, greedy, ["/simple/slow/"]) as waiting:
+            await until(lambda: turns._waiting, what="a page that waits for its turn")
+            ahead = catalogue._MOST_TIME_S - 1
+            async with asking(front, modest, ["/simple/slow/"]) as wanted:
+                await until(lambda: slow.asked, what="its turn")
+                ahead += 20
+                await asyncio.sleep(0.01)
+                slow.held.set()
+                await asyncio.gather(*wanted, *waiting)
 
 
 async def test_a_file_that_has_not_begun_is_forgotten_when_nobody_waits(front: Front, server: IndexServer) -> None:

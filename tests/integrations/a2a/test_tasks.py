@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 from a2a.server.cluster import ConcurrentTaskModificationError, TaskVersion
 from a2a.server.context import ServerCallContext
 from a2a.server.models import TaskEventModel
+from a2a.server.tasks import DatabasePushNotificationConfigStore
 from a2a.types.a2a_pb2 import ListTasksRequest, Task, TaskPushNotificationConfig, TaskState, TaskStatus
 from sqlalchemy import func, select
 
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.callers import Caller
 from carrel.integrations.a2a.names import LONGEST
-from carrel.integrations.a2a.tasks import FOLLOWED, Kept, open_tasks
+from carrel.integrations.a2a.tasks import FOLLOWED, Kept, KeptUrls, open_tasks
 
 ME, OTHER = ServerCallContext(user=Caller("carrel_me", "me")), ServerCallContext(user=Caller("carrel_other", "other"))
 
@@ -74,6 +76,29 @@ async def test_urls_are_looked_up_now_and_then(tmp_path: Path) -> None:
         assert {each.id for each in await kept.push.get_info_for_dispatch(made.id)} == {"1", "2"}
         await kept.push.delete_info(made.id, ME, "1")
         assert [each.id for each in await kept.push.get_info_for_dispatch(made.id)] == ["2"]
+
+
+async def test_a_url_that_is_kept_while_they_are_looked_up_is_told_at_once(database: str) -> None:
+    made, found, go = task(), asyncio.Event(), asyncio.Event()
+
+    class Slow(DatabasePushNotificationConfigStore):
+        async def get_info_for_dispatch(self, task_id: str) -> list[TaskPushNotificationConfig]:
+            before: list[TaskPushNotificationConfig] = await super().get_info_for_dispatch(task_id)
+            found.set()
+            await go.wait()
+            return before
+
+    class Urls(KeptUrls, Slow):
+        """Those of a database that is long in answering."""
+
+    async with open_tasks(database) as kept:
+        urls = Urls(kept.engine)
+        looking = asyncio.ensure_future(urls.get_info_for_dispatch(made.id))
+        await found.wait()
+        await urls.set_info(made.id, TaskPushNotificationConfig(id="1", url="http://a.example/"), ME)
+        go.set()
+        assert await looking == []
+        assert [each.id for each in await urls.get_info_for_dispatch(made.id)] == ["1"]
 
 
 @pytest.mark.parametrize("where", ["mysql://root:hush@localhost/x", "nonsense://"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from slow_way import slow_way
 
 from carrel.integrations.a2a import executor, handler
 from carrel.integrations.a2a.push import MOST_CONFIGS
-from carrel.integrations.langgraph import open_checkpointer
+from carrel.integrations.a2a.runs import Runs
+from carrel.integrations.langgraph import PendingApproval, open_checkpointer
 from carrel.models import ApprovalState
 
 
@@ -127,6 +129,35 @@ async def test_a_new_token_of_the_same_name_finds_the_tasks_of_the_old_one(groun
 
             await until(ended)
             assert answer(await one.pause(waits.id)) == "Linux"
+
+
+async def test_a_task_whose_database_failed_when_it_began_to_wait_is_waited_for_again(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    really = Runs.waits
+
+    async def waits(self: Runs, thread: str) -> list[PendingApproval]:
+        looked.append(thread)
+        if len(looked) == 1:
+            raise sqlite3.OperationalError("disk I/O error")
+        return await really(self, thread)
+
+    monkeypatch.setattr(Runs, "waits", waits)
+    async with ground.talk() as one:
+        task = await one.send("uname -s", context=ground.context)
+        assert state(task) == "input_required"
+
+        async def failed() -> bool:
+            return bool(looked)
+
+        await until(failed)
+        await ground.person.approvals.approve(await ground.pending())
+
+        async def ended() -> bool:
+            return state(await one.get(task.id)) == "completed"
+
+        await until(ended)
 
 
 async def test_a_message_brings_no_more_urls_than_a_task_may_tell(ground: Ground) -> None:

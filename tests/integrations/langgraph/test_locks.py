@@ -54,6 +54,22 @@ async def test_one_holder_at_a_time_here_and_elsewhere(pair: tuple[Locks, Locks]
         pass
 
 
+async def test_who_is_broken_off_while_taking_one_does_not_keep_it(pair: tuple[Locks, Locks]) -> None:
+    one, other = pair
+    assert await one.take(0, lambda: None)  # what it takes to connect is not what this is about
+    for turns in range(40):
+        taking = asyncio.ensure_future(one.take(1, lambda: None))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        [taken] = await asyncio.gather(taking, return_exceptions=True)
+        if taken is True:  # it was not broken off any more
+            await one.release(1)
+        assert await other.take(1, lambda: None)
+        await other.release(1)
+    await one.release(0)
+
+
 async def test_who_waits_gets_it_when_it_is_free(pair: tuple[Locks, Locks]) -> None:
     one, other = pair
     order: list[str] = []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,6 +61,109 @@ async def test_one_that_read_before_another_wrote_is_told_at_once(near: NearConn
         await near.execute("INSERT INTO t VALUES (2, 'b')")
     assert raised.value.sqlite_errorcode == sqlite3.SQLITE_BUSY_SNAPSHOT
     await near.rollback()
+
+
+async def test_one_that_gave_up_sees_what_comes_and_writes_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.db")
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (k)")
+        async with NearConnection(path, 0.02) as near:
+            for give_up in (_time_out, _break_off):
+                other.execute("BEGIN IMMEDIATE")
+                await give_up(near.execute("INSERT INTO t VALUES (1)").__aenter__())
+                other.execute("ROLLBACK")
+                assert not near.in_transaction
+                for count in (1, 2):
+                    other.execute("INSERT INTO t VALUES (2)")
+                    async with near.execute("SELECT count(*) FROM t") as cursor:
+                        assert await cursor.fetchone() == (count,)
+                await near.execute("DELETE FROM t")
+                await near.commit()
+
+
+async def _time_out(writing: Coroutine[Any, Any, object]) -> None:
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        await writing
+
+
+async def _break_off(writing: Coroutine[Any, Any, object]) -> None:
+    task = asyncio.ensure_future(writing)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_one_that_is_broken_off_in_the_thread_leaves_nothing_to_those_who_come_next(
+    near: NearConnection, tmp_path: Path
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def hold() -> int:
+        begun.set()
+        go.wait(30)
+        return 1
+
+    await near.create_function("hold", 0, hold)
+    await near.create_function("place", 0, threading.get_ident)
+    writing = asyncio.ensure_future(near.execute("INSERT INTO t SELECT hold(), 'a' ORDER BY 1").__aenter__())
+    await asyncio.to_thread(begun.wait, 30)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    reading = asyncio.ensure_future(near.execute("SELECT k, place() FROM t UNION SELECT 9, place()").__aenter__())
+    await asyncio.sleep(0)  # it did not run here, where it would have waited for the other
+    assert not reading.done()
+    go.set()
+    found = await (await reading).fetchall()
+    assert [key for key, _ in found] == [9] and found[0][1] != threading.get_ident()
+    assert not near.in_transaction
+    with closing(sqlite3.connect(tmp_path / "a.db", timeout=0)) as other, other:
+        other.execute("INSERT INTO t VALUES (2, 'b')")
+    async with near.execute("SELECT k, place() FROM t") as cursor:
+        assert await cursor.fetchall() == [(2, threading.get_ident())]
+
+
+REPAIRS = """
+import fcntl, os, sqlite3, sys
+path = sys.argv[1]
+if os.fork() == 0:  # a process that is killed leaves its log of changes
+    connection = sqlite3.connect(path)
+    connection.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (k); INSERT INTO t VALUES (1)")
+    os._exit(0)
+os.wait()
+index = open(path + "-shm", "r+b", buffering=0)
+fcntl.lockf(index, fcntl.LOCK_SH, 1, 128)  # another that has the database open,
+fcntl.lockf(index, fcntl.LOCK_EX, 3, 120)  # and is just about to make its index anew
+index.write(bytes(136))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_it_waits_while_another_process_repairs(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.db")
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", REPAIRS, path, stdin=PIPE, stdout=PIPE)
+    assert other.stdout is not None and other.stdin is not None
+    try:
+        await other.stdout.readline()
+        async with NearConnection(path, 30.0) as near:
+            with pytest.raises(sqlite3.OperationalError) as raised:
+                near._conn.execute("SELECT * FROM t")
+            assert raised.value.sqlite_errorcode == sqlite3.SQLITE_BUSY_RECOVERY
+            reading = asyncio.ensure_future(near.execute("SELECT * FROM t").__aenter__())
+            await asyncio.sleep(0)
+            other.stdin.close()
+            assert await (await reading).fetchall() == [(1,)]
+    finally:
+        other.stdin.close()
+        await other.wait()
+
+
+async def test_what_the_driver_complains_of_is_told(near: NearConnection) -> None:
+    with pytest.raises(sqlite3.OperationalError, match="decode"):
+        async with near.execute("SELECT CAST(x'ff' AS TEXT)") as cursor:
+            await cursor.fetchall()
 
 
 async def test_what_is_short_runs_here_and_what_is_long_elsewhere(near: NearConnection) -> None:

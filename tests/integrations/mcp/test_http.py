@@ -75,7 +75,12 @@ async def test_callers_do_not_meet(
 
 
 async def test_no_token_or_a_wrong_one_is_401(http: httpx.AsyncClient, context: str, agent: str, governed: str) -> None:
-    for headers in (ACCEPT, {**ACCEPT, "authorization": "Basic x"}, {**ACCEPT, "authorization": "Bearer"}):
+    for headers in (
+        ACCEPT,
+        {**ACCEPT, "authorization": "Basic x"},
+        {**ACCEPT, "authorization": "Bearer"},
+        bearer("a b"),
+    ):
         answer = await http.post(f"/{context}/mcp", json=HELLO, headers=headers)
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert answer.json()["code"] == "unauthorized"

@@ -67,6 +67,39 @@ async def test_clients_that_nobody_uses_are_let_go(ground: Any, monkeypatch: pyt
     await reach.close()
 
 
+async def test_one_that_comes_back_while_others_are_let_go_keeps_its_client(
+    ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_CLIENTS", 4)
+    reach = Reach(ground.url)
+
+    async def ask(token: str, meanwhile: asyncio.Event | None = None) -> None:
+        async with reach.place(token, "c") as place:
+            with pytest.raises(Unauthorized):  # which takes a connection, and closing that takes a while
+                await place.sandbox()
+            if meanwhile is not None:
+                await meanwhile.wait()
+                with pytest.raises(Unauthorized):
+                    await place.sandbox()
+
+    for name in "abcd":
+        await ask(name)
+    for turns in range(20):
+        leave, stay = asyncio.Event(), asyncio.Event()
+        new = [asyncio.ensure_future(ask(f"{name}{turns}", leave)) for name in "efg"]
+        while len(reach._clients) < 7:
+            await asyncio.sleep(0.001)
+        leave.set()
+        known = list(reach._clients)[:4]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        back = [asyncio.ensure_future(ask(name, stay)) for name in known]
+        await asyncio.gather(*new)
+        stay.set()
+        await asyncio.gather(*back)
+    await reach.close()
+
+
 async def test_a_server_that_is_back_elsewhere_is_found(
     ground: Any, context: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

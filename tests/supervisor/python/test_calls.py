@@ -358,3 +358,15 @@ async def test_nothing_starts_before_the_first_call(box: Box) -> None:
     assert (health["state"], health["commands_running"]) == ("idle", 0)
     direct = await box.supervisor.run("echo direct")
     assert direct["stdout"] == "direct\n"
+
+
+async def test_a_second_call_of_an_id_changes_no_file(supervisor: Supervisor) -> None:
+    def given(text: str) -> dict[str, str]:
+        return {"data": base64.b64encode(text.encode()).decode()}
+
+    code = "print(open('data').read()); open('data', 'w').write('changed')"
+    assert (await run(supervisor, code, id="k1234567", files=given("first")))["stdout"] == "first\n"
+    for wait in (0, 1):
+        again = {"code": code, "id": "k1234567", "files": given("second")}
+        assert (await supervisor.refused("POST", "/python", again, wait=wait))["code"] == "already_exists"
+    assert (await run(supervisor, "print(open('data').read())"))["stdout"] == "changed\n"

@@ -110,11 +110,14 @@ class AsyncClient:
         """The templates of the server, by name."""
         return (await self._connection.get(TemplateList, "/v1/templates")).items
 
-    async def sandboxes(self) -> AsyncIterator[SandboxInfo]:
-        """Every sandbox the server knows, page by page."""
+    async def sandboxes(
+        self, *, state: State | str | None = None, context_id: str | None = None
+    ) -> AsyncIterator[SandboxInfo]:
+        """The sandboxes the server knows, newest first: those in one state, else all that are not terminated."""
+        query = {"limit": PAGE, "state": None if state is None else str(state), "context_id": context_id}
         cursor: str | None = None
         while True:
-            page = await self._connection.get(SandboxPage, "/v1/sandboxes", {"cursor": cursor, "limit": PAGE})
+            page = await self._connection.get(SandboxPage, "/v1/sandboxes", {**query, "cursor": cursor})
             for info in page.items:
                 yield info
             cursor = page.next

@@ -111,11 +111,12 @@ class Client:
         """The templates of the server, by name."""
         return (self._connection.get(TemplateList, "/v1/templates")).items
 
-    def sandboxes(self) -> Iterator[SandboxInfo]:
-        """Every sandbox the server knows, page by page."""
+    def sandboxes(self, *, state: State | str | None = None, context_id: str | None = None) -> Iterator[SandboxInfo]:
+        """The sandboxes the server knows, newest first: those in one state, else all that are not terminated."""
+        query = {"limit": PAGE, "state": None if state is None else str(state), "context_id": context_id}
         cursor: str | None = None
         while True:
-            page = self._connection.get(SandboxPage, "/v1/sandboxes", {"cursor": cursor, "limit": PAGE})
+            page = self._connection.get(SandboxPage, "/v1/sandboxes", {**query, "cursor": cursor})
             yield from page.items
             cursor = page.next
             if cursor is None:

@@ -93,7 +93,9 @@ class Catalogue:
 
     async def _ask(self, name: str, index: Index, project: str, known: Entry | None, turn: Turn) -> Entry:
         try:
-            async with asyncio.timeout(_MOST_TIME_S), turn:
+            async with asyncio.timeout(_MOST_TIME_S) as limit, turn:
+                # Who has just joined what another has waited for is not to be short of time.
+                limit.reschedule(asyncio.get_running_loop().time() + _MOST_TIME_S)
                 entry = await self._get(name, index, project, known)
         except (Unreachable, BadPage, TimeoutError) as error:
             if known is None or known.page is None:

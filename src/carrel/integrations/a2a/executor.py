@@ -270,9 +270,13 @@ class Executor(AgentExecutor):
         return stored is None or stored.task.status.state in TERMINAL
 
     async def _watch(self, task: Task, caller: Caller) -> None:
-        waiting = await self._runs.waits(task_thread(carrel_context(task.context_id), task.id))
-        if waiting:
-            await self._inbox.decided(caller, [each.approval for each in waiting])
+        try:
+            waiting = await self._runs.waits(task_thread(carrel_context(task.context_id), task.id))
+            if waiting:
+                await self._inbox.decided(caller, [each.approval for each in waiting])
+        except Exception:  # of either database driver: it is waited for again when its caller asks for it
+            self._watches.pop(task.id, None)
+            raise
         # From here to its next run the task is still ours, or somebody else would let it go on a second time.
         self._nudging.add(task.id)
         try:

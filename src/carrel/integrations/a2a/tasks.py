@@ -83,13 +83,17 @@ class KeptUrls(DatabasePushNotificationConfigStore):
     def __init__(self, engine: AsyncEngine):
         super().__init__(engine)
         self._known: OrderedDict[str, tuple[float, list[TaskPushNotificationConfig]]] = OrderedDict()
+        self._changes = 0
 
     async def get_info_for_dispatch(self, task_id: str) -> list[TaskPushNotificationConfig]:
         """The URLs of a task; another process's change of them is seen a little later."""
         until, found = self._known.get(task_id, (0.0, []))
         if time.monotonic() < until:
             return found
+        before = self._changes
         found = await super().get_info_for_dispatch(task_id)
+        if self._changes != before:  # what was found may be from before that
+            return found
         self._known[task_id] = (time.monotonic() + URLS_S, found)
         while len(self._known) > MOST_URLS_KNOWN:
             self._known.popitem(last=False)
@@ -100,12 +104,16 @@ class KeptUrls(DatabasePushNotificationConfigStore):
     ) -> TaskPushNotificationConfig:
         """Keep a URL."""
         kept = await super().set_info(task_id, notification_config, context)
-        self._known.pop(task_id, None)
+        self._changed(task_id)
         return kept
 
     async def delete_info(self, task_id: str, context: ServerCallContext, config_id: str | None = None) -> None:
         """Forget a URL, or all of a task."""
         await super().delete_info(task_id, context, config_id)
+        self._changed(task_id)
+
+    def _changed(self, task_id: str) -> None:
+        self._changes += 1
         self._known.pop(task_id, None)
 
 

@@ -118,6 +118,14 @@ class PostgresLocks:
         if number in self._held:
             return False
         self._held[number] = lost
+        asking = asyncio.ensure_future(self._ask(connection, number))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:  # the database may have given it already
+            await asyncio.shield(self._give_back(asking, number))
+            raise
+
+    async def _ask(self, connection: psycopg.AsyncConnection[Any], number: int) -> bool:
         taken = False
         try:
             cursor = await connection.execute("SELECT pg_try_advisory_lock(%s)", (number,))
@@ -129,6 +137,11 @@ class PostgresLocks:
             if not taken:
                 self._held.pop(number, None)
         return taken
+
+    async def _give_back(self, asking: asyncio.Future[bool], number: int) -> None:
+        with suppress(PlatformError):
+            if await asking:
+                await self.release(number)
 
     async def release(self, number: int) -> None:
         """Let a lock go; one that was lost is gone already."""

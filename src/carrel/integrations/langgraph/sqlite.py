@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from aiosqlite import Connection
@@ -30,7 +31,8 @@ class NearConnection(Connection):
     """One connection, for one user at a time. `busy_s` is how long it tries while others have the database locked.
 
     From a long statement to the end of its transaction all is done in the thread. With `lookups` every statement is
-    a short one, whatever it looks like.
+    a short one, whatever it looks like. A statement that fails leaves no transaction that it began, and who is broken
+    off leaves none at all: it would stay open, and show what there was when it was last read.
     """
 
     def __init__(self, path: str, busy_s: float, *, lookups: bool = False):
@@ -45,37 +47,87 @@ class NearConnection(Connection):
         """Run a function of the driver; every method of a connection and its cursors comes here."""
         if not self._running or self._connection is None:
             raise ValueError("Connection closed")
-        name = fn.__name__
+        name, connection = fn.__name__, self._connection
         if name == "executemany":  # it may have to be tried again
             args = (args[0], list(args[1]), *args[2:])
         if name in _RUN:
             self._far = self._far or name == "executescript" or self._is_long(args[0])
-        far = self._far or self._in_thread > 0 or (name == "close" and fn == self._connection.close)
+            fn, args = _alone, (fn, connection, *args)
+        far = self._far or self._in_thread > 0 or (name == "close" and fn == connection.close)
         if name in _END:
             self._far = False
-            if name == "commit" and self._connection.in_transaction:
+            if name == "commit" and connection.in_transaction:
                 self._commits += 1
             if self._commits >= IN_A_ROW:
                 self._commits = 0
-                fn, args, kwargs, far = _brought_in, (fn, self._connection), {}, True
+                fn, args, kwargs, far = _brought_in, (fn, connection), {}, True
+        try:
+            return await self._tried(far, fn, *args, **kwargs)
+        except asyncio.CancelledError:
+            if name not in _END and name != "close":
+                self._far = False
+                if self._in_thread > 0:
+                    self._queue(partial(_undone, connection))
+                else:
+                    _undone(connection)
+            raise
+
+    async def _tried(self, far: bool, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         until = time.monotonic() + self._busy_s
         while True:
             try:
-                return await self._there(fn, *args, **kwargs) if far else fn(*args, **kwargs)
+                return await self._queue(partial(fn, *args, **kwargs)) if far else fn(*args, **kwargs)
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                if not _is_busy(error) or time.monotonic() > until:
                     raise
             await asyncio.sleep(PAUSE_S)
 
     def _is_long(self, statement: str) -> bool:
         return not self._lookups and _LONG.search(statement) is not None
 
-    async def _there(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _queue(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Do something in the thread, after all that was given to it before. It is done also when nobody waits any
+        more, so until then whatever comes next goes there, too.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def counted() -> Any:
+            try:
+                return work()
+            finally:
+                loop.call_soon_threadsafe(self._back)
+
         self._in_thread += 1
-        try:
-            return await super()._execute(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self._in_thread -= 1
+        self._tx.put_nowait((done, counted))
+        return done
+
+    def _back(self) -> None:
+        self._in_thread -= 1
+
+
+def _is_busy(error: sqlite3.OperationalError) -> bool:
+    """Whether trying again may help: another has the database locked, or repairs it. Not when what was read has been
+    overtaken.
+    """
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # what the driver itself complains of has none
+    return code & 0xFF == sqlite3.SQLITE_BUSY and code != sqlite3.SQLITE_BUSY_SNAPSHOT
+
+
+def _alone(fn: Callable[..., Any], connection: sqlite3.Connection, *args: Any, **kwargs: Any) -> Any:
+    """Run a statement; if it fails, the transaction that was begun for it ends."""
+    before = connection.in_transaction
+    try:
+        return fn(*args, **kwargs)
+    except sqlite3.Error:
+        if not before:
+            _undone(connection)
+        raise
+
+
+def _undone(connection: sqlite3.Connection) -> None:
+    with suppress(sqlite3.Error):  # it may be closed
+        connection.rollback()
 
 
 def _connected(path: str) -> sqlite3.Connection:

@@ -173,7 +173,8 @@ class Front:
 def _token(request: Request) -> str:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     token = token.strip()
-    if scheme.lower() != "bearer" or not token or not token.isascii() or not token.isprintable():
+    usable = token.isascii() and token.isprintable() and " " not in token
+    if scheme.lower() != "bearer" or not token or not usable:
         raise Unauthorized("a token is needed", hint="send the header Authorization: Bearer TOKEN")
     return token
 

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+import anyio
+
 from carrel.client import AsyncClient, AsyncSandbox
 from carrel.errors import FileMissing, NotFound, NotRunning, ServerUnreachable
 
@@ -81,11 +83,13 @@ class Reach:
         return held
 
     async def _let_go(self, held: _Held) -> None:
-        if held.dropped and not held.users:
-            await held.client.close()
+        gone = [held] if held.dropped and not held.users else []
         idle = [key for key, each in self._clients.items() if not each.users]
-        for key in idle[: max(0, len(self._clients) - MOST_CLIENTS)]:
-            await self._clients.pop(key).client.close()
+        # All at once: one that is still known may be in use again by the time that another is closed.
+        gone += [self._clients.pop(key) for key in idle[: max(0, len(self._clients) - MOST_CLIENTS)]]
+        with anyio.CancelScope(shield=True):
+            for each in gone:
+                await each.client.close()
 
     async def close(self) -> None:
         """Close every connection."""

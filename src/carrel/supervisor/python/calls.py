@@ -76,6 +76,8 @@ class Python:
 
     async def _run(self, request: Request) -> Response:
         body = await request.json()
+        if isinstance(name := body.get("id"), str):
+            self._commands.require_new(name)  # before its files change those of the call that has it
         given = put_files(self._files, body.get("files"))
         if not request.flag("wait"):
             return json_response((await self.start(body, live=True)).info(), 201)

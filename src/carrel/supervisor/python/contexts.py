@@ -283,16 +283,18 @@ class CodeContext:
         if event == "dead":
             self._commands.on_reaper(reaper, event, value)
             self._commands.sweep(reaper)
-            self._died(signal.SIGKILL)
+            self._died(reaper, signal.SIGKILL)
         elif event == "ended":
-            self._died(value)
+            self._died(reaper, value)
             self._kill_tree(reaper)
         if event in {"dead", "clean"} and (ended := self._ending.pop(reaper, None)) is not None:
             ended.set_result(None)
 
-    def _died(self, status: int) -> None:
-        """The process is gone, and its variables with it; what waits has lost its ground."""
-        if self._host is None:
+    def _died(self, reaper: Reaper, status: int) -> None:
+        """The process is gone, and its variables with it; what waits has lost its ground, unless there is another
+        process by now.
+        """
+        if self._host is not reaper:
             return
         self._drain()
         self._host = None

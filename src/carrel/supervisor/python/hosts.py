@@ -7,6 +7,7 @@ Knows the protocol of `warm` and nothing of what is run.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -95,6 +96,7 @@ class Interpreter(Reaper):
         on_gone: Callable[[], None],
     ):
         self.commands = commands
+        self.on_event = commands.on_reaper
         self.python = python
         self._loop = asyncio.get_running_loop()
         self._on_gone = on_gone
@@ -118,6 +120,8 @@ class Interpreter(Reaper):
         except OSError as error:
             ours.close()
             os.close(self._said)
+            if error.errno in {errno.EAGAIN, errno.ENOMEM}:
+                raise _no_room(error.errno) from None
             raise Conflict(
                 f"{python} cannot be started: {error.strerror}",
                 field="env",
@@ -269,8 +273,7 @@ class Interpreter(Reaper):
             reaper.spare = value
             self._offer(reaper)
         elif event == "failed":
-            why = f"no process more can be started in this sandbox: {os.strerror(value)}"
-            self._refuse(LimitExceeded(why, hint="wait for something to end, or end it"))
+            self._refuse(_no_room(value))
             self.dismiss(reaper)
         elif event == "dead" and reaper.pid == 0:
             self.dismiss(reaper)
@@ -290,6 +293,9 @@ class Interpreter(Reaper):
                     reaper.prepare()
 
     def _offer(self, host: Host) -> None:
+        if self.retired:  # while it was getting ready
+            self.dismiss(host)
+            return
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():
@@ -355,9 +361,7 @@ class Interpreters:
             known = self._by_python.get(python)
             if known is not None and known.stale():
                 known.retire()
-                known = None
-            if known is None:
-                known = self._start(python, env)
+            known = await self._started(python, env)
             try:
                 return await known.take()
             except TimeoutError:
@@ -369,6 +373,19 @@ class Interpreters:
                 if not known.greeted or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable")
+
+    async def _started(self, python: str, env: dict[str, str]) -> Interpreter:
+        """The interpreter that is there by now, or another; waits where no process more can be started."""
+        loop = asyncio.get_running_loop()
+        room_until = loop.time() + ROOM_S
+        while (known := self._by_python.get(python)) is None:
+            try:
+                return self._start(python, env)
+            except LimitExceeded:
+                if loop.time() > room_until:
+                    raise
+                await asyncio.sleep(LOOK_S)
+        return known
 
     def _start(self, python: str, env: dict[str, str]) -> Interpreter:
         interpreter = Interpreter(
@@ -391,6 +408,11 @@ class Interpreters:
     def _forget(self, python: str, interpreter: Interpreter) -> None:
         if self._by_python.get(python) is interpreter:
             del self._by_python[python]
+
+
+def _no_room(code: int) -> LimitExceeded:
+    why = f"no process more can be started in this sandbox: {os.strerror(code)}"
+    return LimitExceeded(why, hint="wait for something to end, or end it")
 
 
 def imports_of(python: str) -> list[str]:
