@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from ipaddress import ip_address
 
@@ -207,18 +208,18 @@ async def test_who_does_not_answer_is_given_up() -> None:
 @loops.each
 async def test_a_number_that_another_connection_had_before_is_waited_for_anew() -> None:
     """Closing a connection takes it out of the kernel's list; what is remembered of its number must not count."""
-    numbers = set()
-    for _ in range(3):
+    numbers: Counter[int] = Counter()
+    while max(numbers.values(), default=0) < 3:  # others in this process may take and give back numbers, too
+        assert len(numbers) < 20, "numbers come again"
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            numbers.add(ours.fileno())
+            numbers[ours.fileno()] += 1
             for word in (b"one", b"two"):
                 waiting = asyncio.ensure_future(readable(ours, 10))
                 await asyncio.sleep(0)
                 theirs.sendall(word)
                 await waiting
                 assert ours.recv(10) == word
-    assert len(numbers) == 1, "the numbers are the same"
 
 
 @loops.each

@@ -76,9 +76,9 @@ def test_writers_and_removers_of_one_folder_do_not_trip_each_other(directory: Re
     def work(number: int) -> None:
         try:
             for _ in range(60):
-                directory.put(f"shared/f{number}", b"x")
-                assert directory.get(f"shared/f{number}") == b"x"
-                directory.delete([f"shared/f{number}"])
+                directory.put(f"shared/deep/f{number}", b"x")
+                assert directory.get(f"shared/deep/f{number}") == b"x"
+                directory.delete([f"shared/deep/f{number}"])
         except BaseException as error:
             failures.append(error)
 

@@ -21,6 +21,7 @@ from carrel.workspaces.volumes.objects import sync_directory, write_whole
 _PIECE = 4 << 20
 _ASIDE = ".aside"
 _ABANDONED_S = 60.0
+_ATTEMPTS, _PAUSE_S = 100, 0.001
 
 
 class Directory(Remote):
@@ -47,21 +48,17 @@ class Directory(Remote):
 
     def _link(self, source: int, path: str, target: str) -> bool:
         """Share the file where it lies on the same file system and the name is free."""
-        for _ in range(3):
-            try:
-                os.fchmod(source, 0o600)
-                os.fsync(source)
-                self._folder(os.path.dirname(target))
-                os.link(path, target)
-            except FileNotFoundError:  # the folder was empty and somebody removed it
-                continue
-            except OSError as error:
-                if error.errno in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EEXIST, errno.EOPNOTSUPP}:
-                    return False
-                raise
-            sync_directory(os.path.dirname(target))
-            return True
-        return False
+        try:
+            os.fchmod(source, 0o600)
+            os.fsync(source)
+            self._into_folder(target, lambda: os.link(path, target))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EEXIST, errno.EOPNOTSUPP}:
+                return False
+            raise
+        return True
 
     def _keep(self, name: str, fill: Callable[[int], None]) -> None:
         target = self._path(name)
@@ -72,7 +69,7 @@ class Directory(Remote):
                 fcntl.flock(fd, fcntl.LOCK_EX)  # as long as it is held, nobody takes the file for abandoned
                 fill(fd)
                 os.fsync(fd)
-                self._rename(aside, target)
+                self._into_folder(target, lambda: os.rename(aside, target))
             except BaseException:
                 with suppress(OSError):
                     os.unlink(aside)
@@ -80,17 +77,20 @@ class Directory(Remote):
             finally:
                 os.close(fd)
 
-    def _rename(self, aside: str, target: str) -> None:
-        for left in reversed(range(3)):
-            self._folder(os.path.dirname(target))
+    def _into_folder(self, target: str, act: Callable[[], None]) -> None:
+        """Put something into its folder, durably. Others remove folders that are empty: then once more."""
+        folder = os.path.dirname(target)
+        for left in reversed(range(_ATTEMPTS)):
             try:
-                os.rename(aside, target)
-                sync_directory(os.path.dirname(target))
+                self._folder(folder)
+                act()
+                break
             except FileNotFoundError:
                 if not left:
                     raise
-            else:
-                return
+                time.sleep(_PAUSE_S)  # the kernel may still be at it: until then, the folder is there and takes nothing
+        with suppress(FileNotFoundError):  # it was deleted already, and the folder with it
+            sync_directory(folder)
 
     def get(self, name: str) -> bytes:
         """All of it."""
