@@ -16,7 +16,8 @@ from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotF
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
 from carrel.store import Database
-from carrel.store.approvals import ApprovalStore
+from carrel.store.approvals import ApprovalRecord, ApprovalStore
+from sandboxes import until
 
 ASK = Decision("ask", reason="no rule covers 'git push'")
 PUSH = Operation("shell", "run_command", {"command": "git  push\norigin"}, "agent:coder", "sbx-1", "c")
@@ -24,6 +25,19 @@ PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
 AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
 BY_RULE = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
 YES, NO = ApprovalDecision(approve=True), ApprovalDecision(approve=False, message="use a branch")
+
+
+def those_who_wait(approvals: Approvals) -> list[str]:
+    """Grows with each who has come to wait: a person who decides sooner decides for the others alone."""
+    there: list[str] = []
+    wait = approvals._wait
+
+    async def counted(record: ApprovalRecord, who: Caller, until: float) -> ApprovalRecord:
+        there.append(record.id)
+        return await wait(record, who, until)
+
+    approvals._wait = counted  # type: ignore[method-assign]
+    return there
 
 
 class Clock:
@@ -221,9 +235,11 @@ async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals
 @pytest.mark.parametrize("decision", [YES, NO])
 async def test_a_caller_may_wait(approvals: Approvals, decision: ApprovalDecision) -> None:
     caller.set(Caller(AGENT, wait_s=30))
+    there = those_who_wait(approvals)
     waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(1 if decision.approve else 2)]
     async for info in approvals.watch():
         assert info.state is ApprovalState.PENDING
+        await until(lambda: len(there) == len(waiting))
         await approvals.decide(info.id, decision, PERSON)
         break
     results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -253,9 +269,11 @@ async def test_of_two_who_wait_for_the_same_each_needs_an_approval(approvals: Ap
 async def test_a_rule_that_covers_it_is_for_all_who_wait(approvals: Approvals) -> None:
     approvals.rules = Kept("allow")
     caller.set(Caller(AGENT, wait_s=30))
+    there = those_who_wait(approvals)
     waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(3)]
     watch = approvals.watch()
     handle = (await anext(watch)).id
+    await until(lambda: len(there) == 3)
     await approvals.decide(handle, BY_RULE, PERSON)
     assert await asyncio.gather(*waiting) == [handle] * 3
     await watch.aclose()  # type: ignore[attr-defined]
