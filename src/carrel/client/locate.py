@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from carrel.errors import InvalidRequest, ServerUnreachable
 
 START_HINT = "start one with `carrel serve`, or set CARREL_URL and CARREL_TOKEN"
+LONGEST_TOKEN = 512
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,15 @@ def _local_token(directory: Path) -> str | None:
         return None
 
 
+def sendable(token: str) -> bool:
+    """Whether a header can carry a token, and it may be one of carrel."""
+    return 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() and " " not in token
+
+
 def _usable(token: str) -> str | None:
     """A token without the end of its line; one that no header can carry is never sent, nor shown."""
     token = token.strip()
-    if not token.isascii() or not token.isprintable() or " " in token:
+    if token and not sendable(token):
         raise InvalidRequest(
             "the token has characters that no token has",
             field="token",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message
+from carrel.egress.threads import whole
 from carrel.errors import PlatformError
 
 log = logging.getLogger("carrel.egress")
@@ -94,7 +95,8 @@ class EgressClient:
                 return []
             description = await self._known()
             if description is None:
-                self._open(await self._spawned())
+                # Who gives up waits for it: else another could be started beside it, and nobody would end it.
+                self._open(await whole(self._spawn, socket.socket.close))
                 description = await self.request("describe")
             self._pid = int(description["pid"])
             return [str(each) for each in description["sandboxes"]]
@@ -188,21 +190,6 @@ class EgressClient:
                 future.set_result(message)
             return
         self._on_message(message)
-
-    async def _spawned(self) -> socket.socket:
-        """A connection to a new process. Who gives up waits until it is there: else another could be started beside it,
-        and nobody would end it.
-        """
-        spawning = asyncio.ensure_future(asyncio.to_thread(self._spawn))
-        try:
-            return await asyncio.shield(spawning)
-        except asyncio.CancelledError:
-            while not spawning.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([spawning])
-            if spawning.exception() is None:
-                spawning.result().close()
-            raise
 
     def _spawn(self) -> socket.socket:
         """Start a process on a listener made here, so that connecting to it cannot be too early."""

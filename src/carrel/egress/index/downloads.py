@@ -14,16 +14,14 @@ from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from carrel.egress.index.cache import Cache, Draft, Kept
 from carrel.egress.index.turns import Turn, Turns
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
+from carrel.egress.threads import whole
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 TAIL = 64 << 10
 """What is held back until a file is known to be right. The directory of a wheel lies in it."""
@@ -124,7 +122,7 @@ class Download:
     async def run(self) -> None:
         """Take the file from the cache or the index."""
         try:
-            kept = await _whole(lambda: self._cache.file(self._name), _close_kept)
+            kept = await whole(lambda: self._cache.file(self._name), _close_kept)
             if kept is not None:
                 self._descriptor, self.written, self.total, self.digest = (
                     kept.descriptor,
@@ -153,7 +151,7 @@ class Download:
             self._close()
 
     async def _get(self) -> None:
-        draft = await _whole(self._cache.draft, _close_draft)
+        draft = await whole(self._cache.draft, _close_draft)
         self._descriptor = draft.descriptor
         try:
             checked = hashlib.new(self._wanted.digest[0], usedforsecurity=False) if self._wanted.digest else None
@@ -171,7 +169,7 @@ class Download:
                 self._check_size()
                 self._tell()
                 async for chunk in response.aiter_raw():
-                    await _whole(partial(_write, draft, checked, chunk))
+                    await whole(partial(_write, draft, checked, chunk))
                     self.written = draft.size
                     self._check_size()
                     self._tell()
@@ -191,12 +189,12 @@ class Download:
         expected = self._wanted.digest
         if data is None or (expected and hashlib.new(expected[0], data).hexdigest() != expected[1]):
             return False
-        await _whole(partial(draft.write, data))
+        await whole(partial(draft.write, data))
         await self._finish(draft)
         return True
 
     async def _finish(self, draft: Draft) -> None:
-        await _whole(partial(self._cache.finish, draft, self._name))
+        await whole(partial(self._cache.finish, draft, self._name))
         self.written = self.total = draft.size
         self.digest = draft.digest
 
@@ -221,22 +219,6 @@ def _write(draft: Draft, checked: hashlib._Hash | None, chunk: bytes) -> None:
     draft.write(chunk)
     if checked is not None:
         checked.update(chunk)
-
-
-async def _whole(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """Work in a thread that is waited for even when nobody wants it any more: its descriptors stay open until then.
-    What it made is then undone.
-    """
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
-        if undo is not None and task.exception() is None:
-            undo(task.result())
-        raise
 
 
 def _close_kept(kept: Kept | None) -> None:
@@ -309,7 +291,7 @@ class Body:
                 await self._settle()
                 self._settled = True
             ready = self._size if self._settled else min(self._download.written, self._size - 1) - TAIL
-            data = await _whole(partial(os.pread, self._descriptor, min(_CHUNK, ready - self._at), self._at))
+            data = await whole(partial(os.pread, self._descriptor, min(_CHUNK, ready - self._at), self._at))
         except BaseException:
             self.close()
             raise

@@ -17,6 +17,7 @@ from a2a.auth.user import User
 from a2a.server.context import ServerCallContext
 
 from carrel.client import AsyncClient
+from carrel.client.locate import sendable
 from carrel.errors import Unauthorized
 from carrel.models import IdentityInfo
 
@@ -73,7 +74,7 @@ class Callers:
 
     async def admit(self, token: str) -> Caller:
         """The caller of a token. Raises `Unauthorized` when carrel does not take it."""
-        if not token or len(token) > 512 or not token.isascii() or not token.isprintable() or " " in token:
+        if not sendable(token):
             raise Unauthorized("this is no token of carrel", hint="send `Authorization: Bearer TOKEN`")
         async with self._using(token) as held:
             if not self._clock() < held.trusted_until:

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from carrel.client.locate import sendable
 from carrel.errors import CarrelError, InvalidRequest, NotFound, Unauthorized
 from carrel.integrations.mcp.server import CALLER, Caller, Workspaces
 
@@ -173,8 +174,7 @@ class Front:
 def _token(request: Request) -> str:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     token = token.strip()
-    usable = token.isascii() and token.isprintable() and " " not in token
-    if scheme.lower() != "bearer" or not token or not usable:
+    if scheme.lower() != "bearer" or not sendable(token):
         raise Unauthorized("a token is needed", hint="send the header Authorization: Bearer TOKEN")
     return token
 
