@@ -1,4 +1,8 @@
-"""Every piece of code in README and docs runs, in the order of its page, against a real server."""
+"""Every piece of code in README and docs runs, in the order of its page, against a real server.
+
+The pages run one after the other on one server, and then once more in the reverse order: so each page is run on a server
+that all the others have used, and twice by the same reader. They see what a reader has: a home, and no variable of ours.
+"""
 
 import os
 import re
@@ -18,29 +22,33 @@ PAGES = [
 ]
 FENCE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_HERE = ("make ",)  # starts a server or a test run of its own
+CONTEXTS = re.compile(r"""\.sandbox\(\s*"([^"]+)"|contexts=\["([^"]+)"\]|context_id="([^"]+)"|filespace\("([^"]+)"\)""")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    data = tmp_path_factory.mktemp("d")
+def reader(tmp_path_factory):
+    """The environment of somebody who reads the pages on the machine of a server that runs with its defaults."""
+    home = tmp_path_factory.mktemp("home")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("CARREL_", "XDG_"))}
+    env |= {"HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(data)],
+        [sys.executable, "-m", "carrel", "serve", "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        env=env,
     )
     assert process.stdout is not None
     assert "listens on" in process.stdout.readline()
-    yield {**os.environ, "CARREL_DATA_DIR": str(data), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    yield env
     process.terminate()
     process.stdout.close()
     assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_code_on_page_runs(page, server, tmp_path):
-    # Pages name the same context, and one that was deleted keeps its policy: to each its own, whatever ran before.
-    blocks = FENCE.findall(page.read_text().replace("report-7", f"report-7-{page.stem}"))
+@pytest.mark.parametrize("page", [*PAGES, *reversed(PAGES)], ids=lambda page: page.stem)
+def test_code_on_page_runs(page, reader, tmp_path):
+    blocks = FENCE.findall(page.read_text())
     python = "\n".join(code for kind, code in blocks if kind == "python")
     # Shell between the Python of a page sees what that Python made: both run in the page's order.
     script = []
@@ -59,7 +67,7 @@ def test_code_on_page_runs(page, server, tmp_path):
     with said.open("wb") as errors:
         run = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", "\n".join(script)],
-            env=server, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+            env=reader, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )  # fmt: skip
     try:
         assert run.wait(200) == 0, said.read_text()
@@ -68,6 +76,15 @@ def test_code_on_page_runs(page, server, tmp_path):
             os.killpg(run.pid, signal.SIGKILL)  # also what a page that failed had started
         run.wait()
     assert not python or "Traceback" not in said.read_text()
+
+
+def test_each_page_uses_contexts_of_its_own():
+    pages_of: dict[str, set[str]] = {}
+    for page in PAGES:
+        for names in CONTEXTS.findall(page.read_text()):
+            pages_of.setdefault("".join(names), set()).add(page.stem)
+    assert len(pages_of) > 8, "the pattern does not find the contexts any more"
+    assert {name: pages for name, pages in pages_of.items() if len(pages) > 1} == {}
 
 
 def test_pages_link_to_what_exists():
