@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 from a2a.client import Client, ClientConfig, ClientFactory
@@ -209,13 +209,14 @@ class Ground:
 class Process:
     """An agent in a process of its own, that can be killed."""
 
-    def __init__(self, ground: Ground, *arguments: str):
+    def __init__(self, ground: Ground, *arguments: str, stderr: IO[str] | None = None):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
         words = ["agent", "--port", "0", "--database", str(ground.directory / "agent.db"), *arguments]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "carrel", *words],
             env={**environment, "CARREL_URL": ground.url},
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
         assert self._process.stdout is not None

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from a2a.client.errors import A2AClientError
 from a2a.utils.constants import TransportProtocol
-from a2a_ground import Ground, Process, answer, caller, state
+from a2a_ground import Ground, Process, answer, caller, state, until
 
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.server import AgentSettings, read_token, running
@@ -108,6 +108,67 @@ def test_the_example_runs(ground: Ground, server: dict[str, str]) -> None:
     assert run.returncode == 0, run.stderr
     assert "output/sum.txt: b'42\\n'" in run.stdout
     assert run.stdout.rstrip().endswith("answer: Linux\n  [completed]")
+
+
+async def test_card_can_be_cached_and_revalidated(ground: Ground) -> None:
+    async with ground.agent() as agent, httpx.AsyncClient(base_url=agent.url, trust_env=False) as http:
+        for path in ("/.well-known/agent-card.json", "/.well-known/agent.json"):
+            card = await http.get(path)
+            assert "max-age=" in card.headers["cache-control"]
+            again = await http.get(path, headers={"if-none-match": card.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+
+
+def _rpc(method: str, params: object, **more: object) -> dict[str, object]:
+    return {"jsonrpc": "2.0", "id": 1, "method": method, "params": params, **more}
+
+
+def _wrong_requests(task_id: str) -> list[dict[str, object]]:
+    """Requests that name no task, one that has ended, or that are not valid."""
+    words = {"role": "ROLE_USER", "messageId": "m", "parts": [{"text": "true"}]}
+    return [
+        _rpc("SubscribeToTask", {"id": "missing"}),
+        _rpc("SubscribeToTask", {"id": task_id}),
+        _rpc("SendMessage", {"message": {**words, "taskId": "missing"}}),
+        _rpc("SendMessage", {"message": {**words, "taskId": task_id}}),
+        _rpc("CancelTask", {"id": task_id}),
+        _rpc("SendMessage", {"message": {"parts": "x"}}),
+        _rpc("GetExtendedAgentCard", {}),
+        _rpc("GetTask", {}, id={}),
+        {"jsonrpc": "2.0"},
+    ]
+
+
+async def test_requests_that_fail_leave_no_queue_behind(ground: Ground) -> None:
+    headers = {"authorization": f"Bearer {ground.token}", "a2a-version": "1.0"}
+    async with (
+        ground.agent() as agent,
+        caller(agent.url, ground.token) as one,
+        httpx.AsyncClient(base_url=agent.url, trust_env=False, timeout=30, headers=headers) as http,
+    ):
+        ended = await one.send("true", context=ground.context)
+        for request in _wrong_requests(ended.id):
+            assert "error" in (await http.post("/", json=request)).json(), request
+
+        async def no_queue_left() -> bool:
+            return not [task for task in asyncio.all_tasks() if "_dispatch_loop" in repr(task.get_coro())]
+
+        await until(no_queue_left)
+
+
+async def test_wrong_requests_are_not_in_the_agents_log(ground: Ground, tmp_path: Path) -> None:
+    headers = {"authorization": f"Bearer {ground.token}"}
+    with (tmp_path / "log").open("w+") as log:
+        process = Process(ground, stderr=log)
+        try:
+            async with httpx.AsyncClient(base_url=process.url, trust_env=False, timeout=30, headers=headers) as http:
+                for version in ("1.0", "0.3"):
+                    for request in _wrong_requests("missing"):
+                        await http.post("/", json=request, headers={"a2a-version": version})
+                    await http.post("/", content=b"{", headers={"a2a-version": version})
+        finally:
+            assert process.stop() == 0
+        assert (tmp_path / "log").read_text() == ""
 
 
 def test_a_process_ends_when_it_is_told_to(ground: Ground) -> None:

@@ -11,6 +11,8 @@ from contextlib import aclosing
 from typing import Any
 
 from a2a.helpers import new_text_part
+from a2a.server.agent_execution.active_task import ActiveTask
+from a2a.server.agent_execution.active_task_registry import ActiveTaskRegistry
 from a2a.server.context import ServerCallContext
 from a2a.server.events import Event
 from a2a.server.request_handlers import DefaultRequestHandlerV2
@@ -48,6 +50,15 @@ IDLE_S = 600.0
 """How long a task that waits for a person stays in memory."""
 
 
+class _Registry(ActiveTaskRegistry):
+    """The SDK's registry of running tasks. The SDK leaves the event queues open of a task that it could not start."""
+
+    async def _remove_task(self, active_task: ActiveTask) -> None:
+        await super()._remove_task(active_task)
+        if active_task._producer_task is None:  # it was never started, so nothing else closes its queues
+            await active_task.aclose()
+
+
 class Handler(DefaultRequestHandlerV2):
     """Answers every request of the protocol."""
 
@@ -62,6 +73,7 @@ class Handler(DefaultRequestHandlerV2):
             event_stream=kept.events,
             interrupted_task_timeout=IDLE_S,
         )
+        self._active_task_registry = _Registry(executor, kept.tasks, push, kept.events, IDLE_S)
         self._executor = executor
         self._kept = kept
         self._push = push

@@ -36,6 +36,7 @@ from carrel.integrations.a2a.gate import CallContexts, Gate
 from carrel.integrations.a2a.handler import Handler
 from carrel.integrations.a2a.inbox import Inbox
 from carrel.integrations.a2a.keeping import KEEP_DAYS, Keeping
+from carrel.integrations.a2a.logs import CallersMistakes
 from carrel.integrations.a2a.push import Destinations, Push
 from carrel.integrations.a2a.runs import Runs
 from carrel.integrations.a2a.tasks import open_tasks
@@ -44,6 +45,8 @@ from carrel.integrations.langgraph import ModelMetrics, build_graph, open_checkp
 GRACE_S = 5
 TABLES, TABLES_S = "the tables of tasks", 30.0
 HEALTH, METRICS, OLD_CARD = "/healthz", "/metrics", "/.well-known/agent.json"
+CARD_CACHE = "public, max-age=300"
+"""The card changes only when the agent is started anew."""
 OPEN_PATHS = frozenset({AGENT_CARD_WELL_KNOWN_PATH, OLD_CARD, HEALTH})
 
 
@@ -127,8 +130,8 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
         handler = Handler(executor, kept, card, push, background)
         stack.push_async_callback(handler.aclose)
         routes: list[BaseRoute] = [
-            *create_agent_card_routes(card),
-            *create_agent_card_routes(card, card_url=OLD_CARD),
+            *create_agent_card_routes(card, cache_control=CARD_CACHE),
+            *create_agent_card_routes(card, card_url=OLD_CARD, cache_control=CARD_CACHE),
             Route(HEALTH, _healthy),
             Route(METRICS, _metrics(metrics)),
             *create_jsonrpc_routes(handler, RPC_PATH, CallContexts(), enable_v0_3_compat=True),
@@ -235,6 +238,8 @@ def serve(settings: AgentSettings, *, log_level: str = "info") -> None:
     if log_level != "debug":
         for name in ("a2a", "uvicorn", "httpx"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(CallersMistakes())
     with asyncio.Runner(loop_factory=_loop()) as runner:
         runner.run(_serve(settings))
 
