@@ -75,8 +75,11 @@ def serving(
     options: Mapping[str, str] = MappingProxyType({}),
     build: bool = False,
     prepare: Callable[[Path], None] | None = None,
+    open_files: int | None = None,
 ) -> Iterator[Server]:
-    """A server; `prepare` is given its data directory before it starts, `build` says that it builds environments."""
+    """A server; `prepare` is given its data directory before it starts, `build` says that it builds environments,
+    `open_files` is its limit of descriptors.
+    """
     directory = Path(tempfile.mkdtemp(prefix="carrel-attacked-"))
     command = [sys.executable, "-m", "carrel"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
@@ -94,6 +97,8 @@ def serving(
             os.chown(path, USER, USER, follow_symlinks=False)
     command += ["serve", "--port", "0", "--data-dir", str(data), "--set", "sandbox.allow_process=true"]
     command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+    if open_files is not None:
+        command = ["prlimit", f"--nofile={open_files}:{open_files}", *command]
     log = (directory / "log").open("wb")
     process = subprocess.Popen(
         as_user(command) if user else command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True

@@ -22,15 +22,16 @@ ALLOWED = {
     "providers": BASE | {"isolation", "models"},
     "egress": BASE | {"policy", "models", "metrics", "events", "isolation"},
     "control": BASE | KINDS | {"models", "policy", "config", "isolation", "providers", "egress"},
-    "api": BASE | {"control", "models", "metrics", "identity", "audit"},
+    "connections": BASE,
+    "api": BASE | {"control", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},
     "testing": BASE | {"models", "client", "providers", "control"},
-    "integrations": BASE | {"client", "models"},
+    "integrations": BASE | {"client", "models", "connections"},
     "cli": BASE | {"client", "models"},
     "__main__": {"cli"},
 }
 LAZILY = {
-    "cli": {"server", "config", "policy", "audit", "integrations"},
+    "cli": {"server", "config", "policy", "audit", "integrations", "connections"},
     "integrations": {"policy"},  # which addresses are not of the public internet is written down once
     "__init__": {"client", "models", "errors"},
 }

@@ -176,9 +176,11 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
             await web
             from carrel.api import create_app
             from carrel.api.serving import HttpServer
+            from carrel.connections import Connections, connections_allowed
 
             hosts = _LOOPBACK | {settings.host.lower()} if is_loopback(settings.host) else None
-            server = HttpServer(create_app(plane, token=token, hosts=hosts, version=carrel.__version__))
+            app = create_app(plane, token=token, hosts=hosts, version=carrel.__version__)
+            server = HttpServer(app, Connections(connections_allowed()))
         except BaseException:
             await plane.close()
             raise

@@ -10,6 +10,7 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from carrel.api.serving import HttpServer
+from carrel.connections import Connections
 
 
 class App:
@@ -27,7 +28,7 @@ class App:
 
 @asynccontextmanager
 async def serving(app: App) -> AsyncIterator[tuple[HttpServer, asyncio.Task[None], str]]:
-    server = HttpServer(app)
+    server = HttpServer(app, Connections(64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         try:
@@ -63,7 +64,7 @@ async def test_signals_are_left_to_others() -> None:
 
 
 async def test_the_end_may_come_before_the_start() -> None:
-    server = HttpServer(App())
+    server = HttpServer(App(), Connections(64))
     server.end()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with asyncio.timeout(30):

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from carrel import connections
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
 from carrel.control.caller import Caller, caller
 from carrel.control.open_requests import OpenRequest, OpenRequests
@@ -171,7 +172,10 @@ class Gate:
                 )
 
     async def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
-        if self._tokens is None or (scope["type"] == "http" and scope["path"] in OPEN_PATHS):
+        if self._tokens is None:
+            _mark_authenticated(scope)
+            return ROOT
+        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
             return ROOT
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
@@ -180,7 +184,9 @@ class Gate:
                 for offer in headers.get(b"sec-websocket-protocol", b"").split(b","):
                     if offer.strip().startswith(TOKEN_SUBPROTOCOL):
                         given = offer.strip()[len(TOKEN_SUBPROTOCOL) :]
-        return await self._tokens.identify(given.strip())
+        identity = await self._tokens.identify(given.strip())
+        _mark_authenticated(scope)
+        return identity
 
     async def _attended(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, opened: OpenRequest | None
@@ -240,6 +246,12 @@ class Gate:
             field="body",
             hint="send files with PUT …/files/content, or raise CARREL_MAX_BODY_MB",
         )
+
+
+def _mark_authenticated(scope: Scope) -> None:
+    connection = connections.of_scope(scope)
+    if connection is not None:
+        connection.authenticated()
 
 
 def _caller(identity: Identity, headers: dict[bytes, bytes]) -> Caller:

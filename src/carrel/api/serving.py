@@ -9,17 +9,20 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from carrel.connections import Connections, http_protocol
+
 _GRACE_S = 5
 
 
 class HttpServer(uvicorn.Server):
     """Runs inside an event loop of others: signals belong to whoever owns it, and nothing ticks while nobody asks."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, connections: Connections):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=http_protocol(connections),
+                backlog=connections.backlog,
                 loop="none",
                 lifespan="off",
                 access_log=False,

@@ -1,0 +1,387 @@
+"""Bounds what a connection may cost before its caller is known: the size of a request's head, the time it may take, and
+the number of open connections. The HTTP servers of carrel are built on these protocols.
+
+Knows no route and no token. The application finds the `Connection` of a request with `of_scope`, and tells it when the
+caller has shown a valid token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import resource
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any, cast
+
+from uvicorn import Config
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+
+from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, TooLarge
+
+log = logging.getLogger("carrel.connections")
+
+MAX_HEAD = 32 * 1024
+"""Bytes of a request line with its headers; also of trailers, and of a chunk's extensions."""
+MAX_FIELDS = 100
+MAX_PIPELINED = 16
+"""Requests that one connection may send ahead of the answers."""
+HEAD_S = 10.0
+"""How long the head of a request may take, from its first byte."""
+UNKNOWN_S = 20.0
+"""How long a connection may stay whose caller has shown no valid token."""
+MAX_CONNECTIONS = 16_384
+MAX_UNKNOWN = 2048
+_SLICE = 8 * 1024
+"""The parser is fed in pieces of this size, so that it never holds much more than a head may have."""
+_STATE = "carrel.connection"
+
+
+def connections_allowed() -> int:
+    """How many connections a server may hold: half of this process's descriptors. The other half is for sandboxes, the
+    database and outbound connections.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(MAX_CONNECTIONS, soft // 2))
+
+
+class Connection:
+    """One open connection, also after it became a WebSocket. Its caller is unknown until `authenticated` is called."""
+
+    def __init__(self, connections: Connections, transport: asyncio.Transport):
+        self._connections = connections
+        self._transport = transport
+        self._deadline: asyncio.TimerHandle | None = None
+        self._prolonged = False
+        self.answering = False
+        """Whether a request has come whole and waits for its answer."""
+        self.peer = _peer(transport)
+
+    def authenticated(self) -> None:
+        """The caller has shown a valid token: from now on the connection may stay."""
+        self._stop_deadline()
+        self._connections.now_known(self)
+
+    def begin(self) -> None:
+        """A request begins."""
+        self._connections.now_busy(self)
+
+    def answered(self) -> None:
+        """The last request was answered."""
+        self.answering = False
+        self._connections.now_idle(self)
+
+    def closed(self) -> None:
+        """The connection is gone."""
+        self._stop_deadline()
+        self._connections.remove(self)
+
+    def abort(self) -> None:
+        """Close at once, whatever was not sent yet."""
+        self.closed()
+        self._transport.abort()
+
+    def start_deadline(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        """Close the connection when its caller is still unknown after so many seconds."""
+        self._deadline = loop.call_later(seconds, self._expired, loop, seconds)
+
+    def _expired(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        if self.answering and not self._prolonged:
+            # The caller has done its part, and the server is slow: an answer gets the same time once more.
+            self._prolonged = True
+            self.start_deadline(loop, seconds)
+        else:
+            self.abort()
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Connections:
+    """The open connections of one server.
+
+    At most `most` are open, and at most `most_unknown` of them have an unknown caller. Whoever comes when these are
+    used up is let in, and the oldest connection with an unknown caller is closed: of the same peer when that peer has
+    more than its share, else of any. So connections that only wait cannot keep out a caller with a token.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        *,
+        most_unknown: int | None = None,
+        head_s: float = HEAD_S,
+        unknown_s: float = UNKNOWN_S,
+    ):
+        self.most = most
+        self.most_unknown = min(MAX_UNKNOWN, max(4, most // 2)) if most_unknown is None else most_unknown
+        self.head_s = head_s
+        self.unknown_s = unknown_s
+        # A batch of this size can be accepted before any of its requests is read: it must not push all others out.
+        self.backlog = max(1, min(1024, self.most_unknown // 2))
+        self._unknown: dict[Connection, None] = {}
+        self._by_peer: dict[str, dict[Connection, None]] = {}
+        self._known: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._unknown) + len(self._known)
+
+    @property
+    def unknown(self) -> int:
+        """How many have an unknown caller."""
+        return len(self._unknown)
+
+    def add(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> Connection | None:
+        """Take a new connection; None when every other one is at work for a known caller, so that none can make way."""
+        new = Connection(self, transport)
+        if (len(self._unknown) >= self.most_unknown or len(self) >= self.most) and not self._make_way(new.peer):
+            return None
+        self._unknown[new] = None
+        self._by_peer.setdefault(new.peer, {})[new] = None
+        new.start_deadline(loop, self.unknown_s)
+        return new
+
+    def _make_way(self, peer: str) -> bool:
+        of_peer = self._by_peer.get(peer, {})
+        share = self.most_unknown // (len(self._by_peer) + (not of_peer))
+        candidates = of_peer if of_peer and len(of_peer) >= share else self._unknown or self._idle
+        oldest = next(iter(candidates), None)
+        if oldest is None:
+            return False
+        oldest.abort()
+        return True
+
+    def now_known(self, connection: Connection) -> None:
+        """The caller of a connection is known."""
+        if self._forget_unknown(connection):
+            self._known.add(connection)
+
+    def now_busy(self, connection: Connection) -> None:
+        """A connection has a request to answer."""
+        self._idle.pop(connection, None)
+
+    def now_idle(self, connection: Connection) -> None:
+        """A connection has nothing to answer."""
+        if connection in self._known:
+            self._idle[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self._forget_unknown(connection)
+        self._known.discard(connection)
+        self._idle.pop(connection, None)
+
+    def _forget_unknown(self, connection: Connection) -> bool:
+        if connection not in self._unknown:
+            return False
+        del self._unknown[connection]
+        of_peer = self._by_peer[connection.peer]
+        del of_peer[connection]
+        if not of_peer:
+            del self._by_peer[connection.peer]
+        return True
+
+
+def of_scope(scope: MutableMapping[str, Any]) -> Connection | None:
+    """The connection that a request came by; None under another server than carrel's."""
+    return cast("Connection | None", scope.get("state", {}).get(_STATE))
+
+
+def _peer(transport: asyncio.Transport) -> str:
+    """Whose connection it is: an address, or of IPv6 the network that one host can have all to itself."""
+    address = transport.get_extra_info("peername")
+    host = address[0] if isinstance(address, tuple) else ""
+    if ":" not in host:
+        return str(host)
+    try:
+        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+    except ValueError:
+        return str(host)
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with bounds on everything that a caller can make it hold or wait for."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        super().__init__(config, server_state, app_state, _loop)
+        self._connections = connections
+        self._connection: Connection | None = None
+        self._websocket: WebSocketProtocol | None = None
+        if self.ws_protocol_class is not None:
+            self.ws_protocol_class = self._make_websocket  # type: ignore[assignment]
+        self._running: RequestResponseCycle | None = None
+        self._refusal: CarrelError | None = None
+        self._in_head = True
+        self._unparsed = 0
+        """Bytes since the parser last came to the end of a head, to a part of a body or to the end of a request."""
+        self._head_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, or refuse it when there are too many."""
+        super().connection_made(transport)
+        self._connection = self._connections.add(transport, self.loop)
+        if self._connection is None:
+            self._refuse(LimitExceeded("the server has too many open connections", hint="ask again soon"), 503)
+            return
+        self.app_state = {**self.app_state, _STATE: self._connection}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection, and tell the request at work: uvicorn tells only the last one that came."""
+        self._stop_head_deadline()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        if self._connection is not None:
+            self._connection.closed()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, in small pieces."""
+        for start in range(0, len(data), _SLICE):
+            piece = data[start : start + _SLICE]
+            self._unparsed += len(piece)
+            super().data_received(piece)
+            if self._websocket is not None or self.transport.is_closing():
+                self._stop_head_deadline()
+                return
+            if self._unparsed > MAX_HEAD:
+                self._refuse(_head_too_large(), 431)
+                return
+        if not self._in_head or self._unparsed == 0:
+            self._stop_head_deadline()
+        elif self._head_deadline is None:
+            self._head_deadline = self.loop.call_later(self._connections.head_s, self._head_expired)
+
+    def _head_expired(self) -> None:
+        self._head_deadline = None
+        slow = InvalidRequest("the head of the request did not come in time", field="head", hint="ask again")
+        self._refuse(slow, 408)
+
+    def _stop_head_deadline(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note a header or a trailer."""
+        if len(self.headers) >= MAX_FIELDS:
+            self._refusal = _head_too_large()
+            raise self._refusal
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin with a request."""
+        self._in_head, self._unparsed = False, 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise LimitExceeded("too many requests were sent ahead of their answers")
+        super().on_headers_complete()
+        if self._connection is not None:
+            self._connection.begin()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        """Note a part of the body."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that a request has come whole."""
+        self._in_head, self._unparsed = True, 0
+        if self._connection is not None and self._unanswered():
+            self._connection.answering = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request."""
+        super().on_response_complete()
+        if self._connection is not None and not self._unanswered():
+            self._connection.answered()
+
+    def _unanswered(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand over to the WebSocket protocol."""
+        try:
+            super().handle_websocket_upgrade()
+        except Exception as error:
+            # The library raises errors of many kinds for a head that it cannot read.
+            log.info("a WebSocket could not be opened: %s", type(error).__name__)
+        socket = cast(WebSocketProtocol, self._websocket)
+        if not socket.handshake_initiated:  # or it only remembers that it could not read the head
+            self.connections.discard(socket)
+            self.connections.add(self)
+            self.transport.set_protocol(self)
+            wrong = "this is no valid WebSocket request: a header of it is malformed or longer than 8 KB"
+            self._refuse(InvalidRequest(wrong, field="head", hint="see /docs"), 400)
+
+    def _make_websocket(self, **arguments: Any) -> WebSocketProtocol:
+        self._websocket = WebSocketProtocol(**arguments)
+        return self._websocket
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser cannot read, or what a callback above refused."""
+        if self._refusal is not None:
+            self._refuse(self._refusal, 431)
+        else:
+            self._refuse(InvalidRequest("this is no valid HTTP request", field="head", hint="speak HTTP/1.1"), 400)
+
+    def _refuse(self, error: CarrelError, status: int) -> None:
+        """Answer and close. Only close when the answer could be taken for that of an earlier request."""
+        if self.transport.is_closing():
+            return
+        if self._unanswered() and (self.cycle.response_started or self.pipeline):
+            self.transport.abort()
+            return
+        body = json.dumps({**error.problem(), "status": status}).encode()
+        self.transport.write(
+            STATUS_LINE[status] + b"content-type: application/problem+json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        self.transport.close()
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's protocol; the connection is still counted."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take over the connection: the caller has asked, and waits."""
+        super().connection_made(transport)
+        self.app_state[_STATE].answering = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self.app_state[_STATE].closed()
+        super().connection_lost(exc)
+
+
+def http_protocol(connections: Connections) -> type[asyncio.Protocol]:
+    """What makes the protocol of each connection, for uvicorn's option `http`; it is only ever called."""
+    return cast("type[asyncio.Protocol]", partial(HttpProtocol, connections))
+
+
+def _head_too_large() -> TooLarge:
+    return TooLarge(
+        f"the head of a request has at most {MAX_HEAD} bytes and {MAX_FIELDS} fields",
+        field="head",
+        hint="send what is long in the body",
+    )
