@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
 
-from carrel.errors import Denied, InvalidRequest, LimitExceeded, NotFound, Unauthorized
+from carrel.errors import Denied, InvalidRequest, NotFound, Unauthorized
 
 T = TypeVar("T")
 
@@ -25,8 +25,6 @@ DEFAULT_NAMESPACE = "default"
 CACHE_S = 5.0
 """How long another server may still take a token that was revoked on this one."""
 CACHE_SIZE = 4096
-STRANGERS_PER_S, STRANGERS_AT_ONCE = 50.0, 100.0
-"""How many tokens that nobody knows are looked up, so that whoever makes them up does not keep the database busy."""
 USED_S = 3600.0
 MAX_TOKEN = 512
 MAX_CONTEXTS = 1000
@@ -272,6 +270,9 @@ class Store(Protocol):
     async def of_hash(self, hash: str) -> Kept | None:
         """The token with that hash."""
 
+    async def of_new_hash(self, hash: str) -> Kept | None:
+        """The token with that hash, which may be made up."""
+
     async def get(self, token_id: str) -> Kept | None:
         """The token with that id."""
 
@@ -304,7 +305,6 @@ class Tokens:
         self._clock = clock
         self._cache: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
         self._unknown: OrderedDict[str, float] = OrderedDict()
-        self._allowance, self._counted_at = STRANGERS_AT_ONCE, clock()
         self._revocations = 0
         self.on_revoked: Callable[[str], None] = _nobody
         """Called with the id of a token that was revoked here."""
@@ -377,7 +377,7 @@ class Tokens:
                 )
 
     async def identify(self, token: str | bytes) -> Identity:
-        """Who shows this token; `Unauthorized` when nobody should, `LimitExceeded` when too many made some up."""
+        """Who shows this token; `Unauthorized` when nobody should."""
         given = token.encode() if isinstance(token, str) else token
         if self._root is not None and hmac.compare_digest(given, self._root):
             return ROOT
@@ -399,9 +399,13 @@ class Tokens:
         return found[0]
 
     async def _looked_up(self, key: str, now: float) -> Identity:
-        self._admit_stranger(key, now)
+        seen = self._unknown.get(key)
+        if seen is not None and seen <= now < seen + CACHE_S:
+            raise _unknown()
         before = self._revocations
-        kept = await self._store.of_hash(key)
+        # A token that was valid a while ago is not made up: it need not wait with those that may be.
+        look_up = self._store.of_hash if key in self._cache else self._store.of_new_hash
+        kept = await look_up(key)
         if kept is None:
             _remember(self._unknown, key, now)
             raise _unknown()
@@ -409,7 +413,6 @@ class Tokens:
         if token.revoked_at is not None:
             self._cache.pop(key, None)
             raise Unauthorized("the token was revoked", field="Authorization", hint="ask for a new one")
-        self._allowance = min(STRANGERS_AT_ONCE, self._allowance + 1)
         identity = token.identity()
         if token.used_at is None or now - token.used_at > USED_S:
             await self._store.used(token.id, now)
@@ -417,20 +420,6 @@ class Tokens:
             return await self._looked_up(key, now)
         _remember(self._cache, key, (identity, now))
         return identity
-
-    def _admit_stranger(self, key: str, now: float) -> None:
-        """Let a token be looked up; refuse one that was just found to be unknown, and too many at once."""
-        seen = self._unknown.get(key)
-        if seen is not None and seen <= now < seen + CACHE_S:
-            raise _unknown()
-        passed, self._counted_at = max(0.0, now - self._counted_at), now
-        self._allowance = min(STRANGERS_AT_ONCE, self._allowance + passed * STRANGERS_PER_S)
-        if self._allowance >= 1:
-            self._allowance -= 1
-        elif key not in self._cache:  # whoever was known a while ago is no stranger
-            raise LimitExceeded(
-                "too many unknown tokens were shown in the last moment", field="Authorization", hint="ask again soon"
-            )
 
     async def revoke(self, token_id: str) -> Token:
         """Make a token worthless: at once here, within `CACHE_S` on other servers. Revoking twice is no error."""

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from carrel import Client
 from carrel.connections import MAX_HEAD
 from servers import Server, serving
 
@@ -79,3 +80,18 @@ def test_idle_connections_keep_nobody_out(small: Server) -> None:
         with connect(small) as newcomer:
             newcomer.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             assert received(newcomer).startswith(b"HTTP/1.1 200 ")
+
+
+def test_made_up_tokens_do_not_lock_out_real_ones(small: Server) -> None:
+    """A hundred connections show a made-up token each time, while a token that was never shown before is used."""
+    ask = "GET /v1/sandboxes HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer carrel_{}\r\n\r\n"
+    with ExitStack() as stack:
+        attackers = [stack.enter_context(connect(small)) for _ in range(100)]
+        for turn in range(5):
+            for number, attacker in enumerate(attackers):
+                attacker.sendall(ask.format(f"{turn}-{number}").encode())
+            made = small.client.tokens.create(f"real-{turn}", kind="agent", scopes=["read"])
+            with Client(small.client.url, made.token) as real:
+                assert list(real.sandboxes()) == []
+            for attacker in attackers:
+                assert attacker.recv(65536).startswith(b"HTTP/1.1 401 ")

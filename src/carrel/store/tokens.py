@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from sqlalchemy import Select, and_, insert, or_, select, update
@@ -17,6 +19,9 @@ from carrel.store.tables import tokens
 
 _MOST_AT_ONCE = 500
 """Values of one query; databases have limits."""
+
+BATCH_PAUSE_S = 0.02
+"""The least time between two batches of `of_new_hash`."""
 
 Names = tuple[str, ...]
 TokenRow = tuple[
@@ -42,6 +47,13 @@ class TokenRecord(NamedTuple):
     used_at: float | None = None
 
 
+class _Found(NamedTuple):
+    """What a look-up brought."""
+
+    record: TokenRecord | None
+    failure: Exception | None = None
+
+
 def _record(row: RowMapping) -> TokenRecord:
     contexts = row["contexts"]
     held = {**row, "scopes": tuple(row["scopes"]), "contexts": None if contexts is None else tuple(contexts)}
@@ -57,6 +69,9 @@ class TokenStore:
 
     def __init__(self, database: Database):
         self._database = database
+        self._wanted: dict[str, asyncio.Future[_Found | None]] = {}
+        self._looking = asyncio.Lock()
+        self._next_batch = 0.0
 
     async def insert(self, token: TokenRow) -> None:
         """Add a token; `AlreadyExists` when its id or hash is taken."""
@@ -71,6 +86,42 @@ class TokenStore:
         """The token with that hash, revoked and expired ones too."""
         found = await self._all(select(tokens).where(tokens.c.hash == hash))
         return found[0] if found else None
+
+    async def of_new_hash(self, hash: str) -> TokenRecord | None:
+        """The same as `of_hash`, for a hash that may be made up: all that wait are looked up with one query, and there
+        are at most 50 queries a second. So nobody can keep the database busy with made-up tokens, and a real one among
+        thousands of them waits for a few batches at most.
+        """
+        found: _Found | None = None
+        while found is None:
+            wanted = self._wanted.get(hash)
+            if wanted is None:
+                wanted = self._wanted[hash] = asyncio.get_running_loop().create_future()
+            async with self._looking:
+                while not wanted.done():
+                    await self._look_up_batch()
+            found = wanted.result()
+        if found.failure is not None:
+            raise found.failure
+        return found.record
+
+    async def _look_up_batch(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._next_batch - loop.time()))
+        batch = dict(islice(self._wanted.items(), _MOST_AT_ONCE))
+        for key in batch:
+            # Whoever asks from now on waits for the next batch: a token may be revoked after this query has read it.
+            del self._wanted[key]
+        self._next_batch = loop.time() + BATCH_PAUSE_S
+        outcome: dict[str, _Found] | None = None
+        try:
+            records = await self._all(select(tokens).where(tokens.c.hash.in_(batch)))
+            outcome = {record.hash: _Found(record) for record in records}
+        except Exception as error:
+            outcome = dict.fromkeys(batch, _Found(None, error))
+        finally:  # when the caller that runs this batch is cancelled, the others ask again
+            for key, waiting in batch.items():
+                waiting.set_result(None if outcome is None else outcome.get(key, _Found(None)))
 
     async def get(self, token_id: str) -> TokenRecord | None:
         """The token with that id."""
