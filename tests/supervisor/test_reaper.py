@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.supervisor import commands
-from carrel.supervisor.reaper import Reaper, descendants, doomed
+from carrel.supervisor.reaper import Reaper, Runner, descendants, doomed
 from leaks import below
 from sandboxes import KINDS, Box, House, Supervisor, parent, status, until
 
@@ -258,3 +260,28 @@ async def test_what_a_lost_reaper_had_is_looked_for_once_it_is_gone(monkeypatch:
     those.sweep(lost)
     await until(lambda: not those._sweeps)
     assert looks[-2:] == ["gone", "killed"]
+
+
+def test_new_runner_leaves_garbage_of_the_supervisor_collectable() -> None:
+    """Objects that are alive when a runner is forked are collected once they are garbage: else each runner leaks some."""
+
+    class Node:
+        pass
+
+    frozen = gc.get_freeze_count()
+    score = os.open("/dev/null", os.O_WRONLY)
+    dropped = []
+    try:
+        for _ in range(3):
+            node = Node()
+            node.itself = node  # type: ignore[attr-defined]
+            runner = Runner(lambda *_: None, score)
+            runner.close()
+            os.waitpid(runner.pid, 0)
+            dropped.append(weakref.ref(node))
+            del node
+    finally:
+        os.close(score)
+    gc.collect()
+    assert gc.get_freeze_count() == frozen
+    assert [alive for alive in dropped if alive() is not None] == []

@@ -250,7 +250,6 @@ class Runner(Reaper):
     def __init__(self, on_event: Callable[[Reaper, str, int], None], oom_score_fd: int):
         self.on_event = on_event
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        gc.freeze()
         # The descriptor is of the supervisor's score for good, so a runner can only inherit a score of its own.
         os.pwrite(oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
         try:
@@ -285,6 +284,9 @@ class Runner(Reaper):
 
 def _run(orders: socket.socket, other_end: socket.socket) -> None:
     """The runner process: a child subreaper that starts a program, waits for it and for all it left behind."""
+    # The runner's collector must not write to the pages it shares with the supervisor. Freezing before the fork would
+    # do the same in the supervisor, where frozen objects that become garbage later are never collected.
+    gc.freeze()
     import ctypes  # already loaded before the fork
 
     other_end.close()
