@@ -216,6 +216,16 @@ def test_devices_terminals_personalities_and_memory_maps(arch: str) -> None:
     assert [ask(arch, "prctl", option) for option in (4, 15, 22, 38)] == [RET_ALLOW] * 4
 
 
+@pytest.mark.parametrize("arch", TABLES)
+def test_calls_that_take_from_budgets_of_others(arch: str) -> None:
+    assert [ask(arch, name) for name in ("io_setup", "io_submit", "io_destroy")] == [refuse(errno.ENOSYS)] * 3
+    assert [ask(arch, "fcntl", 0, command) for command in (1024, 1031)] == [EPERM] * 2
+    assert [ask(arch, "fcntl", 0, command) for command in (0, 1, 2, 6, 1025, 1030, 1032, 1033)] == [RET_ALLOW] * 8
+    assert [ask(arch, "setsockopt", 0, socket.SOL_SOCKET, option) for option in (26, 50, 51, 52)] == [EPERM] * 4
+    assert [ask(arch, "setsockopt", 0, socket.SOL_SOCKET, option) for option in (2, 7, 8, 15, 27)] == [RET_ALLOW] * 5
+    assert ask(arch, "setsockopt", 0, socket.IPPROTO_TCP, 26) == RET_ALLOW
+
+
 # --- enforcement ----------------------------------------------------------------------------------------
 
 

@@ -42,9 +42,17 @@ class HostIds:
         raise PlatformError(f"all {SLOTS} ranges of user ids are in use on this host")
 
 
+def owner(slot: int) -> int:
+    """The host user id that the user namespace of a sandbox belongs to: no process runs as it outside the sandbox.
+
+    The kernel counts budgets such as inotify for the owner of a namespace, so no two sandboxes may have the same one.
+    """
+    return FIRST + slot * RANGE
+
+
 def maps(slot: int, *, root: bool, idmap: bool) -> str:
     """The id map of a sandbox: `inside outside count` a line."""
-    first, after = FIRST + slot * RANGE, SANDBOX_UID + 1
+    first, after = owner(slot), SANDBOX_UID + 1
     if not root:  # the zygote's own user namespace knows one id: its user, as 0
         return f"{SANDBOX_UID} 0 1\n"
     if idmap:

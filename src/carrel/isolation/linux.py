@@ -22,7 +22,9 @@ _syscall.restype = ctypes.c_long
 
 ARCH = platform.machine()
 _NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_NR_CAPGET = {"x86_64": 125, "aarch64": 90}
 _NR_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAPABILITY_HEADER = struct.pack("=Ii", 0x20080522, 0)
 # The calls of 2019 and later have one number on every architecture.
 _NR_OPEN_TREE, _NR_MOVE_MOUNT, _NR_CLONE3, _NR_MOUNT_SETATTR = 428, 429, 435, 442
 
@@ -73,6 +75,25 @@ def fork_into(namespaces: int, cgroup_fd: int = -1) -> int:
     # flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size, cgroup
     arguments = struct.pack("=11Q", flags, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, max(cgroup_fd, 0))
     return _check(int(_syscall(_NR_CLONE3, arguments, len(arguments))), "clone3")
+
+
+def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1) -> int:
+    """`fork_into` by root, where the new user namespace belongs to the user id `owner`.
+
+    The kernel makes the effective user id of the caller the owner, so the caller has that id for the moment of the
+    fork. It keeps its capabilities: hosts may ask for them to make a user namespace or to enter a cgroup.
+    """
+    capabilities = ctypes.create_string_buffer(24)
+    _check(_syscall(_NR_CAPGET[ARCH], _CAPABILITY_HEADER, capabilities), "capget")
+    os.seteuid(owner)
+    pid = -1
+    try:
+        _check(_syscall(_NR_CAPSET[ARCH], _CAPABILITY_HEADER, capabilities), "capset")
+        pid = fork_into(namespaces, cgroup_fd)
+    finally:
+        if pid != 0:  # the child takes the ids of its own namespace once they are mapped
+            os.seteuid(0)
+    return pid
 
 
 def unshare(flags: int) -> None:
@@ -145,8 +166,7 @@ def drop_bounding_set() -> None:
 def drop_capabilities() -> None:
     """Give up every capability this process has."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    header = struct.pack("=Ii", 0x20080522, 0)
-    _check(_syscall(_NR_CAPSET[ARCH], header, bytes(24)), "capset")
+    _check(_syscall(_NR_CAPSET[ARCH], _CAPABILITY_HEADER, bytes(24)), "capset")
 
 
 def bring_up_loopback() -> None:

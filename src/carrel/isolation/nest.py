@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from carrel.errors import PlatformError
-from carrel.isolation import cgroups, covers, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
+from carrel.isolation import budgets, cgroups, covers, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
 from carrel.isolation import masks as wire
 
 # The cgroup namespace comes later: it is rooted in the groups a process is in when it is made.
@@ -124,6 +124,7 @@ class Nest:
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
         self._idmap = False
+        self._notifications: Mapping[str, int] = {}
         self._covers: covers.Store | None = None
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -138,6 +139,8 @@ class Nest:
             self.cgroups = cgroups.Cgroups.open()
             self._ids = ids.HostIds() if self._root else None
             stage.enter(workspaces, root=self._root, shared=shared)
+            if not self._root:
+                self._notifications = budgets.sandbox_notifications()
             self._covers = covers.Store(sandbox.COVERS, sandbox.BASE)
             workspaces = stage.WORKSPACES
         self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -213,7 +216,7 @@ class Nest:
             raise
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = linux.fork_into(namespaces, seat.into) if self._isolate else os.fork()
+            pid = self._fork(slot, namespaces, seat.into)
         except OSError:
             self.cgroups.remove(group)
             ours.close()
@@ -238,6 +241,13 @@ class Nest:
                 raise PlatformError(f"the user ids of a sandbox could not be mapped: {error}") from error
             ours.send(b"mapped")
         return child
+
+    def _fork(self, slot: int, namespaces: int, cgroup_fd: int) -> int:
+        if not self._isolate:
+            return os.fork()
+        if self._ids is None:
+            return linux.fork_into(namespaces, cgroup_fd)
+        return linux.fork_owned(ids.owner(slot), namespaces, cgroup_fd)
 
     def _workspace_mount(self, name: str, pid: int) -> int:
         mount = linux.open_tree(name, dir_fd=self._workspaces)
@@ -267,7 +277,10 @@ class Nest:
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            writable = sandbox.hatch(orders, root=self._root, own_network=own_network) if self._isolate else -1
+            writable = -1
+            if self._isolate:
+                held = self._notifications
+                writable = sandbox.hatch(orders, root=self._root, own_network=own_network, notifications=held)
             spec, fds = sandbox.receive(orders)
             if self._isolate:
                 if spec.network == "bridge":

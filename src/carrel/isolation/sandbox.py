@@ -10,9 +10,11 @@ import json
 import os
 import resource
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from carrel.isolation import covers, landlock, linux, rootfs, seccomp
+from carrel.isolation import budgets, covers, landlock, linux, rootfs, seccomp
 
 BASE = "/base"
 COVERS = "/covers"
@@ -59,10 +61,17 @@ class Born:
     trust: bool
 
 
-def hatch(orders: socket.socket, *, root: bool, own_network: bool = True) -> int:
+def hatch(
+    orders: socket.socket,
+    *,
+    root: bool,
+    own_network: bool = True,
+    notifications: Mapping[str, int] = MappingProxyType({}),
+) -> int:
     """The first half, before anybody has asked for a sandbox: called in the child, in its new namespaces.
 
-    Without `own_network` it shares the host's, over which it never has a capability.
+    Without `own_network` it shares the host's, over which it never has a capability. `notifications` are the inotify
+    limits of its user namespace.
     The parent sends the order `mapped` when the child's user ids are. Returns the descriptor that secrets are written
     through.
     """
@@ -72,6 +81,8 @@ def hatch(orders: socket.socket, *, root: bool, own_network: bool = True) -> int
     socket.sethostname("carrel")
     if _order(orders, 16)[0] != b"mapped":
         raise OSError("the zygote gave up")
+    budgets.hold_notifications(notifications)
+    budgets.limit_process()
     if root:
         os.setgroups([])
         os.setresgid(0, 0, 0)
@@ -156,7 +167,6 @@ def give_up_reach() -> int:
 
 
 def _limit(spec: Spec) -> None:
-    linux.lower_limit(resource.RLIMIT_CORE, 0)
     linux.lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     if spec.processes is not None:
         linux.lower_limit(resource.RLIMIT_NPROC, spec.processes)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from carrel.isolation import launchers, linux, rootfs
+from carrel.isolation import budgets, launchers, linux, rootfs
 from carrel.isolation.sandbox import BASE, COVERS
 
 WORKSPACES = "/workspaces"
@@ -25,8 +25,10 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
     """
     links = rootfs.host_links()
     uid, gid = os.geteuid(), os.getegid()
-    linux.unshare(linux.CLONE_NEWNS | (0 if root else linux.CLONE_NEWUSER))
-    if not root:
+    if root:
+        linux.unshare(linux.CLONE_NEWNS)
+    else:
+        budgets.enter_user_namespace(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"0 {uid} 1\n")
         _write("/proc/self/gid_map", f"0 {gid} 1\n")
