@@ -13,6 +13,7 @@ BASE = {"errors"}
 KINDS = {"store", "events", "audit", "metrics", "workspaces", "identity", "secrets"}
 ALLOWED = {
     "errors": set(),
+    "extras": set(),
     "models": BASE,
     "policy": BASE | {"models", "config"},
     "config": BASE | {"models", "policy"},
@@ -26,8 +27,8 @@ ALLOWED = {
     "api": BASE | {"control", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},
     "testing": BASE | {"models", "client", "providers", "control"},
-    "integrations": BASE | {"client", "models", "connections"},
-    "cli": BASE | {"client", "models"},
+    "integrations": BASE | {"client", "connections", "extras", "models"},
+    "cli": BASE | {"client", "extras", "models"},
     "__main__": {"cli"},
 }
 LAZILY = {

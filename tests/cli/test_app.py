@@ -104,13 +104,56 @@ def test_without_a_server_two_lines_tell_how_to_start_one(
     assert "carrel serve" in second
 
 
-def test_a_full_device_is_told(alone: Carrel) -> None:
+BUFFERED = {key: value for key, value in os.environ.items() if not key.startswith(("CARREL_", "PYTHONUNBUFFERED"))}
+
+
+@pytest.mark.parametrize("words", [["version"], ["version", "--json"], ["--version"], ["--help"], ["ps", "--help"], []])
+def test_full_standard_output_is_an_error(tmp_path: Path, words: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "carrel", "version"], stdout=full, stderr=subprocess.PIPE, check=False
+            [sys.executable, "-m", "carrel", *words], env=BUFFERED, stdout=full, stderr=subprocess.PIPE, check=False
         )
     assert done.returncode == 1
-    assert b"Traceback" not in done.stderr
+    assert done.stderr == b"error: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("word", ["run", "exec"])
+def test_full_standard_output_ends_a_command(data_dir: Path, word: str) -> None:
+    words = ["run", "--"] if word == "run" else ["exec", "full", "--"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "carrel", *words, "sh", "-c", "echo a; exec sleep 1000"],
+            env={**BUFFERED, "CARREL_DATA_DIR": str(data_dir)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"error: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(("words", "code"), [(["version"], 0), (["nonsense"], 2), (["ps"], 1)])
+@pytest.mark.parametrize("broken", ["full", "nobody reads"])
+def test_exit_code_stays_when_standard_error_takes_nothing(
+    tmp_path: Path, words: list[str], code: int, broken: str
+) -> None:
+    if broken == "full":
+        errors = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, errors = os.pipe()
+        os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "carrel", *words],
+            env={**BUFFERED, "CARREL_DATA_DIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            check=False,
+        )
+    finally:
+        os.close(errors)
+    assert done.returncode == code
 
 
 def test_colour_only_at_a_terminal() -> None:
@@ -175,7 +218,13 @@ def test_commands_that_ask_a_server_import_none_of_it(data_dir: Path, words: lis
     others = {name[0] for name in names}
     assert {"httpcore", "pydantic"} <= others
     assert not {"fastapi", "sqlalchemy", "alembic", "uvicorn", "prometheus_client", "obstore"} & others
-    assert {name[1] for name in names if name[0] == "carrel" and name[1:]} == {"cli", "client", "errors", "models"}
+    assert {name[1] for name in names if name[0] == "carrel" and name[1:]} == {
+        "cli",
+        "client",
+        "errors",
+        "extras",
+        "models",
+    }
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

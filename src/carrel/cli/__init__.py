@@ -7,10 +7,23 @@ import os
 import sys
 from typing import NoReturn
 
+_EXTRAS = {
+    "agent": "a2a",
+    "audit": "server",
+    "doctor": "server",
+    "mcp": "mcp",
+    "policy": "server",
+    "python": "server",
+    "run": "server",
+    "serve": "server",
+}
+"""The extra whose packages a command imports; every other command needs those of `cli` alone."""
+
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit. Every failure becomes a line or two on stderr and an exit code."""
-    from carrel.cli.failures import exit_code_of
+    from carrel.cli.failures import exit_code_of, flush_or_discard
+    from carrel.extras import using
 
     given = sys.argv[1:] if arguments is None else arguments
     _open_standard_streams()
@@ -19,15 +32,24 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        from carrel.cli.app import build, called
+        with using(_extra_for(given)):
+            from carrel.cli.app import build, called
 
-        app = build(called(given))
-        # Without standalone mode typer hands back the exit code and leaves failures to be told here.
-        code = app(args=given, prog_name="carrel", standalone_mode=False)
-        sys.stdout.flush()
+            app = build(called(given))
+            # Without standalone mode typer hands back the exit code and leaves failures to be told here.
+            code = app(args=given, prog_name="carrel", standalone_mode=False)
+            sys.stdout.flush()
     except BaseException as error:
         code = exit_code_of(error, trace="--trace" in given[:1])
+    # The interpreter flushes both once more when it ends; if that failed, it would exit with 120 and a traceback.
+    flush_or_discard(sys.stdout)
+    flush_or_discard(sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _extra_for(given: list[str]) -> str:
+    command = next((word for word in given if not word.startswith("-")), "")
+    return _EXTRAS.get(command, "cli")
 
 
 def _open_standard_streams() -> None:

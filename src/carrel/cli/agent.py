@@ -47,7 +47,6 @@ def agent(
     carrel agent --model openai:gpt-5.5 --database postgresql://localhost/agents
     """
     from carrel.client import data_dir, locate
-    from carrel.errors import Unsupported
 
     if log_level not in {"debug", "info", "warning", "error"}:
         raise typer.BadParameter(f"'{log_level}' is no log level", param_hint="--log-level")
@@ -55,13 +54,8 @@ def agent(
         raise typer.BadParameter(
             f"'{public_url}' is no address such as https://agent.example.org", param_hint="--public-url"
         )
-    try:
-        with importing():
-            from carrel.integrations.a2a.server import AgentSettings, read_token, serve
-    except ModuleNotFoundError as error:
-        raise Unsupported(
-            f"an A2A agent needs the package '{error.name}'", hint="install carrel[a2a] beside carrel"
-        ) from None
+    with importing():
+        from carrel.integrations.a2a.server import AgentSettings, read_token, serve
     settings = AgentSettings(
         carrel_url=locate().url,
         database=database or str(data_dir() / "agent.db"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from typing import TextIO
 
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, Unauthorized
+from carrel.extras import ExtraMissing
 
 USAGE = 2
 INTERRUPTED = 130
@@ -22,8 +25,26 @@ class Terminated(BaseException):
 
 
 def note(text: str) -> None:
-    """A remark on stderr, away from the output."""
-    print(text, file=sys.stderr)
+    """A remark on stderr, away from the output. Where stderr takes nothing, the exit code has to be enough."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush_or_discard(stream: TextIO) -> OSError | None:
+    """Flush a standard stream. If that fails, discard what it holds and all that follows, and return the error."""
+    try:
+        stream.flush()
+    except OSError as error:
+        _discard(stream)
+        return error
+    return None
+
+
+def _discard(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    stream.flush()
 
 
 def tell(error: str, hint: str | None = None) -> None:
@@ -38,7 +59,7 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
     if trace and not isinstance(error, SystemExit):
         import traceback
 
-        traceback.print_exception(error, file=sys.stderr)
+        note("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):
@@ -48,12 +69,9 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
     if isinstance(error, BaseExceptionGroup):
         return exit_code_of(error.exceptions[0])
     if isinstance(error, BrokenPipeError):
-        # The interpreter flushes stdout at exit; with the reader gone that would complain.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        _discard(sys.stdout)
         return BROKEN_PIPE
-    if isinstance(error, CarrelError):
+    if isinstance(error, CarrelError | ExtraMissing):
         tell(error.detail, hint_of(error))
         return 1
     if callable(words := getattr(error, "format_message", None)):
@@ -66,6 +84,9 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
     if type(error).__name__ == "Abort":
         return INTERRUPTED
     if isinstance(error, OSError):
+        if error.filename is None and (refused := flush_or_discard(sys.stdout)) is not None:
+            tell(f"cannot write to standard output: {refused.strerror}")
+            return 1
         tell(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
         return 1
     tell(
@@ -75,7 +96,7 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
     return 1
 
 
-def hint_of(error: CarrelError) -> str | None:
+def hint_of(error: CarrelError | ExtraMissing) -> str | None:
     """What to do, for who sits at a terminal: what the server says speaks to those who send it requests."""
     if isinstance(error, Unauthorized):
         if os.environ.get("CARREL_URL") and not os.environ.get("CARREL_TOKEN"):

@@ -9,14 +9,12 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.importing import importing
-from carrel.errors import InvalidRequest, Unsupported
+from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import socket
 
     from carrel.integrations.mcp.server import Workspaces
-
-HINT = "pip install 'carrel[mcp]'"
 
 
 def mcp(
@@ -91,13 +89,10 @@ def _workspaces(context: str | None, template: str | None, wait: float, approver
     if context is not None:
         _check(context)
     token = None if approver is None else _token(approver)
-    try:
-        with importing():
-            from carrel.client import AsyncClient
-            from carrel.integrations.mcp.asking import Asking
-            from carrel.integrations.mcp.server import Workspaces
-    except ImportError as error:
-        raise Unsupported(f"the MCP package is not installed: {error.name} is missing", hint=HINT) from None
+    with importing():
+        from carrel.client import AsyncClient
+        from carrel.integrations.mcp.asking import Asking
+        from carrel.integrations.mcp.server import Workspaces
 
     deciding = None if token is None else lambda: AsyncClient(token=token)
     return Workspaces(context_id=context, template=template, asking=Asking(wait_s=wait, approver=deciding))

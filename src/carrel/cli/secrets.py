@@ -110,7 +110,10 @@ def rekey(
     from carrel import config as settings
     from carrel.cli.failures import note
     from carrel.cli.shown import print_json
-    from carrel.server import rekey as change
+    from carrel.extras import using
+
+    with using("server"):
+        from carrel.server import rekey as change
 
     loaded = settings.load({"data_dir": None if data_dir is None else str(data_dir)}, config=config)
     files = {"old_key": old_key, "new_key": new_key}

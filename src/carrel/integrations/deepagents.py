@@ -14,20 +14,23 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from deepagents.backends.protocol import (
-    DeleteResult,
-    EditResult,
-    ExecuteResponse,
-    FileData,
-    FileDownloadResponse,
-    FileUploadResponse,
-    LsResult,
-    ReadResult,
-    WriteResult,
-)
-from deepagents.backends.sandbox import BaseSandbox
-from langgraph.config import get_config
-from langgraph.runtime import get_runtime
+from carrel.extras import using
+
+with using("deepagents"):
+    from deepagents.backends.protocol import (
+        DeleteResult,
+        EditResult,
+        ExecuteResponse,
+        FileData,
+        FileDownloadResponse,
+        FileUploadResponse,
+        LsResult,
+        ReadResult,
+        WriteResult,
+    )
+    from deepagents.backends.sandbox import BaseSandbox
+    from langgraph.config import get_config
+    from langgraph.runtime import get_runtime
 
 from carrel.client import AsyncCommand, AsyncSandbox
 from carrel.errors import (

@@ -2,6 +2,9 @@
 their process. A client of the public API; each caller's own token does what their tasks do.
 """
 
-from carrel.integrations.a2a.server import AgentSettings, RunningAgent, running, serve
+from carrel.extras import using
+
+with using("a2a"):
+    from carrel.integrations.a2a.server import AgentSettings, RunningAgent, running, serve
 
 __all__ = ["AgentSettings", "RunningAgent", "running", "serve"]

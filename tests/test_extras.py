@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from carrel import __version__
+from carrel.extras import PARTS, ExtraMissing, using
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "carrel"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_SERVER = {
+    "__init__.py",
+    "__main__.py",
+    "cli",
+    "client",
+    "errors.py",
+    "extras.py",
+    "integrations",
+    "models",
+    "supervisor",
+}
+OPTIONAL = {
+    ("a2a", "uvloop"),  # a faster event loop where the server is installed too
+    ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
+}
+
+
+def names(requirements: list[str]) -> set[str]:
+    """The distributions that these requirements name directly; extras of carrel count as what they name."""
+    found: set[str] = set()
+    for requirement in requirements:
+        name, _, extras = re.match(r"([\w.-]+)(\[([^\]]*)\])?", requirement).groups()
+        if name == "carrel":
+            for extra in extras.split(","):
+                found |= names(PROJECT["optional-dependencies"][extra])
+        else:
+            found.add(re.sub(r"[-_.]+", "-", name).lower())
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level modules of others that a file imports at run time, also inside functions."""
+    tree = ast.parse(path.read_text())
+    unread = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"carrel", ""}
+
+
+def files_of(extra: str) -> list[Path]:
+    """The source files that have to work when only this extra is installed."""
+    if extra == "":
+        parts = ["client", "models", "errors.py", "extras.py"]
+    elif extra == "cli":
+        parts = ["cli"]
+    elif extra == "supervisor":
+        parts = ["supervisor"]
+    elif extra == "server":
+        parts = [entry.name for entry in SOURCE.iterdir() if entry.name not in NOT_SERVER]
+    elif extra == "mcp":
+        parts = ["integrations/mcp", "cli/mcp.py"]
+    elif extra == "deepagents":
+        parts = ["integrations/deepagents.py"]
+    else:
+        parts = [f"integrations/{extra}"]
+    return [
+        file for part in parts for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize("extra", ["", *PARTS])
+def test_extra_names_every_package_that_its_files_import(extra: str) -> None:
+    declared = names(PROJECT["dependencies"])
+    if extra:
+        declared |= names(PROJECT["optional-dependencies"][extra])
+    providers = packages_distributions()
+    missing = set()
+    for path in files_of(extra):
+        for module in imported(path):
+            if extra == "cli" and path.name == "mcp.py":
+                continue  # a command of the extra `mcp`
+            by = {re.sub(r"[-_.]+", "-", name).lower() for name in providers.get(module, [])}
+            own = module.replace("_", "-") == "pydantic-core"  # pydantic requires one version of it, its other half
+            if not own and not by & declared and (extra, module) not in OPTIONAL:
+                missing.add(f"{path.relative_to(SOURCE)} imports {module}")
+    assert not missing
+
+
+def test_every_extra_for_users_has_words() -> None:
+    assert set(PARTS) == PROJECT["optional-dependencies"].keys() - {"dev"}
+
+
+def test_missing_package_names_the_extra() -> None:
+    with pytest.raises(ExtraMissing) as caught, using("server"):
+        import no_such_package.inner  # type: ignore[import-not-found]  # noqa: F401
+    assert caught.value.detail == "the server is not installed: pip install 'carrel[server]'"
+    assert caught.value.name == "no_such_package"
+    assert f"carrel-{__version__}-py3-none-any.whl[server]" in caught.value.hint
+    assert caught.value.detail in str(caught.value) and caught.value.hint in str(caught.value)
+
+
+def test_missing_module_of_carrel_stays_a_defect() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught, using("server"):
+        import carrel.no_such_module  # noqa: F401
+    assert not isinstance(caught.value, ExtraMissing)
+
+
+def test_inner_extra_is_the_one_that_is_named() -> None:
+    with pytest.raises(ExtraMissing, match="LangGraph"), using("a2a"), using("langgraph"):
+        import no_such_package  # noqa: F401
