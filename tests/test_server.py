@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
 import shutil
 import signal
 import stat
@@ -71,6 +72,69 @@ def test_the_host_can_be_asked_without_a_server() -> None:
     assert {"namespace", "process"} <= {provider.name for provider in report.providers}
 
 
+async def started(data_dir: str, *, stdout: int, **settings: object) -> tuple[str, str]:
+    """Start a server, stop it once it takes requests; what it said on stderr, and on stdout if that is a pipe."""
+    code = (
+        "import json, sys; from carrel.config import load; from carrel.server import serve;"
+        "serve(load({'port': 0, 'data_dir': sys.argv[1], **json.loads(sys.argv[2])}, environ={}))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, data_dir, json.dumps(settings), stdout=stdout, stderr=subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(60):
+            while not (Path(data_dir) / "server.json").exists():
+                assert process.returncode is None, "it ended early"
+                await asyncio.sleep(0.02)
+            process.terminate()
+            said, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        return errors.decode(), (said or b"").decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_token_is_shown_once_and_only_at_a_terminal(settings: Settings) -> None:
+    token_file = Path(settings.data_dir) / "token"
+    _, logged = await started(settings.data_dir, stdout=subprocess.PIPE)
+    token = token_file.read_text().strip()
+    assert token not in logged and str(token_file) in logged
+    token_file.unlink()
+    shown = []
+    for _ in range(2):
+        master, slave = pty.openpty()
+        try:
+            await started(settings.data_dir, stdout=slave)
+            shown.append(os.read(master, 65536).decode())
+        finally:
+            os.close(slave)
+            os.close(master)
+    token = token_file.read_text().strip()
+    assert token in shown[0] and token not in shown[1]
+    assert all(str(token_file) in each for each in shown)
+
+
+async def test_token_of_the_settings_is_never_shown(settings: Settings) -> None:
+    master, slave = pty.openpty()
+    try:
+        await started(settings.data_dir, stdout=slave, token="of-the-operator")
+        shown = os.read(master, 65536).decode()
+    finally:
+        os.close(slave)
+        os.close(master)
+    assert "of-the-operator" not in shown and "token" in shown
+
+
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
+async def test_server_for_other_machines_says_so(settings: Settings, host: str, warned: bool) -> None:
+    errors, said = await started(settings.data_dir, stdout=subprocess.PIPE, host=host)
+    assert said.splitlines()[0].partition("listens on ")[2].startswith(f"http://{host}:")
+    assert "http://127.0.0.1:" in said
+    assert ("plain HTTP" in errors) is warned
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signals_end_everything(settings: Settings, number: signal.Signals) -> None:
     code = (
@@ -90,7 +154,7 @@ async def test_signals_end_everything(settings: Settings, number: signal.Signals
                 said += line
         place = json.loads((Path(settings.data_dir) / "server.json").read_text())
         token = (Path(settings.data_dir) / "token").read_text().strip()
-        assert place["url"].encode() in said and token.encode() in said and place["pid"] == process.pid
+        assert place["url"].encode() in said and place["pid"] == process.pid
         headers = {"authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(base_url=place["url"], headers=headers, timeout=30) as client:
             made = await client.post("/v1/sandboxes", json={})

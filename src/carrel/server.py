@@ -49,7 +49,12 @@ class Running:
     """A server that takes requests."""
 
     url: str
+    """Where a client on this machine reaches it."""
+    listens_on: str
+    """The address it listens on, as a URL; `http://0.0.0.0:7070` for every address of this machine."""
     token: str | None
+    token_is_new: bool
+    """Whether this start made the token."""
     data_dir: str
     plane: ControlPlane
 
@@ -78,7 +83,8 @@ def _write(path: str, text: str) -> None:
         raise
 
 
-def _token(settings: Settings) -> str | None:
+def _token(settings: Settings) -> tuple[str | None, bool]:
+    """The administrator's token, and whether it was made now."""
     if not settings.auth:
         if not is_loopback(settings.host):
             raise InvalidRequest(
@@ -86,18 +92,22 @@ def _token(settings: Settings) -> str | None:
                 field="auth",
                 hint="leave auth on, or listen on 127.0.0.1",
             )
-        return None
-    path = os.path.join(settings.data_dir, "token")
+        return None, False
+    path = _token_file(settings.data_dir)
     token = settings.token
     if token is None:
         with suppress(OSError, UnicodeDecodeError), open(path, encoding="ascii") as file:
             token = file.read(1024).strip()
         if token:
             os.chmod(path, 0o600)
-            return token
+            return token, False
         token = "carrel_" + secrets.token_urlsafe(32)
     _write(path, token + "\n")
-    return token
+    return token, settings.token is None
+
+
+def _token_file(data_dir: str) -> str:
+    return os.path.join(data_dir, "token")
 
 
 @contextmanager
@@ -144,10 +154,14 @@ def _bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def _urls(listener: socket.socket) -> tuple[str, str]:
+    """Where a client on this machine reaches the listener, and the address it listens on."""
     host, port = listener.getsockname()[:2]
-    if host in {"0.0.0.0", "::"}:
-        host = "127.0.0.1"
+    near = "127.0.0.1" if host in {"0.0.0.0", "::"} else host
+    return _http_url(near, port), _http_url(host, port)
+
+
+def _http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -164,7 +178,7 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
     layout = Layout(settings.data_dir)
     await asyncio.to_thread(layout.prepare)
     with _locked(settings.data_dir), closing(_bind(settings)) as listener:
-        token = _token(settings)
+        token, token_is_new = _token(settings)
         loop = asyncio.get_running_loop()
         probing = loop.run_in_executor(None, probe.host)
         from carrel.control.plane import ControlPlane
@@ -192,9 +206,9 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
                     await task
                     raise PlatformError("the HTTP server did not start")
                 await asyncio.sleep(0.005)
-            url = _url(listener)
+            url, listens_on = _urls(listener)
             _write(record, json.dumps({"url": url, "pid": os.getpid()}) + "\n")
-            yield Running(url, token, settings.data_dir, plane)
+            yield Running(url, listens_on, token, token_is_new, settings.data_dir, plane)
         finally:
             with suppress(OSError):
                 os.unlink(record)
@@ -228,12 +242,21 @@ def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None
         ) from None
 
 
-def _welcome(server: Running) -> str:
-    lines = [f"carrel {carrel.__version__} listens on {server.url}", f"docs   {server.url}/docs"]
+def _welcome(server: Running, *, at_terminal: bool) -> str:
+    """What a person who starts the server needs to know. The output may be a log that others read, so the token is
+    shown at a terminal only, and once.
+    """
+    lines = [f"carrel {carrel.__version__} listens on {server.listens_on}"]
+    if server.listens_on != server.url:
+        lines.append(f"here   {server.url}")
+    lines.append(f"docs   {server.url}/docs")
+    kept = _token_file(server.data_dir)
     if server.token is None:
         lines.append("token  none is asked for")
+    elif server.token_is_new and at_terminal:
+        lines.append(f"token  {server.token}  (shown this once; kept in {kept})")
     else:
-        lines.append(f"token  {server.token}  (kept in {os.path.join(server.data_dir, 'token')})")
+        lines.append(f"token  the administrator's is in {kept}")
     if server.plane.recovered.adopted:
         lines.append(f"found  {server.plane.recovered.adopted} running sandboxes of the server before")
     command = "carrel" if shutil.which("carrel") else os.path.join(os.path.dirname(sys.executable), "carrel")
@@ -247,7 +270,13 @@ async def _serve(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with running(settings) as server:
-        print(_welcome(server), flush=True)  # noqa: T201 - what a person who starts the server needs to see
+        # What a person who starts the server needs to see.
+        print(_welcome(server, at_terminal=sys.stdout.isatty()), flush=True)  # noqa: T201
+        if not is_loopback(settings.host):
+            log.warning(
+                "other machines reach this server over plain HTTP: tokens and files travel unencrypted; "
+                "listen on 127.0.0.1 and put a proxy with TLS in front"
+            )
         await stop.wait()
         log.info("shutting down")
 

@@ -20,7 +20,9 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")
     ] = None,
 ) -> None:
-    """Start the server. It prints its address, the token and a first command to try.
+    """Start the server. It prints its address, where the token is kept and a first command to try.
+
+    The token itself is shown once, by the start that makes it, and only at a terminal.
 
     \b
     carrel serve
