@@ -54,6 +54,10 @@ def test_run_feeds_standard_input(carrel: Carrel) -> None:
 
 def test_signals_and_deadlines_have_their_codes(carrel: Carrel) -> None:
     assert carrel("run", "kill -TERM $$").returncode == 128 + signal.SIGTERM
+    for refused in ("nan", "-1"):
+        done = carrel("run", f"--timeout={refused}", "true")
+        assert done.returncode != 0 and b"means no deadline" in done.stderr, done.stderr
+        assert b"Traceback" not in done.stderr
     done = carrel("run", "--timeout", "0.5", "echo before; sleep 60")
     assert done.returncode == 124
     assert done.stdout == b"before\n"

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from carrel.client import AsyncSandbox, Sandbox
+from carrel.client import AsyncSandbox, Client, Sandbox
 from carrel.errors import AlreadyExists, CommandFailed, InvalidRequest, NotFound
 from carrel.models import CommandResult
 
@@ -171,3 +174,50 @@ def test_an_id_of_ones_own_runs_once_and_finds_it_again(box: Sandbox) -> None:
     with pytest.raises(InvalidRequest) as refused:
         box.commands.start("true", id="c1")
     assert refused.value.field == "id"
+
+
+def test_start_has_no_deadline_and_run_has_that_of_the_sandbox(client: Client) -> None:
+    with client.sandbox(limits={"timeout_s": 1}) as box:
+        waits = "while ! [ -e go ]; do sleep 0.05; done; echo went"
+        started = [box.commands.start(waits), box.commands.start(waits, timeout=0)]
+        bounded = box.commands.start(waits, timeout="default")
+        assert box.commands.run("sleep 60").timed_out
+        assert bounded.wait().timed_out
+        assert all(each.info().running for each in started), "they were started before what has timed out"
+        box.files.write("go", b"")
+        assert [each.wait().stdout for each in started] == ["went\n", "went\n"]
+
+
+@pytest.mark.parametrize("timeout", [None, 0, math.inf])
+def test_run_and_stream_without_a_deadline(client: Client, timeout: float | None) -> None:
+    with client.sandbox(limits={"timeout_s": 0.5}) as box:
+        assert box.commands.run("sleep 1; echo after", timeout=timeout).stdout == "after\n"
+        assert "".join(chunk.text for chunk in box.commands.stream("sleep 1; echo s", timeout=timeout)) == "s\n"
+        assert box.execute("sleep 1; echo e", timeout=timeout).output == "e\n"
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1, -math.inf, True, "soon"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(box: Sandbox, timeout: Any) -> None:
+    context = box.python.context("main")
+    calls: list[Callable[[], object]] = [
+        lambda: box.commands.run("true", timeout=timeout),
+        lambda: box.commands.start("true", timeout=timeout),
+        lambda: list(box.commands.stream("true", timeout=timeout)),
+        lambda: box.execute("true", timeout=timeout),
+        lambda: box.python.run("1", timeout=timeout),
+        lambda: box.python.start("1", timeout=timeout),
+        lambda: context.run("1", timeout=timeout),
+        lambda: box.mcp.request("server", "tool", timeout=timeout),
+        lambda: Client(timeout=timeout),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequest) as raised:
+            call()
+        assert raised.value.field == "timeout" and raised.value.hint
+
+
+def test_code_with_an_infinite_timeout_is_refused_in_words(box: Sandbox) -> None:
+    with pytest.raises(InvalidRequest, match="at most 120 seconds"):
+        box.python.run("1", timeout=math.inf)
+    with Client(timeout=math.inf) as patient:
+        assert patient.sandbox(box.id).commands.run("echo hi").stdout == "hi\n"

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from urllib.parse import parse_qs, unquote_to_bytes
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from carrel.control.exchange import (
     asked,
@@ -14,6 +16,7 @@ from carrel.control.exchange import (
     checked_path,
     checked_result,
     command_body,
+    deadline_of,
     edited,
     json_object,
     query_of,
@@ -31,7 +34,21 @@ def test_a_command_has_a_deadline() -> None:
     body, timeout = command_body(CommandRequest(command="true", timeout=5), 7.0)
     assert (json.loads(body)["timeout"], timeout) == (5, 5)
     assert command_body(CommandRequest(command="true"), 7.0)[1] == 7.0
-    assert command_body(CommandRequest(command="true"), None)[1] == 300.0
+    assert command_body(CommandRequest(command="true"), None)[1] is None
+
+
+@pytest.mark.parametrize("given", [0, None, math.inf, 0.0])
+def test_zero_null_and_infinity_mean_no_deadline(given: float | None) -> None:
+    request = CommandRequest.model_validate({"command": "true", "timeout": given})
+    body, timeout = command_body(request, 7.0)
+    assert (json.loads(body)["timeout"], timeout) == (None, None)
+    assert deadline_of(CommandRequest.model_validate({"command": "true", "timeout": "default"}).timeout, 7.0) == 7.0
+
+
+@pytest.mark.parametrize("given", [-1, math.nan, -math.inf, 86_401, "soon", True, [1]])
+def test_a_timeout_that_is_no_deadline_is_refused(given: object) -> None:
+    with pytest.raises(ValidationError, match="0 means no deadline"):
+        CommandRequest.model_validate({"command": "true", "timeout": given})
 
 
 def test_what_decides_what_a_command_does_is_asked() -> None:

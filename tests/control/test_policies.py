@@ -12,7 +12,7 @@ from carrel.control.door import Operation
 from carrel.control.plane import ControlPlane
 from carrel.control.policies import Policies, read_below
 from carrel.errors import Conflict, Denied, InvalidRequest, LimitExceeded, PlatformError
-from carrel.models import CommandRequest, Limits, PolicyDocuments, SandboxRequest
+from carrel.models import CommandRequest, ExecuteRequest, Limits, PolicyDocuments, SandboxRequest
 from carrel.store import Database
 from carrel.store.policies import PolicyRecord, PolicyStore
 
@@ -240,3 +240,17 @@ async def test_the_limits_of_the_sources_hold(plane: ControlPlane) -> None:
     with pytest.raises(Denied, match="20 seconds at most"):
         await plane.operations.run_command("c", CommandRequest(command="true", timeout=21))
     assert (await plane.operations.run_command("c", CommandRequest(command="true", timeout=19))).ok
+
+
+async def test_a_command_without_a_deadline_stays_within_the_policy(plane: ControlPlane) -> None:
+    sources = {"runtime": {"max_execution_time_seconds": 1}}
+    await plane.policies.put("c", PolicyDocuments(sources=sources), "person:ann")
+    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    started = await plane.operations.start_command("c", CommandRequest(command="sleep 60"))
+    assert (await plane.operations.command_result("c", started.id)).timed_out, "the policy's limit is its deadline"
+    for start in (plane.operations.run_command, plane.operations.start_command):
+        with pytest.raises(Denied, match="1 seconds at most"):
+            await start("c", CommandRequest(command="true", timeout=0))
+    for timeout in (0, 2):
+        with pytest.raises(Denied, match="1 seconds at most"):
+            await plane.operations.execute("c", ExecuteRequest(code="true", timeout=timeout))

@@ -86,7 +86,7 @@ async def run_command(request: Request) -> Response:
     responses={201: {"model": CommandInfo}, **problems(404, 409, 413, 429, 502)},
 )
 async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Response:
-    """Answers at once; read the output by id and offset."""
+    """Answers at once; read the output by id and offset. Without a `timeout` it runs until it ends or is ended."""
     return as_json(await plane.operations.start_command(id, body), 201)
 
 
@@ -100,7 +100,7 @@ async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Re
 )
 async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, request: Request) -> Response:
     """The command goes on when the caller goes away; attach again with its id and the last offset."""
-    info = await plane.operations.start_command(id, body)
+    info = await plane.operations.start_command(id, body, attended=True)
     chunks = plane.operations.command_output(id, info.id)
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
 

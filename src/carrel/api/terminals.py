@@ -18,7 +18,7 @@ from carrel.api.parts import plane_of
 from carrel.api.problems import invalid
 from carrel.control.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
-from carrel.models import MAX_OUTPUT_BYTES, MAX_TIMEOUT_S, CommandRequest, TerminalSize
+from carrel.models import MAX_OUTPUT_BYTES, CommandRequest, TerminalSize
 
 router = Router(tags=["terminals"])
 
@@ -46,7 +46,6 @@ async def terminal(
             command=command,
             terminal=TerminalSize(rows=rows, cols=cols),
             interactive=True,
-            timeout=MAX_TIMEOUT_S,
             output_limit=MAX_OUTPUT_BYTES,
             env={"TERM": "xterm-256color"},
         )

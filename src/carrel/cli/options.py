@@ -51,7 +51,10 @@ Network = Annotated[
     str | None,
     typer.Option(help="What it can reach: none, allowlist, bridge or host.", autocompletion=networks),
 ]
-Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Everything it started dies then.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="Everything it started dies then; 0: never. Without, as the sandbox has it."),
+]
 Approval = Annotated[
     str | None, typer.Option(metavar="ID", help="Run what was approved; it runs once, exactly as it was asked for.")
 ]

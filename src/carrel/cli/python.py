@@ -137,7 +137,9 @@ def _call(
 def _cell(box: Sandbox, name: str, text: str, env: str | None, variables: dict[str, str], timeout: float | None) -> int:
     from carrel.cli.streams import write_out
 
-    stream = box.python.context(name, env=env, variables=variables).stream(text, timeout=timeout)
+    stream = box.python.context(name, env=env, variables=variables).stream(
+        text, timeout="default" if timeout is None else timeout
+    )
     for chunk in stream:
         write_out(chunk.stream, chunk.data)
     result = stream.result()

@@ -67,7 +67,12 @@ async def attended(
 
     piped = not sys.stdin.closed and not sys.stdin.isatty()
     handle = await box.commands.start(
-        command, cwd=cwd, env=env, timeout=timeout, output_limit=MAX_OUTPUT_BYTES, interactive=piped
+        command,
+        cwd=cwd,
+        env=env,
+        timeout="default" if timeout is None else timeout,
+        output_limit=MAX_OUTPUT_BYTES,
+        interactive=piped,
     )
     feeding = asyncio.ensure_future(_feed(handle)) if piped else None
     try:

@@ -16,7 +16,7 @@ from functools import partial
 from pydantic import ValidationError
 
 from carrel.control.connection import Json
-from carrel.control.exchange import GRACE, LIST, SMALL, check, json_object, segment_of, size_of
+from carrel.control.exchange import GRACE, LIST, SMALL, check, deadline_of, json_object, segment_of, size_of
 from carrel.control.frames import Chunk
 from carrel.control.live import LiveSandbox
 from carrel.control.memory import for_memory
@@ -36,7 +36,6 @@ from carrel.models import (
 )
 
 SHORT = 30.0
-LONGEST_S = 86_400.0
 MOST_RESULT = 64 * 1024 * 1024
 _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
 
@@ -82,7 +81,7 @@ class CodeContextOperations:
             body, env = await self._body(box, context, request, actor)
             # It may wait for all the cells before it: only the sandbox knows for how long.
             answer = await box.connection.request(
-                "POST", f"/contexts/{context}/cells?wait=1", body, deadline=LONGEST_S, max_bytes=MOST_RESULT
+                "POST", f"/contexts/{context}/cells?wait=1", body, deadline=None, max_bytes=MOST_RESULT
             )
             await self._remember(box, context, env)
             return await self._shown(box, answer, traffic.gave)
@@ -116,7 +115,7 @@ class CodeContextOperations:
         path = f"/contexts/{context}/cells/{segment_of(cell_id)}"
         arguments = {"code_context": context, "cell": cell_id}
         async with self._door(name, "shell", "get_cell", arguments, actor) as (box, traffic):
-            answer = await box.connection.request("GET", path, deadline=LONGEST_S, max_bytes=MOST_RESULT)
+            answer = await box.connection.request("GET", path, deadline=None, max_bytes=MOST_RESULT)
             return await self._shown(box, answer, traffic.gave)
 
     async def list(self, name: str, actor: str = "") -> CodeContextList:
@@ -157,7 +156,7 @@ class CodeContextOperations:
     async def _body(self, box: LiveSandbox, context: str, request: CellRequest, actor: str) -> tuple[bytes, str | None]:
         """What the supervisor is asked for, and the environment in it."""
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
-        body["timeout"] = request.timeout or box.record.limits.timeout_s
+        body["timeout"] = deadline_of(request.timeout, box.record.limits.timeout_s)
         wanted: Wanting = request
         had = await self._recalled(box, context)
         if request.env is None and request.requirements is None and had is not None:

@@ -220,7 +220,7 @@ class _Wire(asyncio.Protocol):
         if not self.complete or self.failure is not None:
             self.failure = failure
 
-    async def finish(self, deadline: float, spare: int = -1) -> bytes:
+    async def finish(self, deadline: float | None, spare: int = -1) -> bytes:
         """The whole answer."""
         while not self.complete and self.failure is None:
             await self._wait(deadline)
@@ -317,7 +317,7 @@ class SupervisorConnection:
         path: str,
         body: Json | None = None,
         *,
-        deadline: float = 30.0,
+        deadline: float | None = 30.0,
         max_bytes: int = MAX_JSON,
     ) -> Json:
         """Ask for a JSON object. An answer without a body is an empty one."""
@@ -331,10 +331,12 @@ class SupervisorConnection:
         path: str,
         body: bytes | None = None,
         *,
-        deadline: float = 30.0,
+        deadline: float | None = 30.0,
         max_bytes: int = MAX_JSON,
     ) -> bytes:
-        """Send a body, get the body of a successful answer; a problem answer becomes its error."""
+        """Send a body, get the body of a successful answer; a problem answer becomes its error. Without a deadline it
+        waits until the sandbox answers or ends.
+        """
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(max_bytes)
         spare = wire.duplicate() if body is not None and len(body) > SMALL_BODY else -1

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal, TypeVar
 from urllib.parse import quote
 
 from blake3 import blake3
@@ -16,10 +16,10 @@ from pydantic import BaseModel, Field, ValidationError
 
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
 from carrel.models import CommandRequest, CommandResult, EditRequest
+from carrel.store import SessionRecord
 
 SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
-DEFAULT_DEADLINE = 300.0
 GRACE = 15.0
 """How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
 output.
@@ -27,6 +27,9 @@ output.
 
 _SHOWN = 2000
 """How much of a text that is replaced is shown to who decides."""
+
+Longest = Callable[[SessionRecord], Awaitable[float | None]]
+"""The longest that a command of a session may take by its policy; None where the policy has no such limit."""
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=CommandResult)
@@ -69,9 +72,16 @@ def _cut(text: str) -> str:
     return text if left <= 0 else f"{text[:_SHOWN]} […] and {left} characters more"
 
 
-def command_body(request: CommandRequest, default: float | None) -> tuple[bytes, float]:
-    """A command as the supervisor takes it, and its deadline."""
-    timeout = request.timeout or default or DEFAULT_DEADLINE
+def deadline_of(given: float | Literal["default"] | None, default: float | None) -> float | None:
+    """The deadline of a request in seconds; None means that there is none."""
+    if given is None or given == "default":
+        return default
+    return given or None
+
+
+def command_body(request: CommandRequest, default: float | None) -> tuple[bytes, float | None]:
+    """A command as the supervisor takes it, and its deadline. `default` is for a request without one."""
+    timeout = deadline_of(request.timeout, default)
     body = request.model_dump()
     body["timeout"] = timeout
     return json.dumps(body, separators=(",", ":")).encode(), timeout

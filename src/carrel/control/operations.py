@@ -22,6 +22,7 @@ from carrel.control.exchange import (
     LIST,
     SMALL,
     Emptied,
+    Longest,
     R,
     asked,
     brought,
@@ -29,6 +30,7 @@ from carrel.control.exchange import (
     checked_path,
     checked_result,
     command_body,
+    deadline_of,
     edited,
     json_object,
     query_of,
@@ -73,6 +75,7 @@ from carrel.models import (
 )
 
 SHORT = 30.0
+LARGEST_RESULT = result_size(MAX_OUTPUT_BYTES)
 
 
 async def _nothing(_box: LiveSandbox) -> None:
@@ -82,8 +85,9 @@ async def _nothing(_box: LiveSandbox) -> None:
 class Operations:
     """Every operation on running sandboxes."""
 
-    def __init__(self, sessions: Sessions, door: Door, metrics: Metrics, redactor: Redactors):
+    def __init__(self, sessions: Sessions, door: Door, metrics: Metrics, redactor: Redactors, longest: Longest):
         self._sessions = sessions
+        self._longest = longest
         self._redactor = redactor
         self._outer = door
         self._metrics = metrics
@@ -199,17 +203,24 @@ class Operations:
                 "POST",
                 "/commands?wait=1",
                 body,
-                deadline=timeout + GRACE,
+                deadline=None if timeout is None else timeout + GRACE,
                 max_bytes=result_size(request.output_limit),
             )
             return await self._result(box, traffic, checked_result(answer, CommandResult))
 
-    async def start_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandInfo:
-        """Start a command in the background."""
+    async def start_command(
+        self, name: str, request: CommandRequest, actor: str = "", *, attended: bool = False
+    ) -> CommandInfo:
+        """Start a command in the background. `attended` says that the caller reads its output until it ends: a request
+        without a deadline then gets that of the sandbox, and else none but the policy's.
+        """
         async with self._door(name, "shell", "start_command", asked(request), actor) as (box, traffic):
             if actor != SELF:
                 await self.settled(box)
-            body, _ = command_body(request, box.record.limits.timeout_s)
+            default = box.record.limits.timeout_s
+            if request.timeout is None and not attended:
+                default = await self._longest(box.record)
+            body, _ = command_body(request, default)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
             answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=SMALL)
@@ -234,9 +245,7 @@ class Operations:
         """Wait for the end of a command."""
         path = f"/commands/{segment_of(command_id)}/result"
         async with self._door(name, "shell", "command_result", {"id": command_id}, actor) as (box, traffic):
-            answer = await box.connection.request(
-                "GET", path, deadline=86_400 + GRACE, max_bytes=result_size(MAX_OUTPUT_BYTES)
-            )
+            answer = await box.connection.request("GET", path, deadline=None, max_bytes=LARGEST_RESULT)
             return await self._result(box, traffic, checked_result(answer, CommandResult))
 
     async def command_output(
@@ -287,17 +296,17 @@ class Operations:
             return await self.python.execute(name, request, actor)
         if request.env_name is not None or request.requirements is not None:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
-        arguments = {"command": request.code} | brought(request.files)
+        arguments: dict[str, object] = {"command": request.code} | brought(request.files)
+        arguments |= request.model_dump(include={"timeout"}, exclude_defaults=True)
         async with self._door(name, "shell", "execute", arguments, actor) as (box, traffic):
             await self.settled(box)
             if request.files:
                 _room(box)
                 traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
             body = request.model_dump()
-            body["timeout"] = timeout = request.timeout or box.record.limits.timeout_s or 300.0
-            answer = await self._ask(
-                box, "POST", "/execute", body, deadline=timeout + GRACE, limit=result_size(MAX_OUTPUT_BYTES)
-            )
+            body["timeout"] = timeout = deadline_of(request.timeout, box.record.limits.timeout_s)
+            deadline = None if timeout is None else timeout + GRACE
+            answer = await self._ask(box, "POST", "/execute", body, deadline=deadline, limit=LARGEST_RESULT)
             result = check(ExecuteResult, answer)
             size = size_of(result.output) + size_of(result.stderr)
             traffic.gave(size)
@@ -449,7 +458,7 @@ class Operations:
         path: str,
         body: Json | None = None,
         *,
-        deadline: float = SHORT,
+        deadline: float | None = SHORT,
         limit: int = SMALL,
     ) -> Json:
         return await box.connection.request_json(method, path, body, deadline=deadline, max_bytes=limit)

@@ -159,7 +159,9 @@ class ControlPlane:
         self.approvals.door = door or governor
         # Not its policy: whoever may delete a context may not loosen what holds for the next one of its name.
         self.sessions.on_deleted += [self.secrets.forget, self.approvals.forget]
-        self.operations = Operations(self.sessions, door or governor, self.metrics, self.secrets.redactor)
+        self.operations = Operations(
+            self.sessions, door or governor, self.metrics, self.secrets.redactor, self.policies.longest
+        )
         self.secrets.deliver = self.operations.deliver_secrets
         self.sessions.on_moved(self._adopt_chain)
         plans = Plans(layout.run, upstreams, self._policy_of, self.secrets.values_of)

@@ -214,6 +214,10 @@ class Policies:
                 changes[name] = most
         return replace(record, limits=record.limits.model_copy(update=changes)) if changes else record
 
+    async def longest(self, record: SessionRecord) -> float | None:
+        """The longest that a command of a session may take by its policy; None where the policy has no such limit."""
+        return (await self.of_record(record)).limits.max_execution_time_seconds
+
     async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
         """What the policy says of a command, part by part."""
         verdict = decide_shell(await self.of(context_id), command, cwd=_absolute(cwd), dialect=DIALECT)
@@ -369,7 +373,7 @@ def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Ver
             return None if workspace is None else read_below(workspace, path)
 
         most, timeout = policy.limits.max_execution_time_seconds, arguments.get("timeout")
-        if most is not None and isinstance(timeout, int | float) and timeout > most:
+        if most is not None and isinstance(timeout, int | float) and not 0 < timeout <= most:
             reason = f"a command of this agent may take {most} seconds at most"
             hint = f"ask for {most} seconds or less, or leave the deadline out"
             return Verdict("deny", reason, "runtime.max_execution_time_seconds", policy.sources[-1][0], hint)

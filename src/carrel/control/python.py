@@ -117,7 +117,8 @@ class PythonOperations:
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
         """`/execute` for Python: the same call, answered in the form of that route."""
-        if request.timeout is not None and request.timeout > MAX_PYTHON_TIMEOUT_S:
+        timeout = None if request.timeout == "default" else request.timeout
+        if timeout is not None and not 0 < timeout <= MAX_PYTHON_TIMEOUT_S:
             raise InvalidRequest(
                 f"a call of Python may take {MAX_PYTHON_TIMEOUT_S:.0f} seconds at most",
                 field="timeout",
@@ -130,7 +131,7 @@ class PythonOperations:
             wanted = EnvironmentAttach(requirements=requirements, index=request.python_index)
             env, requirements = (await self.attach(name, wanted, actor)).name, None
         call = PythonRequest(
-            code=request.code, timeout=request.timeout, files=request.files, env=env, requirements=requirements
+            code=request.code, timeout=timeout, files=request.files, env=env, requirements=requirements
         )
         result = await self.run(name, call, actor)
         return ExecuteResult(

@@ -84,7 +84,10 @@ class CarrelBackend(BaseSandbox):
         async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
             async def start() -> AsyncCommand:
                 return await box.commands.start(
-                    command, timeout=timeout or None, output_limit=MOST_OUTPUT, id=attempt.id
+                    command,
+                    timeout="default" if timeout is None else timeout,
+                    output_limit=MOST_OUTPUT,
+                    id=attempt.id,
                 )
 
             return await followed(attempt, box, start, _joined)
@@ -218,7 +221,7 @@ class CarrelBackend(BaseSandbox):
         async def act_outside(attempt: Attempt, box: AsyncSandbox) -> Said:
             async def start() -> AsyncCommand:
                 line = f"mkdir -p {above} && base64 -d > {quoted}"
-                return await box.commands.start(line, stdin=given, id=attempt.id)
+                return await box.commands.start(line, timeout="default", stdin=given, id=attempt.id)
 
             return await followed(attempt, box, start, _joined)
 

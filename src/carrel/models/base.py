@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, WithJsonSchema
 
 ContextId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """Letters, digits, `.`, `_`, `:`, `-`; 1 to 128 characters; starts with a letter or digit."""
@@ -20,6 +21,35 @@ OwnId = Annotated[str, StringConstraints(pattern=r"^k[A-Za-z0-9_-]{7,63}$")]
 """A name of the caller's own for one command or edit: the same request again does not do the same again."""
 
 MAX_TIMEOUT_S = 86_400.0
+
+
+def _checked_deadline(value: object) -> object:
+    """Seconds from 0 on, or `default`. None and infinity become 0."""
+    if value is None or value == "default":
+        return value or 0.0
+    if value == math.inf:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TIMEOUT_S:
+        raise ValueError(f"it must be from 0 to {MAX_TIMEOUT_S:.0f} seconds; 0 means no deadline")
+    return float(value)
+
+
+Deadline = Annotated[
+    float | Literal["default"] | None,
+    BeforeValidator(_checked_deadline),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S},
+                {"type": "string", "const": "default"},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+"""The deadline of a command in seconds; 0 or null: none; `default`: that of the sandbox. In a parsed request None means
+that the field was left out, and 0 that there is no deadline.
+"""
 
 MAX_OUTPUT_BYTES = 100 * 1024 * 1024
 

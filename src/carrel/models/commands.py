@@ -11,8 +11,8 @@ from pydantic import Field
 from carrel.models.base import (
     DEFAULT_OUTPUT_BYTES,
     MAX_OUTPUT_BYTES,
-    MAX_TIMEOUT_S,
     Answer,
+    Deadline,
     EnvName,
     NoNul,
     OwnId,
@@ -37,7 +37,11 @@ class CommandRequest(Request):
     )
     cwd: NoNul | None = Field(default=None, max_length=4096, description="relative to the workspace")
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
-    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S, description="seconds; the tree dies then")
+    timeout: Deadline = Field(
+        default=None,
+        description="seconds until the whole process tree is killed; 0 or null: no deadline; `default`: that of the "
+        "sandbox (`limits.timeout_s`). Left out, it is `default`, and 0 for a command started in the background",
+    )
     stdin: str | None = Field(default=None, max_length=16 * 1024 * 1024, description="text given, then closed")
     output_limit: int = Field(default=DEFAULT_OUTPUT_BYTES, ge=0, le=MAX_OUTPUT_BYTES)
     terminal: TerminalSize | None = Field(default=None, description="run under a PTY of this size")
@@ -123,7 +127,9 @@ class ExecuteRequest(Request):
 
     code: str = Field(min_length=1, max_length=1_048_576)
     language: Literal["shell", "python"] = "shell"
-    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    timeout: Deadline = Field(
+        default=None, description="seconds; 0 or null: no deadline (shell only); left out: that of the sandbox"
+    )
     files: dict[NoNul, str] = Field(default_factory=dict, max_length=256, description="path → base64")
     env_name: EnvironmentName | None = Field(default=None, description="an environment by its name or label")
     requirements: list[Requirement] | None = Field(

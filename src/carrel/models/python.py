@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import MAX_TIMEOUT_S, Answer, EnvName, NoNul, OwnId, Request, TemplateName
+from carrel.models.base import Answer, Deadline, EnvName, NoNul, OwnId, Request, TemplateName
 from carrel.models.commands import CommandResult, ExecuteResult
 from carrel.models.environments import EnvironmentName, IndexName, Requirement
 
@@ -66,7 +66,10 @@ class CellRequest(_InEnvironment):
     """A cell for a code context. The environment and the variables count when the context starts."""
 
     code: str = Field(min_length=1, max_length=MAX_CODE)
-    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S, description="seconds; then it is interrupted")
+    timeout: Deadline = Field(
+        default=None,
+        description="seconds until it is interrupted; 0 or null: no deadline; left out: that of the sandbox",
+    )
     figures: list[Figure] = Field(default=["png"], max_length=2, description="how figures of matplotlib are drawn")
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from carrel.client._async.wire import FAILED, LATE, LOST, NOT_REACHED, AsyncReply, AsyncWire, Patience
 from carrel.client._io_async import Progress, Source, pieces
+from carrel.client.deadlines import seconds
 from carrel.client.locate import START_HINT, Address
 from carrel.errors import CarrelError, InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
@@ -30,7 +31,7 @@ _JSON = {"content-type": "application/json"}
 def encoded(body: Mapping[str, object]) -> bytes:
     """A request body without the fields that were not given."""
     try:
-        return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
+        return json.dumps({key: value for key, value in body.items() if value is not None}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from None
 
@@ -45,8 +46,9 @@ class AsyncConnection:
             self.headers["authorization"] = f"Bearer {address.token}"
         self.carried: dict[str, str] = {}
         self.wait_s = 0.0
-        connect = min(CONNECT_S, timeout)
-        self._default: Patience = {"connect": connect, "read": timeout, "write": timeout, "pool": timeout}
+        limit = seconds(timeout)
+        connect = CONNECT_S if limit is None else min(CONNECT_S, limit)
+        self._default: Patience = {"connect": connect, "read": limit, "write": limit, "pool": limit}
         # A proxy of the environment has no way to a server on this machine.
         self._wire = AsyncWire(address.url, self.headers, local=address.loopback)
 
@@ -63,7 +65,8 @@ class AsyncConnection:
 
     def patience(self, deadline: float | None) -> Patience:
         """Timeouts for a request that waits for a command; without a deadline the server decides how long."""
-        return {**self._default, "read": None if deadline is None else deadline + GRACE_S + self.wait_s}
+        limit = seconds(deadline)
+        return {**self._default, "read": None if limit is None else limit + GRACE_S + self.wait_s}
 
     async def get(self, model: type[Model], path: str, query: Query | None = None) -> Model:
         """GET a model."""

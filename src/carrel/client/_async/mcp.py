@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client.deadlines import limited
 from carrel.models import (
+    MAX_MCP_TIMEOUT_S,
     MCP_TIMEOUT_S,
     McpCatalogue,
     McpLog,
@@ -117,7 +119,9 @@ class AsyncMcp:
         """Call a tool. What the tool complains of is a result with `.is_error`; `McpServerFailed` when its server is
         of no use.
         """
-        body = encoded({"tool": tool, "arguments": {**(arguments or {})}, "timeout": timeout})
+        body = encoded(
+            {"tool": tool, "arguments": {**(arguments or {})}, "timeout": limited(timeout, MAX_MCP_TIMEOUT_S)}
+        )
         connection = self._connection
         patience = connection.patience(timeout + START_S)
         return await connection.post(McpResult, f"{self._of(server)}/request", body, timeout=patience)

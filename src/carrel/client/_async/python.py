@@ -10,6 +10,7 @@ from carrel.client._async.bundles import GivenFiles, encoded_files
 from carrel.client._async.commands import AsyncCommand, AsyncOutputStream
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.files import AsyncFiles
+from carrel.client.deadlines import Timeout, attended, limited
 from carrel.client.output import checked
 from carrel.models import (
     MAX_PYTHON_TIMEOUT_S,
@@ -53,8 +54,8 @@ class AsyncPython:
         """
         inline = await self._put(files)
         body = _body(
-            code, env, requirements, timeout=timeout, files=inline, args=args, variables=variables, cwd=cwd,
-            stdin=stdin, output_limit=output_limit,
+            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), files=inline, args=args,
+            variables=variables, cwd=cwd, stdin=stdin, output_limit=output_limit,
         )  # fmt: skip
         patience = self._connection.patience(None)  # an interpreter or an environment may have to be made first
         result = await self._connection.post(PythonResult, self._path, body, timeout=patience)
@@ -74,7 +75,10 @@ class AsyncPython:
         stdin: str | None = None,
     ) -> AsyncOutputStream:
         """Run a code and iterate over its output while it is written."""
-        body = _body(code, env, None, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin)
+        body = _body(
+            code, env, None, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables, cwd=cwd,
+            stdin=stdin,
+        )  # fmt: skip
         deadline = timeout or MAX_PYTHON_TIMEOUT_S
         return AsyncOutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=deadline)
 
@@ -94,8 +98,8 @@ class AsyncPython:
     ) -> AsyncCommand:
         """Start a code in the background: a command like any other, also in what an `id` of your own means."""
         body = _body(
-            code, env, requirements, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin,
-            interactive=interactive or None, id=id,
+            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables,
+            cwd=cwd, stdin=stdin, interactive=interactive or None, id=id,
         )  # fmt: skip
         patience = self._connection.patience(None)
         info = await self._connection.post(CommandInfo, f"{self._path}/start", body, timeout=patience)
@@ -147,8 +151,8 @@ class AsyncCodeContext:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
 
-    async def run(self, code: str, *, timeout: float | None = None, figures: Sequence[str] | None = None) -> CellResult:
-        """Run a cell and wait. What it raises is a result.
+    async def run(self, code: str, *, timeout: Timeout = "default", figures: Sequence[str] | None = None) -> CellResult:
+        """Run a cell and wait. What it raises is a result. `timeout` means what it means for `box.commands.run`.
 
         `figures` says how figures of matplotlib are drawn: `png`, `svg`, or both.
         """
@@ -156,7 +160,7 @@ class AsyncCodeContext:
         return await self._connection.post(CellResult, f"{self._path}/cells", body, timeout=patience)
 
     def stream(
-        self, code: str, *, timeout: float | None = None, figures: Sequence[str] | None = None
+        self, code: str, *, timeout: Timeout = "default", figures: Sequence[str] | None = None
     ) -> AsyncCellStream:
         """Run a cell and iterate over what it prints; `result()` afterwards has all of it."""
         return AsyncCellStream(self._connection, self._path, self._cell(code, timeout, figures))
@@ -182,9 +186,11 @@ class AsyncCodeContext:
         """End it, with all it started."""
         await self._connection.call("DELETE", self._path)
 
-    def _cell(self, code: str, timeout: float | None, figures: Sequence[str] | None) -> bytes:
+    def _cell(self, code: str, timeout: Timeout, figures: Sequence[str] | None) -> bytes:
         chosen = None if figures is None else [*figures]
-        return _body(code, self._env, self._requirements, timeout=timeout, figures=chosen, variables=self._variables)
+        return _body(
+            code, self._env, self._requirements, timeout=attended(timeout), figures=chosen, variables=self._variables
+        )
 
 
 class AsyncCellStream(AsyncOutputStream):

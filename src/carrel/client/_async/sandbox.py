@@ -20,6 +20,7 @@ from carrel.client._async.files import AsyncFiles, give, save_as
 from carrel.client._async.mcp import AsyncMcp
 from carrel.client._async.python import AsyncPython
 from carrel.client._io_async import Progress
+from carrel.client.deadlines import Timeout, attended, waited
 from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
@@ -98,14 +99,15 @@ class AsyncSandbox:
         code: str,
         *,
         language: str = "shell",
-        timeout: float | None = None,
+        timeout: Timeout = "default",
         files: Mapping[str, bytes] | None = None,
     ) -> ExecuteResult:
         """Run code with files put in place before it; names the files it made."""
         given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
-        body = encoded({"code": code, "language": language, "timeout": timeout, "files": given})
+        body = encoded({"code": code, "language": language, "timeout": attended(timeout), "files": given})
         connection = self._connection
-        return await connection.post(ExecuteResult, f"{self._path}/execute", body, timeout=connection.patience(timeout))
+        patience = connection.patience(waited(timeout))
+        return await connection.post(ExecuteResult, f"{self._path}/execute", body, timeout=patience)
 
     async def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
         """Call a named tool with its parameters."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from carrel.client._async.bundles import AsyncUnbundled, GivenFiles, bundled, encoded_files
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.files import save_all
+from carrel.client.deadlines import limited
 from carrel.errors import PlatformError
-from carrel.models import EnvironmentInfo, StatelessResult
+from carrel.models import MAX_PYTHON_TIMEOUT_S, EnvironmentInfo, StatelessResult
 
 MOST_RETURNED = 8 * 1024 * 1024
 
@@ -48,7 +49,7 @@ class AsyncStatelessPython:
                 "env_name": env.name if isinstance(env, EnvironmentInfo) else env,
                 "requirements": None if requirements is None else [*requirements],
                 "template": template,
-                "timeout": timeout,
+                "timeout": limited(timeout, MAX_PYTHON_TIMEOUT_S),
                 "files": given,
                 "python_index": index,
             }

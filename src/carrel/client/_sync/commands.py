@@ -9,6 +9,7 @@ from types import TracebackType
 
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.wire import FAILED, Reply
+from carrel.client.deadlines import Timeout, attended, background, waited
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
 from carrel.errors import CarrelError, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandList, CommandResult
@@ -198,15 +199,18 @@ class Commands:
         *,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
+        timeout: Timeout = "default",
         stdin: str | None = None,
         output_limit: int | None = None,
         check: bool = False,
     ) -> CommandResult:
-        """Run a command and wait. A non-zero exit is a result; with `check` it raises `CommandFailed`."""
-        body = _body(command, cwd=cwd, env=env, timeout=timeout, stdin=stdin, output_limit=output_limit)
+        """Run a command and wait. A non-zero exit is a result; with `check` it raises `CommandFailed`.
+
+        It is killed after `timeout` seconds; by default after those of the sandbox, with None or 0 never.
+        """
+        body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
         connection = self._connection
-        result = connection.post(CommandResult, self._path, body, timeout=connection.patience(timeout))
+        result = connection.post(CommandResult, self._path, body, timeout=connection.patience(waited(timeout)))
         return checked(result) if check else result
 
     def stream(
@@ -215,13 +219,13 @@ class Commands:
         *,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
+        timeout: Timeout = "default",
         stdin: str | None = None,
         output_limit: int | None = None,
     ) -> OutputStream:
-        """Run a command and iterate over its output while it is written."""
-        body = _body(command, cwd=cwd, env=env, timeout=timeout, stdin=stdin, output_limit=output_limit)
-        return OutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=timeout)
+        """Run a command and iterate over its output while it is written. `timeout` means what it means for `run`."""
+        body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
+        return OutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=waited(timeout))
 
     def start(
         self,
@@ -229,7 +233,7 @@ class Commands:
         *,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
+        timeout: Timeout = None,
         stdin: str | None = None,
         output_limit: int | None = None,
         interactive: bool = False,
@@ -238,6 +242,9 @@ class Commands:
     ) -> Command:
         """Start in the background. `interactive` keeps its input open; `terminal` is (rows, columns).
 
+        It runs until it ends, is killed or the sandbox stops, unless a `timeout` is given; `default` is that of the
+        sandbox.
+
         An `id` of your own (`k` and 7 to 63 letters, digits, `_`, `-`) starts one command only: `AlreadyExists` says
         that `get(id)` has it.
         """
@@ -245,7 +252,7 @@ class Commands:
             command,
             cwd=cwd,
             env=env,
-            timeout=timeout,
+            timeout=background(timeout),
             stdin=stdin,
             output_limit=output_limit,
             interactive=interactive,
@@ -269,7 +276,7 @@ def _body(
     *,
     cwd: str | None,
     env: Mapping[str, str] | None,
-    timeout: float | None,
+    timeout: float | str | None,
     stdin: str | None,
     output_limit: int | None,
     interactive: bool = False,

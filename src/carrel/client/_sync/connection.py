@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from carrel.client._io_sync import Progress, Source, pieces
 from carrel.client._sync.wire import FAILED, LATE, LOST, NOT_REACHED, Patience, Reply, Wire
+from carrel.client.deadlines import seconds
 from carrel.client.locate import START_HINT, Address
 from carrel.errors import CarrelError, InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
@@ -31,7 +32,7 @@ _JSON = {"content-type": "application/json"}
 def encoded(body: Mapping[str, object]) -> bytes:
     """A request body without the fields that were not given."""
     try:
-        return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
+        return json.dumps({key: value for key, value in body.items() if value is not None}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from None
 
@@ -46,8 +47,9 @@ class Connection:
             self.headers["authorization"] = f"Bearer {address.token}"
         self.carried: dict[str, str] = {}
         self.wait_s = 0.0
-        connect = min(CONNECT_S, timeout)
-        self._default: Patience = {"connect": connect, "read": timeout, "write": timeout, "pool": timeout}
+        limit = seconds(timeout)
+        connect = CONNECT_S if limit is None else min(CONNECT_S, limit)
+        self._default: Patience = {"connect": connect, "read": limit, "write": limit, "pool": limit}
         # A proxy of the environment has no way to a server on this machine.
         self._wire = Wire(address.url, self.headers, local=address.loopback)
 
@@ -64,7 +66,8 @@ class Connection:
 
     def patience(self, deadline: float | None) -> Patience:
         """Timeouts for a request that waits for a command; without a deadline the server decides how long."""
-        return {**self._default, "read": None if deadline is None else deadline + GRACE_S + self.wait_s}
+        limit = seconds(deadline)
+        return {**self._default, "read": None if limit is None else limit + GRACE_S + self.wait_s}
 
     def get(self, model: type[Model], path: str, query: Query | None = None) -> Model:
         """GET a model."""

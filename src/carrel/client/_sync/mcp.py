@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from carrel.client._sync.connection import Connection, encoded
+from carrel.client.deadlines import limited
 from carrel.models import (
+    MAX_MCP_TIMEOUT_S,
     MCP_TIMEOUT_S,
     McpCatalogue,
     McpLog,
@@ -118,7 +120,9 @@ class Mcp:
         """Call a tool. What the tool complains of is a result with `.is_error`; `McpServerFailed` when its server is
         of no use.
         """
-        body = encoded({"tool": tool, "arguments": {**(arguments or {})}, "timeout": timeout})
+        body = encoded(
+            {"tool": tool, "arguments": {**(arguments or {})}, "timeout": limited(timeout, MAX_MCP_TIMEOUT_S)}
+        )
         connection = self._connection
         patience = connection.patience(timeout + START_S)
         return connection.post(McpResult, f"{self._of(server)}/request", body, timeout=patience)

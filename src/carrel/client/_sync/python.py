@@ -11,6 +11,7 @@ from carrel.client._sync.bundles import GivenFiles, encoded_files
 from carrel.client._sync.commands import Command, OutputStream
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.files import Files
+from carrel.client.deadlines import Timeout, attended, limited
 from carrel.client.output import checked
 from carrel.models import (
     MAX_PYTHON_TIMEOUT_S,
@@ -54,8 +55,8 @@ class Python:
         """
         inline = self._put(files)
         body = _body(
-            code, env, requirements, timeout=timeout, files=inline, args=args, variables=variables, cwd=cwd,
-            stdin=stdin, output_limit=output_limit,
+            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), files=inline, args=args,
+            variables=variables, cwd=cwd, stdin=stdin, output_limit=output_limit,
         )  # fmt: skip
         patience = self._connection.patience(None)  # an interpreter or an environment may have to be made first
         result = self._connection.post(PythonResult, self._path, body, timeout=patience)
@@ -75,7 +76,10 @@ class Python:
         stdin: str | None = None,
     ) -> OutputStream:
         """Run a code and iterate over its output while it is written."""
-        body = _body(code, env, None, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin)
+        body = _body(
+            code, env, None, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables, cwd=cwd,
+            stdin=stdin,
+        )  # fmt: skip
         deadline = timeout or MAX_PYTHON_TIMEOUT_S
         return OutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=deadline)
 
@@ -95,8 +99,8 @@ class Python:
     ) -> Command:
         """Start a code in the background: a command like any other, also in what an `id` of your own means."""
         body = _body(
-            code, env, requirements, timeout=timeout, args=args, variables=variables, cwd=cwd, stdin=stdin,
-            interactive=interactive or None, id=id,
+            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables,
+            cwd=cwd, stdin=stdin, interactive=interactive or None, id=id,
         )  # fmt: skip
         patience = self._connection.patience(None)
         info = self._connection.post(CommandInfo, f"{self._path}/start", body, timeout=patience)
@@ -148,15 +152,15 @@ class CodeContext:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
 
-    def run(self, code: str, *, timeout: float | None = None, figures: Sequence[str] | None = None) -> CellResult:
-        """Run a cell and wait. What it raises is a result.
+    def run(self, code: str, *, timeout: Timeout = "default", figures: Sequence[str] | None = None) -> CellResult:
+        """Run a cell and wait. What it raises is a result. `timeout` means what it means for `box.commands.run`.
 
         `figures` says how figures of matplotlib are drawn: `png`, `svg`, or both.
         """
         body, patience = self._cell(code, timeout, figures), self._connection.patience(None)
         return self._connection.post(CellResult, f"{self._path}/cells", body, timeout=patience)
 
-    def stream(self, code: str, *, timeout: float | None = None, figures: Sequence[str] | None = None) -> CellStream:
+    def stream(self, code: str, *, timeout: Timeout = "default", figures: Sequence[str] | None = None) -> CellStream:
         """Run a cell and iterate over what it prints; `result()` afterwards has all of it."""
         return CellStream(self._connection, self._path, self._cell(code, timeout, figures))
 
@@ -181,9 +185,11 @@ class CodeContext:
         """End it, with all it started."""
         self._connection.call("DELETE", self._path)
 
-    def _cell(self, code: str, timeout: float | None, figures: Sequence[str] | None) -> bytes:
+    def _cell(self, code: str, timeout: Timeout, figures: Sequence[str] | None) -> bytes:
         chosen = None if figures is None else [*figures]
-        return _body(code, self._env, self._requirements, timeout=timeout, figures=chosen, variables=self._variables)
+        return _body(
+            code, self._env, self._requirements, timeout=attended(timeout), figures=chosen, variables=self._variables
+        )
 
 
 class CellStream(OutputStream):

@@ -21,6 +21,7 @@ from carrel.client._sync.envs import SandboxEnvironments
 from carrel.client._sync.files import Files, give, save_as
 from carrel.client._sync.mcp import Mcp
 from carrel.client._sync.python import Python
+from carrel.client.deadlines import Timeout, attended, waited
 from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
@@ -99,14 +100,15 @@ class Sandbox:
         code: str,
         *,
         language: str = "shell",
-        timeout: float | None = None,
+        timeout: Timeout = "default",
         files: Mapping[str, bytes] | None = None,
     ) -> ExecuteResult:
         """Run code with files put in place before it; names the files it made."""
         given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
-        body = encoded({"code": code, "language": language, "timeout": timeout, "files": given})
+        body = encoded({"code": code, "language": language, "timeout": attended(timeout), "files": given})
         connection = self._connection
-        return connection.post(ExecuteResult, f"{self._path}/execute", body, timeout=connection.patience(timeout))
+        patience = connection.patience(waited(timeout))
+        return connection.post(ExecuteResult, f"{self._path}/execute", body, timeout=patience)
 
     def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
         """Call a named tool with its parameters."""

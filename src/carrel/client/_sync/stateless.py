@@ -12,8 +12,9 @@ from pathlib import Path
 from carrel.client._sync.bundles import GivenFiles, Unbundled, bundled, encoded_files
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.files import save_all
+from carrel.client.deadlines import limited
 from carrel.errors import PlatformError
-from carrel.models import EnvironmentInfo, StatelessResult
+from carrel.models import MAX_PYTHON_TIMEOUT_S, EnvironmentInfo, StatelessResult
 
 MOST_RETURNED = 8 * 1024 * 1024
 
@@ -49,7 +50,7 @@ class StatelessPython:
                 "env_name": env.name if isinstance(env, EnvironmentInfo) else env,
                 "requirements": None if requirements is None else [*requirements],
                 "template": template,
-                "timeout": timeout,
+                "timeout": limited(timeout, MAX_PYTHON_TIMEOUT_S),
                 "files": given,
                 "python_index": index,
             }

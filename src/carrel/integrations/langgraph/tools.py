@@ -16,7 +16,7 @@ from carrel.client import AsyncCommand, AsyncSandbox
 from carrel.errors import Conflict, NotFound, NotRunning, RunsElsewhere
 from carrel.integrations.langgraph.operation import Attempt, Runtime, Said, perform
 from carrel.integrations.langgraph.workspace import Workspace
-from carrel.models import CommandResult, FileInfo, FileKind
+from carrel.models import MAX_TIMEOUT_S, CommandResult, FileInfo, FileKind
 
 MOST_CHARACTERS = 30_000
 """What a model is shown of one text; the middle of a longer one is left out."""
@@ -36,14 +36,18 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
         runtime: Runtime,
         command: Annotated[str, Field(description="a text for /bin/sh", min_length=1)],
         cwd: Annotated[str | None, Field(description="directory in the workspace")] = None,
-        timeout: Annotated[float | None, Field(description="seconds", gt=0)] = None,
+        timeout: Annotated[float | None, Field(description="seconds; 0: none", ge=0, le=MAX_TIMEOUT_S)] = None,
     ) -> ToolMessage:
         """Run a shell command in the workspace and wait for it. Gives its output and how it ended."""
 
         async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
             async def start() -> AsyncCommand:
                 return await box.commands.start(
-                    command, cwd=cwd, timeout=timeout, output_limit=MOST_OUTPUT, id=attempt.id
+                    command,
+                    cwd=cwd,
+                    timeout="default" if timeout is None else timeout,
+                    output_limit=MOST_OUTPUT,
+                    id=attempt.id,
                 )
 
             return await followed(attempt, box, start)
@@ -142,7 +146,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
 
         async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
             async def start() -> AsyncCommand:
-                return await box.commands.start(words, output_limit=MOST_OUTPUT, id=attempt.id)
+                return await box.commands.start(words, timeout="default", output_limit=MOST_OUTPUT, id=attempt.id)
 
             return await followed(attempt, box, start, found)
 

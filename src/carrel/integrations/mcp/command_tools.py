@@ -54,9 +54,10 @@ class RunCommand(Parameters):
     )
     timeout: float | None = Field(
         default=None,
-        gt=0,
+        ge=0,
         le=MAX_TIMEOUT_S,
-        description="Seconds after which everything it started is killed; 300 unless the server says otherwise.",
+        description="Seconds after which everything it started is killed; 0 means never. Without it: 300 seconds "
+        "unless the server says otherwise, and no deadline in the background.",
     )
     background: bool = Field(
         default=False,
@@ -71,7 +72,9 @@ class StopCommand(Request):
 
 
 async def _run(call: Call, given: RunCommand) -> Answer:
-    more: Any = {"cwd": given.cwd, "env": given.env or None, "stdin": given.stdin, "timeout": given.timeout}
+    more: Any = {"cwd": given.cwd, "env": given.env or None, "stdin": given.stdin}
+    if given.timeout is not None:
+        more["timeout"] = given.timeout
 
     async def start(box: AsyncSandbox) -> AsyncCommand:
         return await box.commands.start(given.command, **more)
