@@ -187,3 +187,39 @@ def test_logs_of_nothing(carrel: Carrel) -> None:
     done = carrel("logs", "no-such-context")
     assert done.returncode == 1
     assert done.stderr.startswith(b"error: no sandbox named 'no-such-context'\nhint: ")
+
+
+def started(directory: Path, *words: str) -> subprocess.Popen[bytes]:
+    """A command whose process is in the background of this test, with its first line read: it runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "carrel", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "CARREL_DATA_DIR": str(directory)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    return process
+
+
+CATCHES = "trap 'echo caught; exit 5' INT; echo started; while :; do sleep 0.05; done"
+IGNORES = "trap 'echo again' INT; echo started; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_ctrl_c_interrupts_the_command_and_the_second_kills_it(server: bool, data_dir: Path, tmp_path: Path) -> None:
+    directory = data_dir if server else tmp_path / "nothing"
+    with started(directory, "run", CATCHES) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"caught\n", b"")
+        assert process.returncode == 5
+    with started(directory, "run", IGNORES) as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == b"again\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGKILL
+    with started(directory, "run", "echo started; exec sleep 60") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130

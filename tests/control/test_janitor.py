@@ -9,23 +9,12 @@ import pytest
 
 from carrel.audit import AuditLog, Entry, Filter, SigningKey, chain_of, verify
 from carrel.config import Settings
-from carrel.control.janitor import max_entries, verdict
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, LimitExceeded
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
 from carrel.store import Database
 from carrel.store.audit import AuditStore
 from carrel.workspaces.layout import encode
-from carrel.workspaces.usage import Usage
-
-
-def test_verdict() -> None:
-    assert verdict(Usage(10, 10, True, 0.1), 1) is None
-    assert "1 MB" in (verdict(Usage(2**20 + 1, 10, True, 0.1), 1) or "")
-    assert verdict(Usage(1, max_entries(1) + 1, True, 0.1), 1)
-    assert verdict(Usage(1, 1, False, 0.1), 1)
-    assert max_entries(1) == 10_000
-    assert max_entries(1024) == 204_800
 
 
 async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlPlane) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from carrel.control.terms import LIMIT_CAPABILITY, changes, launch, refuse_differences
+from carrel.control.terms import changes, launch, refuse_differences
 from carrel.errors import Conflict
 from carrel.models import Limits, Network, SandboxRequest
 from carrel.providers.base import Capability, Launch
@@ -17,7 +17,6 @@ def test_the_disk_limit_is_given_only_to_who_can_hold_it():
     told = launch(RECORD, Promising(Capability.LIMIT_DISK), "/w")
     assert told == Launch("sbx-1", "/w", Network.NONE, 1, 64, 10, 20, {"A": "b"})
     assert launch(RECORD, Promising(), "/w").disk_mb is None
-    assert "disk_mb" not in LIMIT_CAPABILITY
 
 
 def test_a_new_start_writes_what_may_have_changed():

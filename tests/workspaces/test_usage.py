@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from carrel.workspaces.usage import MAX_DEPTH, measure, scan
+from carrel.workspaces.usage import MAX_DEPTH, Usage, max_entries, measure, scan, verdict
 
 
 def test_counts_blocks_and_entries(tmp_path: Path) -> None:
@@ -61,3 +61,12 @@ async def test_leaves_no_descriptor(tmp_path: Path) -> None:
     await measure(str(tmp_path), stop_entries=1)
     assert len(os.listdir("/proc/self/fd")) == before
     assert not (await measure(str(tmp_path / "absent"))).complete
+
+
+def test_verdict() -> None:
+    assert verdict(Usage(10, 10, True, 0.1), 1) is None
+    assert "1 MB" in (verdict(Usage(2**20 + 1, 10, True, 0.1), 1) or "")
+    assert verdict(Usage(1, max_entries(1) + 1, True, 0.1), 1)
+    assert verdict(Usage(1, 1, False, 0.1), 1)
+    assert max_entries(1) == 10_000
+    assert max_entries(1024) == 204_800

@@ -39,7 +39,7 @@ def run(
     cat data.csv | carrel run -- wc -l
     """
     from carrel.cli.failures import note
-    from carrel.cli.reach import ephemeral, to_the_end
+    from carrel.cli.reach import single, to_the_end
     from carrel.cli.streams import attended
 
     limits: dict[str, float | None] = {
@@ -52,7 +52,7 @@ def run(
     environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
-        async with ephemeral(asked, keep=keep) as box:
+        async with single(asked, keep=keep) as box:
             if box.unsafe:
                 note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
             if keep:

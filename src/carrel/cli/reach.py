@@ -12,15 +12,16 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from carrel.cli.failures import Terminated
+from carrel.client.locate import local_server
 from carrel.errors import ApprovalNeeded, NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     from carrel.cli.options import Ephemeral
     from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
+    from carrel.local import LocalSandbox
 
 T = TypeVar("T")
 Box = TypeVar("Box", "AsyncSandbox", "Sandbox")
-_LONGEST_BASE = 45
 
 
 def existing(client: Client, name: str) -> Sandbox:
@@ -80,7 +81,7 @@ async def kept(name: str, template: str | None = None) -> AsyncIterator[AsyncSan
 @asynccontextmanager
 async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[AsyncSandbox]:
     """A sandbox that is gone afterwards: on the server that runs here, else on one inside this process."""
-    from carrel.client import AsyncClient, local_server
+    from carrel.client import AsyncClient
 
     named = bool(os.environ.get("CARREL_URL"))
     if named or local_server() is not None:
@@ -106,6 +107,21 @@ async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[As
         yield made
 
 
+@asynccontextmanager
+async def single(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[AsyncSandbox | LocalSandbox]:
+    """A sandbox for one command. Without a server it is made without one where that is possible, which is quicker."""
+    if not keep and not os.environ.get("CARREL_URL") and local_server() is None:
+        from carrel.local import local_sandbox
+
+        wants = {"provider": asked.provider, "trust": asked.trust, "network": asked.network, "template": asked.template}
+        async with local_sandbox({}, limits=asked.limits, **wants) as local:
+            if local is not None:
+                yield local
+                return
+    async with ephemeral(asked, keep=keep) as box:
+        yield box
+
+
 async def _made(client: AsyncClient, asked: Ephemeral) -> AsyncSandbox:
     return await client.sandbox(
         template=asked.template,
@@ -120,15 +136,14 @@ async def _made(client: AsyncClient, asked: Ephemeral) -> AsyncSandbox:
 async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
     from carrel.client import AsyncClient, data_dir
     from carrel.config import load
+    from carrel.local import short_temporary_directory
     from carrel.server import running
 
     # What the server logs reaches the caller as an error already; stderr belongs to the command that is run.
     logging.getLogger().addHandler(logging.NullHandler())
-    base = tempfile.gettempdir()
-    # Socket paths beneath it have to stay under the kernel's 108 bytes.
-    if len(os.fsencode(base)) > _LONGEST_BASE:
-        base = "/tmp"
-    with tempfile.TemporaryDirectory(prefix="carrel-", dir=base, ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="carrel-", dir=short_temporary_directory(), ignore_cleanup_errors=True
+    ) as directory:
         flags: dict[str, object] = {
             "data_dir": directory,
             "host": "127.0.0.1",

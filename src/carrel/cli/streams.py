@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from carrel.cli.failures import TIMED_OUT, note
-from carrel.errors import CarrelError, NotFound, NotRunning, SandboxLost
+from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning, SandboxLost
 
 if TYPE_CHECKING:
     from carrel.client import AsyncCommand, AsyncSandbox
+    from carrel.local import LocalCommand, LocalSandbox
     from carrel.models import CommandInfo
 
 
@@ -55,30 +57,52 @@ async def standard_input() -> AsyncIterator[bytes]:
 
 
 async def attended(
-    box: AsyncSandbox,
+    box: AsyncSandbox | LocalSandbox,
     command: str | list[str],
     *,
     cwd: str | None,
     env: dict[str, str],
     timeout: float | None,
+    interactive: bool = False,
+    tty: bool = False,
 ) -> int:
-    """Run a command with this process's input and output as its own; gives the exit code."""
+    """Run a command with this process's input and output as its own; gives the exit code.
+
+    With `tty` the command has a terminal, and every key goes to it. Input that is no terminal is passed on in any case,
+    one that is a terminal with `interactive`.
+    """
     from carrel.models import MAX_OUTPUT_BYTES
 
-    piped = not sys.stdin.closed and not sys.stdin.isatty()
+    at_terminal = not sys.stdin.closed and sys.stdin.isatty()
+    if tty and not at_terminal:
+        raise InvalidRequest(
+            "a terminal was asked for, but standard input is none", field="--tty", hint="leave out -t (--tty)"
+        )
+    columns, rows = shutil.get_terminal_size()
+    fed = interactive or tty or (not sys.stdin.closed and not at_terminal)
     handle = await box.commands.start(
         command,
         cwd=cwd,
         env=env,
         timeout="default" if timeout is None else timeout,
         output_limit=MAX_OUTPUT_BYTES,
-        interactive=piped,
+        interactive=fed,
+        terminal=(rows, columns) if tty else None,
     )
-    feeding = asyncio.ensure_future(_feed(handle)) if piped else None
+    if not tty:
+        return await followed(handle, fed=fed)
+    with raw_mode(), following_size(handle.resize):
+        return await followed(handle, fed=True)
+
+
+async def followed(handle: AsyncCommand | LocalCommand, *, fed: bool = False) -> int:
+    """Show the output of a command until it ends, pass on the input and Ctrl-C; gives the exit code."""
+    feeding = asyncio.ensure_future(_feed(handle)) if fed else None
     try:
-        stream = handle.stream()
-        async for chunk in stream:
-            await asyncio.to_thread(write_out, chunk.stream, chunk.data)
+        with _interrupting(handle):
+            stream = handle.stream()
+            async for chunk in stream:
+                await asyncio.to_thread(write_out, chunk.stream, chunk.data)
     except BaseException:
         with contextlib.suppress(CarrelError):
             await handle.kill()
@@ -92,7 +116,93 @@ async def attended(
     return exit_code(stream.info)
 
 
-async def _feed(handle: AsyncCommand) -> None:
+@contextlib.contextmanager
+def _interrupting(handle: AsyncCommand | LocalCommand) -> Iterator[None]:
+    """Ctrl-C interrupts the command, as if it ran here; the second one kills it, the third ends this process."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    pressed = 0
+    sending: set[asyncio.Task[None]] = set()
+
+    async def send(number: int) -> None:
+        with contextlib.suppress(NotRunning, NotFound):
+            await (handle.signal("INT") if number == 1 else handle.kill())
+
+    def interrupt() -> None:
+        nonlocal pressed
+        pressed += 1
+        if pressed > 2 and task is not None:
+            task.cancel()
+            return
+        if pressed == 1 and sys.stderr.isatty():
+            note("carrel: interrupted; Ctrl-C again kills the command")
+        sent = loop.create_task(send(pressed))
+        sending.add(sent)
+        sent.add_done_callback(sending.discard)
+
+    before = signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if pressed > 2:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
+        for each in sending:
+            each.cancel()
+
+
+@contextlib.contextmanager
+def raw_mode() -> Iterator[None]:
+    """Every key goes to the sandbox, Ctrl-C too; the terminal is as before afterwards, whatever happens."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        # Keys typed ahead are for the shell: they are kept.
+        tty.setraw(descriptor, termios.TCSADRAIN)
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def following_size(resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
+    """Call `resize` with rows and columns when the terminal here gets another size."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    pending: set[asyncio.Task[None]] = set()
+
+    async def follow() -> None:
+        size = os.get_terminal_size(sys.stdout.fileno())
+        with contextlib.suppress(NotRunning, NotFound):
+            await resize(max(size.lines, 1), max(size.columns, 1))
+
+    def changed() -> None:
+        task = loop.create_task(follow())
+        pending.add(task)
+        task.add_done_callback(pending.discard)
+
+    loop.add_signal_handler(signal.SIGWINCH, changed)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGWINCH)
+        for task in pending:
+            task.cancel()
+
+
+async def _feed(handle: AsyncCommand | LocalCommand) -> None:
     # A command may end, or close its input, before it has read all of it.
     with contextlib.suppress(NotRunning, NotFound):
         async for data in standard_input():

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import signal
-import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,8 +12,6 @@ from carrel.cli import options
 from carrel.errors import NotRunning, SandboxLost
 
 if TYPE_CHECKING:
-    import asyncio
-
     from carrel.client import AsyncSandbox, AsyncTerminal
 
 _END_OF_FILE = b"\x04"
@@ -65,11 +59,11 @@ def sh(
 async def _attend(box: AsyncSandbox, command: str | None) -> int:
     import asyncio
 
-    from carrel.cli.streams import exit_code, write_out
+    from carrel.cli.streams import exit_code, following_size, raw_mode, write_out
 
     columns, rows = shutil.get_terminal_size()
     async with await box.terminal(rows, columns, command) as terminal:
-        with _raw_mode(), _following_size(terminal):
+        with raw_mode(), following_size(terminal.resize):
             typing = asyncio.ensure_future(_type(terminal))
             try:
                 async for data in terminal:
@@ -90,51 +84,3 @@ async def _type(terminal: AsyncTerminal) -> None:
             await terminal.send(data)
         # A pipe that ends is what Ctrl-D is at a keyboard.
         await terminal.send(_END_OF_FILE)
-
-
-@contextlib.contextmanager
-def _raw_mode() -> Iterator[None]:
-    """Every key goes to the sandbox, Ctrl-C too; the terminal is as before afterwards, whatever happens."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    try:
-        # Keys typed ahead are for the shell: they are kept.
-        tty.setraw(descriptor, termios.TCSADRAIN)
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-@contextlib.contextmanager
-def _following_size(terminal: AsyncTerminal) -> Iterator[None]:
-    if not sys.stdout.isatty():
-        yield
-        return
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    pending: set[asyncio.Task[None]] = set()
-
-    async def resize() -> None:
-        size = os.get_terminal_size(sys.stdout.fileno())
-        with contextlib.suppress(NotRunning):
-            await terminal.resize(max(size.lines, 1), max(size.columns, 1))
-
-    def changed() -> None:
-        task = loop.create_task(resize())
-        pending.add(task)
-        task.add_done_callback(pending.discard)
-
-    loop.add_signal_handler(signal.SIGWINCH, changed)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGWINCH)
-        for task in pending:
-            task.cancel()

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import importlib.util
 import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,7 +24,8 @@ from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
 from carrel.isolation.launchers import SHARED_PIP_PLACE
-from carrel.isolation.rootfs import ENVIRONMENTS, PIP, UV, WORKSPACE
+from carrel.isolation.rootfs import ENVIRONMENTS, UV, WORKSPACE
+from carrel.isolation.tools import find_uv, shared_tools
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
 from carrel.workspaces.environments import MANIFEST, Draft, Shelf
 
@@ -58,24 +57,7 @@ _ENVIRONMENT = {
 
 def shared(shelf: Shelf) -> dict[str, str]:
     """What every sandbox sees of the server: the environments, and the tools to make more. Blocking."""
-    found = {ENVIRONMENTS: shelf.path}
-    if (uv := _uv()) is not None:
-        found[UV] = uv
-    spec = importlib.util.find_spec("pip")
-    pips = [*(list(spec.submodule_search_locations or ()) if spec else ()), "/usr/lib/python3/dist-packages/pip"]
-    for place in pips:
-        if os.path.isdir(os.path.join(place, "_internal")):
-            return found | {PIP: place}
-    return found
-
-
-def _uv() -> str | None:
-    try:
-        from uv import find_uv_bin
-
-        return os.path.realpath(find_uv_bin())
-    except (ImportError, FileNotFoundError):
-        return shutil.which("uv")
+    return {ENVIRONMENTS: shelf.path, **shared_tools()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +153,7 @@ class Builder:
         return built
 
     async def _start(self, wanted: Wanted, asker: Asker) -> SandboxInfo:
-        if await asyncio.to_thread(_uv) is None:
+        if await asyncio.to_thread(find_uv) is None:
             raise Unsupported(
                 "this server has no uv to build environments with", hint="let the operator install carrel[server]"
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 from urllib.parse import quote
 
@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field, ValidationError
 
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
 from carrel.models import CommandRequest, CommandResult, EditRequest
-from carrel.store import SessionRecord
 
 SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
@@ -27,9 +26,6 @@ output.
 
 _SHOWN = 2000
 """How much of a text that is replaced is shown to who decides."""
-
-Longest = Callable[[SessionRecord], Awaitable[float | None]]
-"""The longest that a command of a session may take by its policy; None where the policy has no such limit."""
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=CommandResult)

@@ -27,7 +27,7 @@ from carrel.control.workspaces import Workspaces
 from carrel.errors import CarrelError, Conflict
 from carrel.models import AuditPruned, State
 from carrel.store import SessionStore
-from carrel.workspaces.usage import Usage, measure
+from carrel.workspaces.usage import max_entries, measure, verdict
 
 log = logging.getLogger("carrel.janitor")
 
@@ -36,8 +36,6 @@ BUSY_EVERY = 1.0
 IDLE_EVERY = 30.0
 TICK = 0.25
 COST_FACTOR = 10.0
-ENTRIES_PER_MB = 200
-MIN_ENTRIES = 10_000
 GIVE_UP_AFTER = 3
 IDLE_LOOK_EVERY = 15.0
 EXPIRE_EVERY = 3600.0
@@ -47,22 +45,6 @@ PUSH_EVERY = 2.0
 DAY_S = 86_400.0
 GONE_FOR_GOOD_S = DAY_S
 TEND_EVERY = 1.0
-
-
-def max_entries(disk_mb: int) -> int:
-    """How many files and directories a workspace of that size may hold."""
-    return max(MIN_ENTRIES, disk_mb * ENTRIES_PER_MB)
-
-
-def verdict(usage: Usage, disk_mb: int) -> str | None:
-    """Why a workspace is over its limit, or None. What cannot be seen counts as over."""
-    if usage.bytes > disk_mb * 1024 * 1024:
-        return f"the workspace is over its {disk_mb} MB"
-    if usage.entries > max_entries(disk_mb):
-        return f"the workspace has more than {max_entries(disk_mb)} files and directories"
-    if not usage.complete:
-        return "the workspace has directories that are nested too deep or cannot be read"
-    return None
 
 
 class _Watch:

@@ -22,7 +22,6 @@ from carrel.control.exchange import (
     LIST,
     SMALL,
     Emptied,
-    Longest,
     R,
     asked,
     brought,
@@ -73,9 +72,13 @@ from carrel.models import (
     ToolRequest,
     ToolResult,
 )
+from carrel.store import SessionRecord
 
 SHORT = 30.0
 LARGEST_RESULT = result_size(MAX_OUTPUT_BYTES)
+
+Longest = Callable[[SessionRecord], Awaitable[float | None]]
+"""The longest that a command of a session may take by its policy; None where the policy has no such limit."""
 
 
 async def _nothing(_box: LiveSandbox) -> None:

@@ -12,18 +12,13 @@ from collections.abc import Mapping
 
 from carrel.config import Settings
 from carrel.control.lifecycle import LIVE, Event, next_state
+from carrel.control.resolving import resolve
 from carrel.errors import Conflict, InvalidRequest
-from carrel.models import Limits, Network, SandboxRequest, State
-from carrel.providers import Masks, choose
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Launch, Provider
+from carrel.models import SandboxRequest, State
+from carrel.providers import Masks
+from carrel.providers.base import Capability, Launch, Provider
 from carrel.store import SessionRecord
 
-LIMIT_CAPABILITY = {
-    "cpus": Capability.LIMIT_CPUS,
-    "memory_mb": Capability.LIMIT_MEMORY,
-    "processes": Capability.LIMIT_PROCESSES,
-}
-"""The disk limit is not in here: the control plane watches workspaces itself, whatever the provider."""
 _SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
 """A sandbox is found by its id or its context: what is meant for one must not come to another."""
 
@@ -43,21 +38,17 @@ def plan(
         )
     given = request.model_fields_set
     trust = request.trust if existing is None or "trust" in given else existing.trust
-    wanted = request.provider if request.provider != "auto" else settings.sandbox.provider
-    provider = choose(dict(providers), wanted, trust)
-    if provider.unsafe and not settings.sandbox.allow_process:
-        raise InvalidRequest(
-            f"provider '{provider.name}' does not isolate and is switched off on this server",
-            field="provider",
-            hint="choose another provider, or let the operator set CARREL_SANDBOX_ALLOW_PROCESS=true",
-        )
     explicit = {} if existing is None else existing.limits.model_dump(exclude_none=True)
     explicit |= request.limits.model_dump(exclude_none=True)
-    provider.require(*(LIMIT_CAPABILITY[name] for name in explicit if name in LIMIT_CAPABILITY))
-    network = request.network or (None if existing is None else existing.network)
-    if network is None:
-        network = Network.HOST if provider.unsafe else settings.sandbox.network
-    provider.require(NETWORK_CAPABILITY[network])
+    resolved = resolve(
+        settings,
+        providers,
+        provider=request.provider,
+        trust=trust,
+        network=request.network or (None if existing is None else existing.network),
+        limits=explicit,
+    )
+    provider = resolved.provider
     now = time.time()
     ephemeral = request.context_id is None
     if ephemeral and request.filespace:
@@ -76,8 +67,8 @@ def plan(
         isolation_level=provider.isolation_level,
         unsafe=provider.unsafe,
         trust=trust,
-        network=network,
-        limits=Limits.model_validate(_defaults(settings, provider) | explicit),
+        network=resolved.network,
+        limits=resolved.limits,
         env=request.env if existing is None or "env" in given else existing.env,
         labels=request.labels if existing is None or request.labels else existing.labels,
         idempotency_key=key or (existing.idempotency_key if existing else None),
@@ -96,14 +87,6 @@ def plan(
 def _settled(state: State) -> State:
     """Who has the lease and no sandbox finds a session that was left in the middle of something as stopped."""
     return next_state(state, Event.STOP) if state in LIVE else state
-
-
-def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:
-    defaults = settings.sandbox
-    has = provider.capabilities()
-    wanted = {"cpus": defaults.cpu_limit, "memory_mb": defaults.memory_mb, "processes": defaults.processes}
-    enforced = {name: value for name, value in wanted.items() if LIMIT_CAPABILITY[name] in has}
-    return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}
 
 
 def launch(

@@ -14,7 +14,7 @@ from carrel.models import Network
 from carrel.providers.base import Capability, Handle, Launch
 from carrel.providers.bridge import RESOLVER, Bridges
 from carrel.providers.zygote_provider import ZygoteProvider
-from carrel.providers.zygotes import close_descriptors
+from carrel.providers.zygotes import ZygoteClient, close_descriptors
 
 MAX_RESOLVER = 16 * 1024
 
@@ -33,8 +33,14 @@ class NamespaceProvider(ZygoteProvider):
     isolation_level = 1
     plain = False
 
-    def __init__(self, run_dir: str, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})):
-        super().__init__(run_dir, workspaces, shared)
+    def __init__(
+        self,
+        run_dir: str,
+        workspaces: str,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        zygote: ZygoteClient | None = None,
+    ):
+        super().__init__(run_dir, workspaces, shared, zygote)
         self._shares_environments = ENVIRONMENTS in shared
         self._bridges = Bridges()
 

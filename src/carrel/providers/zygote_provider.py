@@ -24,9 +24,16 @@ class ZygoteProvider(Provider):
 
     plain: bool
 
-    def __init__(self, run_dir: str, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self,
+        run_dir: str,
+        workspaces: str,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        zygote: ZygoteClient | None = None,
+    ):
+        """`zygote` is one that is being started already, with the same paths."""
         self._run_dir = run_dir
-        self._zygote = ZygoteClient(run_dir, workspaces, plain=self.plain, shared=shared)
+        self._zygote = zygote or ZygoteClient(run_dir, workspaces, plain=self.plain, shared=shared)
 
     async def warm(self) -> None:
         """See `Provider.warm`."""

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_DEPTH = 200
+ENTRIES_PER_MB = 200
+MIN_ENTRIES = 10_000
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -85,3 +87,19 @@ def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None =
 async def measure(path: str, *, stop_bytes: int | None = None, stop_entries: int | None = None) -> Usage:
     """`scan` in a thread."""
     return await asyncio.to_thread(scan, path, stop_bytes=stop_bytes, stop_entries=stop_entries)
+
+
+def max_entries(disk_mb: int) -> int:
+    """How many files and directories a workspace of that size may hold."""
+    return max(MIN_ENTRIES, disk_mb * ENTRIES_PER_MB)
+
+
+def verdict(usage: Usage, disk_mb: int) -> str | None:
+    """Why a workspace is over its limit, or None. What cannot be seen counts as over."""
+    if usage.bytes > disk_mb * 1024 * 1024:
+        return f"the workspace is over its {disk_mb} MB"
+    if usage.entries > max_entries(disk_mb):
+        return f"the workspace has more than {max_entries(disk_mb)} files and directories"
+    if not usage.complete:
+        return "the workspace has directories that are nested too deep or cannot be read"
+    return None

@@ -1,0 +1,63 @@
+"""Which provider, network and limits a sandbox gets: what is asked, what the settings say, what this host can enforce.
+
+Decides and refuses; makes nothing, and knows no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from carrel.config import Settings
+from carrel.errors import InvalidRequest
+from carrel.models import Limits, Network, Trust
+from carrel.providers import choose
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Provider
+
+LIMIT_CAPABILITY = {
+    "cpus": Capability.LIMIT_CPUS,
+    "memory_mb": Capability.LIMIT_MEMORY,
+    "processes": Capability.LIMIT_PROCESSES,
+}
+"""The disk limit is not in here: the control plane watches workspaces itself, whatever the provider."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a sandbox gets."""
+
+    provider: Provider
+    network: Network
+    limits: Limits
+
+
+def resolve(
+    settings: Settings,
+    providers: Mapping[str, Provider],
+    *,
+    provider: str,
+    trust: Trust,
+    network: Network | None,
+    limits: Mapping[str, float],
+) -> Resolved:
+    """What a sandbox that is asked for like this gets. Raises where this host, or its operator, does not allow it."""
+    chosen = choose(dict(providers), provider if provider != "auto" else settings.sandbox.provider, trust)
+    if chosen.unsafe and not settings.sandbox.allow_process:
+        raise InvalidRequest(
+            f"provider '{chosen.name}' does not isolate and is switched off on this server",
+            field="provider",
+            hint="choose another provider, or let the operator set CARREL_SANDBOX_ALLOW_PROCESS=true",
+        )
+    chosen.require(*(LIMIT_CAPABILITY[name] for name in limits if name in LIMIT_CAPABILITY))
+    if network is None:
+        network = Network.HOST if chosen.unsafe else settings.sandbox.network
+    chosen.require(NETWORK_CAPABILITY[network])
+    return Resolved(chosen, network, Limits.model_validate(_defaults(settings, chosen) | dict(limits)))
+
+
+def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:
+    defaults = settings.sandbox
+    has = provider.capabilities()
+    wanted = {"cpus": defaults.cpu_limit, "memory_mb": defaults.memory_mb, "processes": defaults.processes}
+    enforced = {name: value for name, value in wanted.items() if LIMIT_CAPABILITY[name] in has}
+    return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}

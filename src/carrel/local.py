@@ -1,0 +1,349 @@
+"""One fresh sandbox of this process's own, without a server: for `carrel run` where none is running.
+
+It has what needs no server: a provider, limits, a workspace that is gone afterwards. It has no store, no API and no
+policy, so whatever a policy, a template or the proxy would decide is left to a server: see `local_sandbox`.
+Most of a start is waiting for other processes, so they are started first and the rest is imported meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from carrel.errors import InvalidRequest, NotRunning, SandboxLost
+from carrel.isolation import probe
+from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.tools import shared_tools
+from carrel.providers.zygotes import ZygoteClient
+
+if TYPE_CHECKING:
+    from carrel.config import Settings
+    from carrel.control.connection import SupervisorConnection
+    from carrel.control.frames import Chunk
+    from carrel.control.resolving import Resolved
+    from carrel.models import CommandInfo, SandboxRequest
+    from carrel.providers.base import Handle, Provider
+
+_LONGEST_BASE = 45
+_DISK_EVERY_S = 1.0
+_SHORT_S = 30.0
+_INPUT_S = 86_400.0
+_MB = 1024 * 1024
+_PROVIDERS = frozenset({"auto", "namespace"})
+
+
+def short_temporary_directory() -> str:
+    """Where temporary directories go: the paths of sockets beneath have to stay under the kernel's 108 bytes."""
+    base = tempfile.gettempdir()
+    return "/tmp" if len(os.fsencode(base)) > _LONGEST_BASE else base
+
+
+class LocalSandbox:
+    """A sandbox with the part of the SDK's `AsyncSandbox` that running one command takes."""
+
+    def __init__(self, provider: Provider, handle: Handle, resolved: Resolved, workspace: str):
+        from carrel.control.connection import SupervisorConnection
+
+        self.id = str(handle["id"])
+        self.provider = provider.name
+        self.unsafe = provider.unsafe
+        self.connection = SupervisorConnection(str(handle["socket"]))
+        self.commands = LocalCommands(self.connection, resolved.limits.timeout_s, provider, handle)
+        self._disk_mb = resolved.limits.disk_mb
+        self._workspace = workspace
+        self._source, self._handle = provider, handle
+
+    async def watch_disk(self) -> None:
+        """End the sandbox when its workspace is over the limit."""
+        from carrel.workspaces.usage import max_entries, measure, verdict
+
+        limit = self._disk_mb
+        while limit is not None:
+            await asyncio.sleep(_DISK_EVERY_S)
+            usage = await measure(self._workspace, stop_bytes=limit * _MB * 2, stop_entries=max_entries(limit) * 2)
+            if (why := verdict(usage, limit)) is not None:
+                self.commands.ended_for = f"{why}, so it was ended"
+                await self._source.remove(self._handle)
+                return
+
+
+class LocalCommands:
+    """`box.commands` of a local sandbox."""
+
+    def __init__(
+        self, connection: SupervisorConnection, timeout_s: float | None, provider: Provider, handle: Handle
+    ) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._provider = provider
+        self._handle = handle
+        self.ended_for: str | None = None
+        """Why carrel itself ended the sandbox."""
+
+    async def start(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | Literal["default"] | None = "default",
+        output_limit: int | None = None,
+        interactive: bool = False,
+        terminal: tuple[int, int] | None = None,
+    ) -> LocalCommand:
+        """Start a command; see `AsyncCommands.start`."""
+        from pydantic import ValidationError
+
+        from carrel.control.exchange import SMALL, check, command_body, json_object, segment_of
+        from carrel.models import CommandInfo, CommandRequest
+
+        words = command if isinstance(command, str) else [*command]
+        size = None if terminal is None else {"rows": terminal[0], "cols": terminal[1]}
+        deadline = 0 if timeout is None else timeout
+        given = {"cwd": cwd, "timeout": deadline, "output_limit": output_limit, "terminal": size}
+        asked = {name: value for name, value in given.items() if value is not None} | {"env": dict(env or {})}
+        try:
+            request = CommandRequest.model_validate({"command": words, "interactive": interactive, **asked})
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise InvalidRequest(f"the command cannot be run: {first['msg']}", field=str(first["loc"][0])) from None
+        body, _ = command_body(request, self._timeout_s)
+        answer = await self._connection.request("POST", "/commands", body, deadline=_SHORT_S, max_bytes=SMALL)
+        info = check(CommandInfo, json_object(answer))
+        return LocalCommand(self, segment_of(info.id))
+
+    async def output(self, path: str) -> AsyncIterator[Chunk]:
+        """The output of a command until it ends, then an `end` with its info as JSON."""
+        from carrel.control.redacting import clean_output
+        from carrel.events.redact import Redactor
+
+        redactor = Redactor()
+
+        async def current() -> Redactor:
+            return redactor
+
+        try:
+            download = await self._connection.download(f"{path}/output?offset=0&follow=1", idle=None)
+            try:
+                async for chunk in clean_output(aiter(download), current, 0):
+                    yield chunk
+            finally:
+                download.close()
+        except SandboxLost as error:
+            if self.ended_for is not None:
+                raise SandboxLost(self.ended_for, hint="`carrel serve` has the setting sandbox.disk_mb") from None
+            error.hint = None  # there is no server that could start it again
+            raise
+
+    async def told(self, end: bytes) -> CommandInfo:
+        """How a command ended, checked; only the provider knows whether memory was short."""
+        from carrel.control.exchange import check, json_object
+        from carrel.models import CommandInfo
+
+        info = check(CommandInfo, json_object(end))
+        killed = (info.signal in {"SIGKILL", "KILL"} or info.exit_code == 137) and not info.timed_out
+        info.oom_killed = killed and await self._provider.out_of_memory_kills(self._handle) > 0
+        return info
+
+    async def ask(self, method: str, path: str, body: bytes) -> None:
+        """A request whose answer does not matter beyond success."""
+        await self._connection.request(method, path, body, deadline=_INPUT_S, max_bytes=_MB)
+
+
+class LocalCommand:
+    """A running command of a local sandbox; see `AsyncCommand`."""
+
+    def __init__(self, commands: LocalCommands, id: str):
+        self.id = id
+        self._commands = commands
+        self._path = f"/commands/{id}"
+
+    def stream(self) -> LocalStream:
+        """The output until the command ends."""
+        return LocalStream(self._commands, self._path)
+
+    async def signal(self, signal: str = "TERM", *, tree: bool = False) -> None:
+        """Send a signal to the command's process group, or to every process it started."""
+        await self._commands.ask("POST", f"{self._path}/signal", json.dumps({"signal": signal, "tree": tree}).encode())
+
+    async def resize(self, rows: int, cols: int) -> None:
+        """Give the command's terminal another size."""
+        await self._commands.ask("POST", f"{self._path}/resize", json.dumps({"rows": rows, "cols": cols}).encode())
+
+    async def kill(self) -> None:
+        """Kill every process of the command."""
+        with suppress(NotRunning):
+            await self.signal("KILL", tree=True)
+
+    async def send_input(self, data: bytes) -> None:
+        """Write to the standard input of the command."""
+        await self._commands.ask("POST", f"{self._path}/stdin", data)
+
+    async def close_input(self) -> None:
+        """Close standard input: the command reads the end of file."""
+        await self._commands.ask("POST", f"{self._path}/stdin?close=1", b"")
+
+
+class LocalStream:
+    """The output of a command while it is written; afterwards `info` tells how it ended."""
+
+    def __init__(self, commands: LocalCommands, path: str):
+        self._commands = commands
+        self._path = path
+        self.info: CommandInfo | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        async for chunk in self._commands.output(self._path):
+            if chunk.stream == "end":
+                self.info = await self._commands.told(chunk.data)
+            else:
+                yield chunk
+
+
+def needs_server(settings: Settings) -> bool:
+    """Whether the settings say what a local sandbox cannot keep: a policy, a template, a network, another provider."""
+    policy = settings.policy.settings_file or settings.policy.sources_file
+    sandbox = settings.sandbox
+    return bool(policy or sandbox.template) or sandbox.network != "none" or sandbox.provider not in _PROVIDERS
+
+
+@asynccontextmanager
+async def local_sandbox(
+    flags: Mapping[str, object],
+    *,
+    provider: str | None = None,
+    trust: str | None = None,
+    network: str | None = None,
+    template: str | None = None,
+    limits: Mapping[str, float | None] | None = None,
+) -> AsyncIterator[LocalSandbox | None]:
+    """A fresh sandbox that is gone afterwards; None when only a server can give what is asked for.
+
+    `flags` are settings that come before those of `carrel.toml` and the environment.
+    """
+    if template is not None or network not in {None, "none"} or (provider or "auto") not in _PROVIDERS:
+        yield None
+        return
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="carrel-", dir=short_temporary_directory(), ignore_cleanup_errors=True)
+        )
+        run, workspaces, environments = (os.path.join(directory, name) for name in ("run", "workspaces", "envs"))
+        for path in (run, workspaces, environments):
+            os.mkdir(path, 0o700)
+        loop = asyncio.get_running_loop()
+        probing = loop.run_in_executor(None, probe.host)
+        shared = {ENVIRONMENTS: environments, **shared_tools()}
+        zygote = ZygoteClient(run, workspaces, plain=False, shared=shared)
+        warming = asyncio.ensure_future(zygote.request("describe"))
+        stack.push_async_callback(_close, zygote, warming)
+        settings = await asyncio.to_thread(_settings, flags)
+        request = None if needs_server(settings) else _request(trust, limits or {})
+        if request is None:
+            yield None
+            return
+        from carrel.control.resolving import resolve
+        from carrel.models import Network
+        from carrel.providers import open_providers
+
+        await probing
+        resolved = resolve(
+            settings,
+            open_providers(run, workspaces, allow_process=False, shared=shared, zygote=zygote),
+            provider=provider or "auto",
+            trust=request.trust,
+            network=Network.NONE,
+            limits=request.limits.model_dump(exclude_none=True),
+        )
+        async with _started(resolved, workspaces) as box:
+            yield box
+
+
+def _settings(flags: Mapping[str, object]) -> Settings:
+    """The settings; imports what the sandbox takes, while others are waited for."""
+    for name in (
+        "control.exchange",
+        "control.redacting",
+        "control.resolving",
+        "providers.choosing",
+        "workspaces.usage",
+    ):
+        import_module(f"carrel.{name}")
+    from carrel.config import load
+
+    return load(flags)
+
+
+def _request(trust: str | None, limits: Mapping[str, float | None]) -> SandboxRequest | None:
+    """What is asked for, checked; None when it is wrong: the server says so, in words that are written once."""
+    from pydantic import ValidationError
+
+    from carrel.models import SandboxRequest
+
+    try:
+        return SandboxRequest.model_validate({"limits": dict(limits), **({} if trust is None else {"trust": trust})})
+    except ValidationError:
+        return None
+
+
+@asynccontextmanager
+async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSandbox]:
+    from carrel.providers.base import Capability, Launch
+    from carrel.workspaces.layout import CANONICAL_UID, Layout
+
+    provider, limits = resolved.provider, resolved.limits
+    name = f"eph-{secrets.token_hex(8)}"
+    workspace = os.path.join(workspaces, name)
+    os.mkdir(workspace, 0o700)
+    if os.geteuid() == 0:
+        os.chown(workspace, CANONICAL_UID, CANONICAL_UID)
+    Layout(os.path.dirname(workspaces)).furnish(workspace, name, ephemeral=True, new=True)
+    disk_mb = limits.disk_mb if Capability.LIMIT_DISK in provider.capabilities() else None
+    launch = Launch(
+        id=name,
+        workspace=workspace,
+        network=resolved.network,
+        cpus=limits.cpus,
+        memory_mb=limits.memory_mb,
+        disk_mb=disk_mb,
+        processes=limits.processes,
+    )
+    handle = await provider.start(launch)
+    box: LocalSandbox | None = None
+    try:
+        box = LocalSandbox(provider, handle, resolved, workspace)
+        watching = asyncio.ensure_future(box.watch_disk())
+        try:
+            yield box
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+    finally:
+        if box is not None:
+            box.connection.close()
+        await provider.remove(handle)
+        await asyncio.to_thread(_empty, workspace)
+
+
+def _empty(workspace: str) -> None:
+    """Remove everything in a workspace, whatever the sandbox made there."""
+    from carrel.workspaces.layout import empty_directory
+
+    descriptor = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        empty_directory(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def _close(zygote: ZygoteClient, warming: asyncio.Future[dict[str, Any]]) -> None:
+    """Wait for a zygote that is still starting, then end it."""
+    await asyncio.gather(warming, return_exceptions=True)
+    await zygote.close()

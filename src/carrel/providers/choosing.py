@@ -1,0 +1,88 @@
+"""The providers of this host, and which of them is right for what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
+from carrel.models import Trust
+from carrel.providers.base import Provider
+from carrel.providers.namespace import NamespaceProvider
+from carrel.providers.process import ProcessProvider
+from carrel.providers.zygotes import ZygoteClient
+
+LEAST_LEVEL = {Trust.HIGH: 0, Trust.MEDIUM: 1, Trust.LOW: 2}
+LEVELS = {
+    0: "no isolation",
+    1: "namespaces or a container",
+    2: "a user-space kernel (gVisor)",
+    3: "a microVM",
+}
+
+
+def open_providers(
+    run_dir: str,
+    workspaces: str,
+    *,
+    allow_process: bool,
+    shared: Mapping[str, str] = MappingProxyType({}),
+    zygote: ZygoteClient | None = None,
+) -> dict[str, Provider]:
+    """The providers of this host, strongest first. The process provider only where the operator allows it.
+
+    `shared` are paths of a sandbox's root, with what of the host is seen there by every sandbox that is isolated.
+    `zygote` is a zygote for namespaces that is being started already, with the same paths.
+    """
+    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote)]
+    if allow_process:
+        providers.append(ProcessProvider(run_dir, workspaces))
+    return {provider.name: provider for provider in providers}
+
+
+def choose(providers: dict[str, Provider], name: str, trust: Trust) -> Provider:
+    """The provider asked for by name, or for `auto` the strongest available one that meets the trust level."""
+    least = LEAST_LEVEL[trust]
+    if name != "auto":
+        provider = providers.get(name)
+        if provider is None:
+            if name == "process":
+                raise Unsupported(
+                    "the process provider does not isolate and is switched off",
+                    field="provider",
+                    hint="set CARREL_SANDBOX_ALLOW_PROCESS=true on the server, only for code you would run by hand",
+                )
+            raise InvalidRequest(
+                f"unknown provider '{name[:64]}'",
+                field="provider",
+                hint=f"known here: auto, {', '.join(providers)}",
+            )
+        if provider.isolation_level < least:
+            raise Unsupported(
+                f"provider '{name}' gives {LEVELS[provider.isolation_level]}, too little for trust '{trust}'",
+                field="provider",
+                hint=f"trust '{trust}' needs at least level {least}: {LEVELS[least]}",
+            )
+        missing = provider.missing()
+        if missing is not None:
+            raise ProviderUnavailable(
+                f"provider '{name}' cannot be used here: {missing}",
+                field="provider",
+                hint="run `carrel doctor`",
+            )
+        return provider
+    reasons = []
+    for provider in sorted(providers.values(), key=lambda known: -known.isolation_level):
+        if provider.isolation_level < least:
+            reasons.append(f"{provider.name} gives {LEVELS[provider.isolation_level]}")
+        elif (missing := provider.missing()) is not None:
+            reasons.append(f"{provider.name}: {missing}")
+        elif provider.unsafe and trust is not Trust.HIGH:
+            reasons.append(f"{provider.name} does not isolate")
+        else:
+            return provider
+    raise ProviderUnavailable(
+        f"no provider on this host gives trust '{trust}' what it needs ({LEVELS[least]}): {'; '.join(reasons)}",
+        field="trust",
+        hint="run `carrel doctor` to see what is missing, or ask for a higher trust if you know the code",
+    )
