@@ -92,7 +92,7 @@ async def main() -> None:
 
 async def converse(url: str, context: str) -> None:
     """A task that runs, and one that waits."""
-    async with AsyncClient() as carrel:
+    async with AsyncClient(administrator=True) as carrel:
         await carrel.policy(context).put(settings=POLICY)
         sender = await carrel.tokens.create("a2a-caller", kind="agent", scopes=["operate"], contexts=[context])
         person = await carrel.tokens.create("a2a-person", kind="person", scopes=["approve"])

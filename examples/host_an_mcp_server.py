@@ -49,7 +49,7 @@ RULES = {"permissions": {"allow": ["shell(python3:*)", "mcp(sums:*)"], "deny": [
 
 async def main(context: str) -> None:
     """Add a server, call it, be refused, connect from outside, and remove everything."""
-    async with AsyncClient() as carrel:
+    async with AsyncClient(administrator=True) as carrel:
         box = await carrel.sandbox(context)
         await box.files.write("sums.py", SERVER.encode())
         server = await box.mcp.add("sums", ["python3", "sums.py"])

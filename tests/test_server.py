@@ -46,6 +46,27 @@ async def test_what_it_leaves_and_takes_away(settings: Settings) -> None:
         assert server.token == "my-own-token"
 
 
+async def test_agent_token_is_left_kept_and_made_anew(settings: Settings) -> None:
+    file = Path(settings.data_dir) / "agent-token"
+    async with running(settings) as server:
+        first = file.read_text().strip()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600 and first != server.token
+        token_id = (await server.plane.tokens.identify(first)).token_id
+    file.chmod(0o644)
+    async with running(settings) as server:
+        assert file.read_text().strip() == first and stat.S_IMODE(file.stat().st_mode) == 0o600
+        await server.plane.tokens.revoke(token_id)
+    async with running(settings) as server:
+        second = file.read_text().strip()
+        assert second != first
+        assert (await server.plane.tokens.identify(second)).subject == "agent:local"
+
+
+async def test_no_agent_token_where_none_is_asked_for(settings: Settings) -> None:
+    async with running(settings.model_copy(update={"auth": False})):
+        assert not (Path(settings.data_dir) / "agent-token").exists()
+
+
 async def test_a_taken_port(settings: Settings) -> None:
     async with running(settings) as server:
         port = int(server.url.rpartition(":")[2])

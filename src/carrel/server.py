@@ -96,8 +96,7 @@ def _token(settings: Settings) -> tuple[str | None, bool]:
     path = _token_file(settings.data_dir)
     token = settings.token
     if token is None:
-        with suppress(OSError, UnicodeDecodeError), open(path, encoding="ascii") as file:
-            token = file.read(1024).strip()
+        token = _kept(path)
         if token:
             os.chmod(path, 0o600)
             return token, False
@@ -108,6 +107,26 @@ def _token(settings: Settings) -> tuple[str | None, bool]:
 
 def _token_file(data_dir: str) -> str:
     return os.path.join(data_dir, "token")
+
+
+def _kept(path: str) -> str | None:
+    """The token in a file; None when there is none."""
+    with suppress(OSError, UnicodeDecodeError), open(path, encoding="ascii") as file:
+        return file.read(1024).strip() or None
+    return None
+
+
+async def _leave_agent_token(settings: Settings, plane: ControlPlane) -> None:
+    """Leave the token that programs on this machine use beside the administrator's; made anew when it is no good."""
+    from carrel.control.agent_token import agent_token
+
+    path = os.path.join(settings.data_dir, "agent-token")
+    kept = _kept(path)
+    token = await agent_token(plane.tokens, plane.audit, kept, None if settings.database is None else plane.node)
+    if token == kept:
+        os.chmod(path, 0o600)
+    else:
+        _write(path, token + "\n")
 
 
 @contextmanager
@@ -195,6 +214,8 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
             hosts = _LOOPBACK | {settings.host.lower()} if is_loopback(settings.host) else None
             app = create_app(plane, token=token, hosts=hosts, version=carrel.__version__)
             server = HttpServer(app, Connections(connections_allowed()))
+            if token is not None:
+                await _leave_agent_token(settings, plane)
         except BaseException:
             await plane.close()
             raise

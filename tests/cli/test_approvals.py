@@ -194,3 +194,9 @@ def test_a_watch_that_ends_with_the_server_says_so(tmp_path: Path) -> None:
             assert watching.returncode == 1 and b"error: the server ended" in told
         finally:
             server.kill()
+
+
+def test_approve_without_an_id_needs_a_terminal(carrel: Carrel) -> None:
+    for words in (["approve"], ["deny"], ["approve", "--json"]):
+        done = carrel(*words)
+        assert done.returncode == 2 and b"carrel approvals" in done.stderr

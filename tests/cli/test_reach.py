@@ -32,7 +32,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("here")
 async def test_by_name() -> None:
     name = f"reach-{uuid.uuid4().hex[:8]}"
-    with Client() as client:
+    with Client(administrator=True) as client:
         with pytest.raises(NotFound):
             existing(client, name)
         made = wanted(client, name)
@@ -47,14 +47,14 @@ async def test_by_name() -> None:
 
 @pytest.mark.usefixtures("here")
 async def test_on_the_server_it_is_gone_afterwards() -> None:
-    async with ephemeral(Ephemeral(trust="high")) as box, AsyncClient() as client:
+    async with ephemeral(Ephemeral(trust="high")) as box, AsyncClient(administrator=True) as client:
         assert (await client.find(box.id)).ephemeral
-    async with AsyncClient() as client:
+    async with AsyncClient(administrator=True) as client:
         with pytest.raises(NotFound):
             await client.find(box.id)
     async with ephemeral(Ephemeral(), keep=True) as box:
         pass
-    async with AsyncClient() as client:
+    async with AsyncClient(administrator=True) as client:
         assert (await client.attach(await client.find(box.id)).terminate()).state is State.TERMINATED
 
 

@@ -57,7 +57,7 @@ def address(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def client(address: str) -> Iterator[Client]:
-    with Client() as client:
+    with Client(administrator=True) as client:
         yield client
 
 
@@ -69,7 +69,7 @@ def box(client: Client) -> Iterator[Sandbox]:
 
 @pytest.fixture
 async def async_client(address: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient() as client:
+    async with AsyncClient(administrator=True) as client:
         yield client
 
 

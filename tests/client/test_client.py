@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from carrel.client import AsyncClient, Client
-from carrel.errors import CarrelError, InvalidRequest, NotFound, ServerUnreachable, Unauthorized
+from carrel.errors import (
+    ApprovalNeeded,
+    CarrelError,
+    Denied,
+    InvalidRequest,
+    NotFound,
+    ServerUnreachable,
+    Unauthorized,
+)
 from carrel.models import State
 from ports import nobody
 
@@ -79,6 +87,39 @@ def test_unknown_provider_is_refused_with_its_field(client: Client) -> None:
 def test_a_wrong_token_is_unauthorized(address: str) -> None:
     with Client(address, "carrel_wrong") as client, pytest.raises(Unauthorized):
         client.host()
+
+
+def test_programs_on_the_servers_machine_work_as_an_agent(address: str, client: Client) -> None:
+    context = f"agent-{uuid.uuid4().hex[:8]}"
+    client.policy(context).put(settings={"permissions": {"allow": ["shell(echo:*)"]}})
+    with Client() as agent:
+        box = agent.sandbox(context)
+        try:
+            with pytest.raises(ApprovalNeeded) as asked:
+                box.commands.run("uname -s")
+            handle = asked.value.approval or ""
+            assert agent.approvals.get(handle).requested_by == "agent:local"
+            for refused in (
+                lambda: agent.approvals.approve(handle),
+                lambda: agent.policy(context).put(settings={}),
+                lambda: agent.secrets(context).put("A", "value"),
+                lambda: agent.tokens.create("more", kind="person", scopes=["approve"]),
+            ):
+                with pytest.raises(Denied) as denied:
+                    refused()
+                assert "Client(administrator=True)" in (denied.value.hint or "")
+            client.approvals.approve(handle)
+            assert box.with_approval(handle).commands.run("uname -s").stdout == "Linux\n"
+        finally:
+            box.terminate(delete_files=True)
+
+
+def test_a_token_of_ones_own_gets_the_usual_hint(address: str, client: Client) -> None:
+    made = client.tokens.create("reader", kind="agent", scopes=["read"])
+    with Client(token=made.token) as reader, pytest.raises(Denied) as denied:
+        reader.policy("any").put(settings={})
+    assert "administrator=True" not in (denied.value.hint or "")
+    client.tokens.revoke(made.id)
 
 
 def test_the_local_token_is_not_sent_to_another_server(address: str) -> None:

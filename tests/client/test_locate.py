@@ -26,7 +26,8 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def leave(directory: Path, url: str = "http://127.0.0.1:7171") -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "server.json").write_text(json.dumps({"url": url, "pid": 1}))
-    (directory / "token").write_text("carrel_local\n")
+    (directory / "token").write_text("carrel_root\n")
+    (directory / "agent-token").write_text("carrel_local\n")
 
 
 def test_the_local_server_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +53,21 @@ def test_the_local_token_goes_to_the_local_server_only(tmp_path: Path) -> None:
     assert locate("http://127.0.0.1:7171/").token == "carrel_local"
     assert locate("http://127.0.0.1:7172").token is None
     assert "carrel_local" not in repr(locate())
+
+
+def test_the_administrators_token_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path)
+    for url in (None, "http://127.0.0.1:7171"):
+        assert locate(url, administrator=True).token == "carrel_root"
+        assert not locate(url, administrator=True).local_agent and locate(url).local_agent
+    assert locate("http://127.0.0.1:7172", administrator=True).token is None
+    with pytest.raises(InvalidRequest, match="administrator"):
+        locate(token="carrel_given", administrator=True)
+    monkeypatch.setenv("CARREL_TOKEN", "carrel_far")
+    assert locate(administrator=True).token == locate().token == "carrel_far" and not locate().local_agent
+    monkeypatch.delenv("CARREL_TOKEN")
+    (tmp_path / "agent-token").unlink()
+    assert locate().token is None, "the administrator's token is never taken in place of the agent's"
 
 
 @pytest.mark.parametrize("token", ["carrel_x\nsecond", "carrel x", "carrel_ü", "carrel_\x00"])

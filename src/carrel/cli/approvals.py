@@ -4,6 +4,7 @@ for is shown, that is said.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
 
     from carrel.models import ApprovalBatchResult, ApprovalInfo
 
-Ids = Annotated[list[str], typer.Argument(metavar="ID", help="Ids that `carrel approvals` shows.")]
+Ids = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ID", help="Ids that `carrel approvals` shows; without one you are asked, one by one."),
+]
 Message = Annotated[str | None, typer.Option("--message", "-m", help="Words for the agent.")]
 app = typer.Typer(invoke_without_command=True, add_completion=False)
 _COLOURS = {"pending": "yellow", "approved": "green", "denied": "red", "expired": "bright_black"}
+_ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "s": None, "skip": None, "q": None, "quit": None}
 _MOMENT = "%Y-%m-%d %H:%M:%S"
 
 
@@ -47,7 +52,7 @@ def approvals(
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         if watch:
             for info in client.approvals.watch():
                 if context in {None, info.context_id}:
@@ -76,7 +81,7 @@ def show(
     from carrel.cli.shown import plain, print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         info = client.approvals.get(name)
     if json:
         print_json(info.model_dump(mode="json"))
@@ -86,7 +91,7 @@ def show(
 
 
 def approve(
-    ids: Ids,
+    ids: Ids = None,
     for_context: Annotated[
         bool, typer.Option("--for-context", help="The same operation in its context, from now on.")
     ] = False,
@@ -98,7 +103,10 @@ def approve(
 ) -> None:
     """Let an agent do what it asked for: once, unless said otherwise.
 
+    Without an id, at a terminal, it shows what waits and asks.
+
     \b
+    carrel approve
     carrel approve apr-1f2e3d4c5b6a7988
     carrel approve apr-1f2e3d4c5b6a7988 --rule 'shell(git push:*)' -m 'this branch only, please'
     """
@@ -108,23 +116,62 @@ def approve(
     _decide(ids, approve=True, scope=scope, rule=rule, message=message, json=json)
 
 
-def deny(ids: Ids, message: Message = None, json: options.Json = False) -> None:
+def deny(ids: Ids = None, message: Message = None, json: options.Json = False) -> None:
     """Refuse what an agent asked for; the message reaches it.
 
+    Without an id, at a terminal, it shows what waits and asks.
+
     \b
+    carrel deny
     carrel deny apr-1f2e3d4c5b6a7988
     carrel deny apr-1f2e3d4c5b6a7988 -m 'use the test database'
     """
     _decide(ids, approve=False, scope="once", rule=None, message=message, json=json)
 
 
-def _decide(ids: list[str], *, approve: bool, scope: str, rule: str | None, message: str | None, json: bool) -> None:
+def _decide(
+    ids: list[str] | None, *, approve: bool, scope: str, rule: str | None, message: str | None, json: bool
+) -> None:
     from carrel.client import Client
 
-    with Client() as client:
-        result = client.approvals.decide_many(ids, approve=approve, scope=scope, rule=rule, message=message)
-    _told(result, json)
-    raise typer.Exit(1 if result.refused else 0)
+    with Client(administrator=True) as client:
+        if not ids:
+            decisions = _asked(client.approvals.list(state="pending"), json=json)
+        else:
+            decisions = {approve: ids}
+        refused = False
+        for wanted, names in decisions.items():
+            if wanted:
+                result = client.approvals.decide_many(names, approve=True, scope=scope, rule=rule, message=message)
+            else:  # a denial has neither scope nor rule, whatever was given for what is approved
+                result = client.approvals.decide_many(names, approve=False, message=message)
+            _told(result, json)
+            refused = refused or bool(result.refused)
+    raise typer.Exit(1 if refused else 0)
+
+
+def _asked(pending: Iterator[ApprovalInfo], *, json: bool) -> dict[bool, list[str]]:
+    """What the person at the terminal says to each of them: the ids to approve, and the ids to deny."""
+    from carrel.cli.failures import note
+    from carrel.cli.shown import plain
+
+    if json or not sys.stdin.isatty():
+        raise typer.BadParameter("name what you decide: `carrel approvals` shows the ids", param_hint="ID")
+    waiting = list(pending)
+    if not waiting:
+        note("nothing waits for a person")
+    decisions: dict[bool, list[str]] = {}
+    for info in reversed(waiting):  # the oldest first: whoever asked has waited longest
+        for line in _whole(info):
+            note(plain(line))
+        answer = ""
+        while answer not in _ANSWERS:
+            answer = typer.prompt("approve it? y yes, n no (deny), s skip, q quit", err=True).strip().lower()
+        if answer in {"q", "quit"}:
+            break
+        if (decided := _ANSWERS[answer]) is not None:
+            decisions.setdefault(decided, []).append(info.id)
+    return decisions
 
 
 def _told(result: ApprovalBatchResult, json: bool) -> None:

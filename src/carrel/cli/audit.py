@@ -51,7 +51,7 @@ def tail(
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         for records in newest(client, count, follow=follow, context_id=context):
             _show(records, json)
 
@@ -96,7 +96,7 @@ def search(
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = client.audit.search(
             context_id=context,
             actor=actor,
@@ -129,7 +129,7 @@ def export(
     from carrel.client import Client
     from carrel.client._sync.files import save_as
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         pieces = client.audit.export(context_id=context, compress=output.endswith(".zst"))
         if output == "-":
             for piece in pieces:
@@ -193,7 +193,7 @@ def prune(json: options.Json = False) -> None:
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         done = client.audit.prune()
     if json:
         print_json(done.model_dump(mode="json"))
@@ -211,7 +211,7 @@ def key(json: options.Json = False) -> None:
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = client.audit.key()
     if json:
         print_json(found.model_dump(mode="json"))

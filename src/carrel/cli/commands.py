@@ -119,7 +119,7 @@ def logs(
     from carrel.cli.streams import write_out
     from carrel.client import Client, Output
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         box = client.attach(client.find(context))
         if command_id is None:
             known = box.commands.list()

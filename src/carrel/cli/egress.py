@@ -41,7 +41,7 @@ def tail(
     from carrel.cli.shown import print_line
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         for records in newest(client, count, follow=follow, context_id=context, kind="network"):
             if json:
                 for record in records:

@@ -40,7 +40,7 @@ def ls(json: options.Json = False) -> None:
     from carrel.cli.shown import age, print_json, print_table, size
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = client.envs.list()
     if json:
         print_json([each.model_dump(mode="json") for each in found])
@@ -76,7 +76,7 @@ def build(
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         info = client.envs.build(requirements, name=name, python=python, index=index, progress=None if json else _note)
     _tell(info, json)
 
@@ -105,7 +105,7 @@ def attach(
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         box = client.attach(client.find(context))
         wanted = env and (env if requirements or len(env) > 1 else env[0])
         info = box.envs.attach(wanted, python=python, index=index, venv=venv, progress=None if json else _note)
@@ -121,7 +121,7 @@ def rm(name: Annotated[str, typer.Argument(metavar="ENV", help="A name or a labe
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         client.envs.delete(name)
 
 

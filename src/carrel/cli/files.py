@@ -53,7 +53,7 @@ def ls(
     from carrel.client import Client
     from carrel.models import FileKind
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         box = attempt(existing(client, context), None, wait)
         found = box.files.list(path, recursive=recursive, limit=limit)
     if json:
@@ -95,7 +95,7 @@ def cp(
         )
     if to_context is not None and from_path != "-" and not os.path.lexists(from_path):
         raise InvalidRequest(f"there is no local file '{from_path}'", field="SRC")
-    with Client() as client:
+    with Client(administrator=True) as client:
         if to_context is not None:
             _upload(attempt(wanted(client, to_context), None, wait), from_path, to_path)
         elif from_context is not None:

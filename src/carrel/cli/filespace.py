@@ -40,7 +40,7 @@ def sync(
     if push and pull:
         raise typer.BadParameter("without either, both are done", param_hint="--push --pull")
     direction = "push" if push else "pull" if pull else "both"
-    with Client() as client, waiting(f"syncing {context}", quiet=json):
+    with Client(administrator=True) as client, waiting(f"syncing {context}", quiet=json):
         done = client.attach(client.find(context)).sync(direction)
     if json:
         print_json(done.model_dump(mode="json"))
@@ -70,7 +70,7 @@ def list_files(
     from carrel.cli.shown import print_json, print_table, size
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = list(client.filespace(context).list(path))
     if json:
         print_json([each.model_dump(mode="json") for each in found])
@@ -94,7 +94,7 @@ def get(
     from carrel.client import Client
     from carrel.client._sync.files import save_as
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         pieces = client.filespace(context).stream(path)
         if local == "-":
             for piece in pieces:
@@ -124,7 +124,7 @@ def put(
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         filespace = client.filespace(context)
         if local == "-":
             made = filespace.write(path, sys.stdin.buffer)
@@ -160,7 +160,7 @@ def remove(
         raise InvalidRequest("name one file, or say --all", field="PATH", hint="see `carrel filespace rm --help`")
     if everything and not yes:
         _confirm(context)
-    with Client() as client:
+    with Client(administrator=True) as client:
         if path is None:
             client.filespace(context).delete_all()
         else:

@@ -42,7 +42,7 @@ def doctor(
 def _asked() -> HostReport:
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         return client.host()
 
 

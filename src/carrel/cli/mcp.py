@@ -51,7 +51,7 @@ def mcp(
 ) -> None:
     """Give an MCP client the tools of a context: commands, Python, files, snapshots, environments.
 
-    Over stdin and stdout it works with the token that every command uses (CARREL_TOKEN, or the local server's). Over
+    Over stdin and stdout it works with CARREL_TOKEN, or with the token that the local server left for agents. Over
     HTTP each request has to bring its own token and context: http://127.0.0.1:7072/CONTEXT/mcp.
 
     \b

@@ -27,7 +27,7 @@ def ls(context: options.Context, json: options.Json = False) -> None:
     from carrel.cli.shown import print_json, print_table
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = client.attach(client.find(context)).mcp.list()
     if json:
         print_json([each.model_dump(mode="json") for each in found])
@@ -75,7 +75,7 @@ def add(
 
     if server.startswith("-"):
         raise typer.BadParameter(f"'{server}' is no name; options come before the context", param_hint="SERVER")
-    with Client() as client:
+    with Client(administrator=True) as client:
         box = client.attach(client.find(context))
         info = box.mcp.add(
             server, options.apart(command), variables=_pairs(variables, "--env"),
@@ -107,7 +107,7 @@ def tools(
     from carrel.cli.shown import plain, print_json, print_table
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         box = client.attach(client.find(context))
         if refresh:
             for each in [server] if server else [known.name for known in box.mcp.list()]:
@@ -148,7 +148,7 @@ def call(
         given = None
     if not isinstance(given, dict):
         raise InvalidRequest("the arguments must be a JSON object", field="JSON", hint="""such as '{"city": "Bonn"}'""")
-    with Client() as client, once_approved():
+    with Client(administrator=True) as client, once_approved():
         box = attempt(client.attach(client.find(context)), approval, wait)
         result = box.mcp.request(server, tool, given, timeout=timeout)
     if json:
@@ -169,7 +169,7 @@ def start(context: options.Context, server: Name) -> None:
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         print(client.attach(client.find(context)).mcp.start(server).state)
 
 
@@ -182,7 +182,7 @@ def stop(context: options.Context, server: Name) -> None:
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         client.attach(client.find(context)).mcp.stop(server)
 
 
@@ -195,7 +195,7 @@ def log(context: options.Context, server: Name) -> None:
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         box = client.attach(client.find(context))
         offset = 0
         while (page := box.mcp.log(server, offset)).text:
@@ -212,7 +212,7 @@ def rm(context: options.Context, server: Name) -> None:
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         client.attach(client.find(context)).mcp.remove(server)
 
 

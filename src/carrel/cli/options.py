@@ -18,7 +18,7 @@ def contexts(incomplete: str) -> list[str]:
         from carrel.client import Client
         from carrel.models import State
 
-        with Client(timeout=1) as client:
+        with Client(administrator=True, timeout=1) as client:
             live = [info for info in client.sandboxes() if info.state is not State.TERMINATED]
         return [name for info in live if (name := info.context_id or info.id).startswith(incomplete)]
     except Exception:

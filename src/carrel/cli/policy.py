@@ -128,7 +128,7 @@ def get(context: options.Context, json: options.Json = False) -> None:
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         info = client.policy(context).get()
     _shown(info, json)
 
@@ -153,7 +153,7 @@ def set_(
 
     if settings is None and sources is None:
         raise typer.BadParameter("give --settings or --sources", param_hint="--settings")
-    with Client() as client:
+    with Client(administrator=True) as client:
         info = client.policy(context).put(
             settings=UNCHANGED if settings is None else _given(settings),
             sources=UNCHANGED if sources is None else _given(sources),
@@ -171,7 +171,7 @@ def rm(context: options.Context) -> None:
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         client.policy(context).delete()
 
 
@@ -179,7 +179,7 @@ def _held(context: str, command: str) -> Explanation:
     """What holds in a context: all layers, as the server has them."""
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         return client.policy(context).explain(command)
 
 

@@ -73,7 +73,7 @@ def python(
         args, file = [str(file), *(args or [])], None
     text = code if code is not None else _read(file)
     variables = options.environment(env)
-    with Client() as client:
+    with Client(administrator=True) as client:
         if context is None:
             if cell is not None or variables or approval is not None or wait is not None:
                 raise InvalidRequest(

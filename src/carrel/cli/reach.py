@@ -68,7 +68,7 @@ async def kept(name: str, template: str | None = None) -> AsyncIterator[AsyncSan
     from carrel.client import AsyncClient
     from carrel.models import State
 
-    async with AsyncClient() as client:
+    async with AsyncClient(administrator=True) as client:
         try:
             info = await client.find(name)
         except NotFound:
@@ -85,7 +85,7 @@ async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[As
 
     named = bool(os.environ.get("CARREL_URL"))
     if named or local_server() is not None:
-        async with AsyncClient() as client:
+        async with AsyncClient(administrator=True) as client:
             box: AsyncSandbox | None = None
             try:
                 box = await _made(client, asked)

@@ -80,7 +80,7 @@ async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]
     from carrel.client import AsyncClient
     from carrel.models import State
 
-    async with AsyncClient() as client:
+    async with AsyncClient(administrator=True) as client:
         known = {info.id: info async for info in client.sandboxes()}
         if all_states:  # looked for last: what ends meanwhile is in both, and shown once
             known |= {info.id: info async for info in client.sandboxes(state=State.TERMINATED)}
@@ -107,7 +107,7 @@ def _commands(context: str, *, json: bool) -> None:
     from carrel.cli.shown import age, print_json, print_table, size
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         items = client.attach(client.find(context)).commands.list()
     if json:
         print_json([item.model_dump(mode="json") for item in items])
@@ -141,7 +141,7 @@ def stop(
 
     failed = False
     stopped = []
-    with Client() as client:
+    with Client(administrator=True) as client:
         for name in dict.fromkeys(contexts):
             try:
                 with waiting(f"stopping {name}", quiet=json):
@@ -167,7 +167,7 @@ def resume(context: options.Context, json: options.Json = False) -> None:
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client, waiting(f"resuming {context}", quiet=json):
+    with Client(administrator=True) as client, waiting(f"resuming {context}", quiet=json):
         info = client.attach(client.find(context)).resume()
     if json:
         print_json(info.model_dump(mode="json"))
@@ -214,7 +214,7 @@ async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage
     from carrel.client import AsyncClient
     from carrel.models import State
 
-    async with AsyncClient() as client:
+    async with AsyncClient(administrator=True) as client:
         if context is not None:
             info = await client.find(context)
             return [(info, await client.attach(info).usage())]
@@ -265,7 +265,7 @@ def rm(
 
     failed = False
     removed = []
-    with Client() as client:
+    with Client(administrator=True) as client:
         if everything:
             chosen = [info for info in client.sandboxes() if info.state is not State.TERMINATED]
         else:

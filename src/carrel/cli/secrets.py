@@ -51,7 +51,7 @@ def put(
                 value = source.read()
         except OSError as error:
             raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
-    with Client() as client:
+    with Client(administrator=True) as client:
         kept = _of(client, owner, template).put(name, value.rstrip(b"\r\n"))
     note(f"{kept.name} is kept, version {kept.version}: /run/secrets/{kept.name}")
 
@@ -66,7 +66,7 @@ def ls(owner: Owner, template: OfTemplate = False, json: options.Json = False) -
     from carrel.cli.shown import age, print_json, print_table
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = _of(client, owner, template).list()
     if json:
         print_json([each.model_dump(mode="json") for each in found])
@@ -86,7 +86,7 @@ def remove(owner: Owner, name: Name, template: OfTemplate = False) -> None:
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         _of(client, owner, template).delete(name)
 
 

@@ -22,7 +22,7 @@ def snapshot(context: Context, json: options.Json = False) -> None:
     from carrel.cli.shown import print_json, size
     from carrel.client import Client
 
-    with Client() as client, waiting(f"taking a snapshot of {context}", quiet=json):
+    with Client(administrator=True) as client, waiting(f"taking a snapshot of {context}", quiet=json):
         made = client.attach(client.find(context)).snapshot()
     if json:
         print_json(made.model_dump(mode="json"))
@@ -42,7 +42,7 @@ def snapshots(context: Context, json: options.Json = False) -> None:
     from carrel.cli.shown import age, print_json, print_table, size
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = client.attach(client.find(context)).snapshots()
     if json:
         print_json([each.model_dump(mode="json") for each in found])
@@ -76,7 +76,7 @@ def restore(
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client, waiting(f"restoring {context}", quiet=json):
+    with Client(administrator=True) as client, waiting(f"restoring {context}", quiet=json):
         info = client.attach(client.find(context)).restore(snapshot_id)
     if json:
         print_json(info.model_dump(mode="json"))
@@ -100,7 +100,7 @@ def fork(
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client, waiting(f"forking {context}", quiet=json):
+    with Client(administrator=True) as client, waiting(f"forking {context}", quiet=json):
         info = client.attach(client.find(context)).fork(new_context, snapshot_id).info()
     if json:
         print_json(info.model_dump(mode="json"))
@@ -122,7 +122,7 @@ def diff(
     from carrel.cli.shown import plain, print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         changes = client.attach(client.find(context)).diff(before, after)
     if json:
         print_json([each.model_dump(mode="json") for each in changes])
@@ -152,7 +152,7 @@ def download(
     if output == "-" and sys.stdout.isatty():
         raise typer.BadParameter("a tar archive is nothing for a terminal", param_hint="--output")
     name = output or f"{snapshot_id}.tar"
-    with Client() as client:
+    with Client(administrator=True) as client:
         box = client.attach(client.find(context))
         if name == "-":
             box.download_snapshot(snapshot_id, sys.stdout.buffer)

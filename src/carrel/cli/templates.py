@@ -19,7 +19,7 @@ def templates(json: options.Json = False) -> None:
     from carrel.cli.shown import coloured, print_json, print_table
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = client.templates()
     if json:
         print_json([each.model_dump(mode="json") for each in found])

@@ -45,7 +45,7 @@ def create(
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         made = client.tokens.create(
             name, kind=kind, scopes=scope, namespace=namespace, contexts=context, expires=_duration(expires)
         )
@@ -69,7 +69,7 @@ def ls(
     from carrel.cli.shown import print_json
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = [info for info in client.tokens.list() if every or _state(info) == "good"]
     if json:
         print_json([info.model_dump(mode="json") for info in found])
@@ -86,7 +86,7 @@ def revoke(ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids that
     """
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         for each in ids:
             client.tokens.revoke(each)
             print(f"revoked {each}")

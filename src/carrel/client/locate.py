@@ -20,10 +20,14 @@ LONGEST_TOKEN = 512
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is, and the token it wants. The token is kept out of the printed form."""
+    """Where a server is, and the token it wants. The token is kept out of the printed form.
+
+    `local_agent` says that the token is the one that the server on this machine left for agents.
+    """
 
     url: str
     token: str | None = field(repr=False)
+    local_agent: bool = False
 
     @property
     def loopback(self) -> bool:
@@ -43,8 +47,11 @@ def data_dir() -> Path:
     return Path(base).expanduser() / "carrel"
 
 
-def local_server(directory: Path | None = None) -> Address | None:
-    """The server that left its address in the data directory; None when there is none."""
+def local_server(directory: Path | None = None, *, administrator: bool = False) -> Address | None:
+    """The server that left its address in the data directory; None when there is none.
+
+    It comes with the token that the server left for agents, or with the administrator's.
+    """
     directory = directory or data_dir()
     try:
         found = json.loads((directory / "server.json").read_bytes())
@@ -53,22 +60,31 @@ def local_server(directory: Path | None = None) -> Address | None:
     url = found.get("url") if isinstance(found, dict) else None
     if not isinstance(url, str):
         return None
-    return Address(_checked(url), _local_token(directory))
+    token = _local_token(directory / ("token" if administrator else "agent-token"))
+    return Address(_checked(url), token, local_agent=token is not None and not administrator)
 
 
-def locate(url: str | None = None, token: str | None = None) -> Address:
-    """The server to use. Raises `ServerUnreachable` when none is named and none has run here."""
+def locate(url: str | None = None, token: str | None = None, *, administrator: bool = False) -> Address:
+    """The server to use. Raises `ServerUnreachable` when none is named and none has run here.
+
+    Without a token, given or in `CARREL_TOKEN`, a server on this machine is shown the token that it left for agents, or
+    with `administrator` the administrator's.
+    """
+    if token and administrator:
+        raise InvalidRequest(
+            "a token was given, and the administrator's asked for", field="administrator", hint="leave one of them out"
+        )
     url = url or os.environ.get("CARREL_URL") or None
     token = _usable(token or os.environ.get("CARREL_TOKEN") or "")
-    local = local_server()
+    local = local_server(administrator=administrator)
     if url is None:
         if local is None:
             raise _none_here(data_dir())
-        return Address(local.url, token or local.token)
+        return local if token is None else Address(local.url, token)
     url = _checked(url)
-    # The local token is for the local server alone: sent elsewhere it would be given away.
+    # The local tokens are for the local server alone: sent elsewhere they would be given away.
     if token is None and local is not None and local.url == url:
-        token = local.token
+        return local
     return Address(url, token)
 
 
@@ -85,9 +101,9 @@ def _none_here(directory: Path) -> ServerUnreachable:
     return ServerUnreachable(f"no carrel server has left its address in {directory}", hint=START_HINT)
 
 
-def _local_token(directory: Path) -> str | None:
+def _local_token(path: Path) -> str | None:
     try:
-        return (directory / "token").read_text().strip() or None
+        return path.read_text().strip() or None
     except (OSError, ValueError):
         return None
 

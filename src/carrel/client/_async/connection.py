@@ -17,7 +17,7 @@ from carrel.client._async.wire import FAILED, LATE, LOST, NOT_REACHED, AsyncRepl
 from carrel.client._io_async import Progress, Source, pieces
 from carrel.client.deadlines import seconds
 from carrel.client.locate import START_HINT, Address
-from carrel.errors import CarrelError, InvalidRequest, PlatformError, ServerUnreachable, from_problem
+from carrel.errors import CarrelError, Denied, InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
 Model = TypeVar("Model", bound=BaseModel)
 Query = Mapping[str, str | int | None]
@@ -25,6 +25,12 @@ Query = Mapping[str, str | int | None]
 CONNECT_S = 10.0
 # What the server needs on top of a command's own deadline: to kill the tree and to send the output.
 GRACE_S = 30.0
+NOT_FOR_AGENTS = frozenset({"scope(approve)", "scope(administer)"})
+"""The rules that refuse what is for people, as a refusal names them."""
+ADMINISTRATOR_HINT = (
+    "this is the agent's token, which programs on the server's machine use; "
+    "Client(administrator=True) uses the administrator's"
+)
 _JSON = {"content-type": "application/json"}
 
 
@@ -204,7 +210,10 @@ class AsyncConnection:
             raise self.unreachable(error) from None
         if 200 <= reply.status < 300:
             return reply
-        raise refused(reply)
+        problem = refused(reply)
+        if self.address.local_agent and isinstance(problem, Denied) and problem.rule in NOT_FOR_AGENTS:
+            problem.hint = ADMINISTRATOR_HINT
+        raise problem
 
     def unreachable(self, error: Exception) -> CarrelError:
         """The error for a failed transport, in words that help."""

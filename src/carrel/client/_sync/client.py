@@ -37,10 +37,21 @@ PAGE = 200
 
 
 class Client:
-    """Talks to one carrel server: the named one, that of `CARREL_URL`, or the local one."""
+    """Talks to one carrel server: the named one, that of `CARREL_URL`, or the local one.
 
-    def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 60.0):
-        self._connection = Connection(locate(url, token), timeout)
+    Without a `token` or `CARREL_TOKEN`, the local server is shown the token that it left for agents, who may work but
+    neither decide approvals nor administer; with `administrator` it is shown the administrator's.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        administrator: bool = False,
+        timeout: float = 60.0,
+    ):
+        self._connection = Connection(locate(url, token, administrator=administrator), timeout)
         self.approvals = Approvals(self._connection)
         self.audit = Audit(self._connection)
         self.envs = Environments(self._connection)

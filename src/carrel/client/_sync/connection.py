@@ -18,7 +18,7 @@ from carrel.client._io_sync import Progress, Source, pieces
 from carrel.client._sync.wire import FAILED, LATE, LOST, NOT_REACHED, Patience, Reply, Wire
 from carrel.client.deadlines import seconds
 from carrel.client.locate import START_HINT, Address
-from carrel.errors import CarrelError, InvalidRequest, PlatformError, ServerUnreachable, from_problem
+from carrel.errors import CarrelError, Denied, InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
 Model = TypeVar("Model", bound=BaseModel)
 Query = Mapping[str, str | int | None]
@@ -26,6 +26,12 @@ Query = Mapping[str, str | int | None]
 CONNECT_S = 10.0
 # What the server needs on top of a command's own deadline: to kill the tree and to send the output.
 GRACE_S = 30.0
+NOT_FOR_AGENTS = frozenset({"scope(approve)", "scope(administer)"})
+"""The rules that refuse what is for people, as a refusal names them."""
+ADMINISTRATOR_HINT = (
+    "this is the agent's token, which programs on the server's machine use; "
+    "Client(administrator=True) uses the administrator's"
+)
 _JSON = {"content-type": "application/json"}
 
 
@@ -202,7 +208,10 @@ class Connection:
             raise self.unreachable(error) from None
         if 200 <= reply.status < 300:
             return reply
-        raise refused(reply)
+        problem = refused(reply)
+        if self.address.local_agent and isinstance(problem, Denied) and problem.rule in NOT_FOR_AGENTS:
+            problem.hint = ADMINISTRATOR_HINT
+        raise problem
 
     def unreachable(self, error: Exception) -> CarrelError:
         """The error for a failed transport, in words that help."""

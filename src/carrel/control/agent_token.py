@@ -1,0 +1,38 @@
+"""The token that a server leaves on its machine for agents: programs there that name no token of their own use it.
+
+A person at the same machine decides what such an agent asks for with the administrator's token, which is another.
+Knows no file: the caller keeps the token.
+"""
+
+from __future__ import annotations
+
+from carrel.audit import AuditLog, Ending, Entry, server_chain
+from carrel.errors import Unauthorized
+from carrel.identity import ROOT, Grant, Kind, Scope, Tokens
+from carrel.metrics import OK
+
+NAME = "local"
+SCOPES = (Scope.OPERATE,)
+
+
+async def agent_token(tokens: Tokens, audit: AuditLog, kept: str | None, node: str | None) -> str:
+    """The token that was kept, while it is good; else a new one. `node` names this server among several."""
+    if kept and await _is_good(tokens, kept):
+        return kept
+    name = NAME if node is None else f"{NAME}@{node}"
+    arguments = {"name": name, "kind": str(Kind.AGENT), "scopes": [str(scope) for scope in SCOPES]}
+    chain, digest = server_chain(audit.node), audit.hash_arguments(arguments)
+    entry = Entry(chain, audit.node, "session", "create_token", arguments=arguments, arguments_hash=digest)
+    ticket = await audit.begin(entry)
+    text, _ = await tokens.issue(Grant(name, Kind.AGENT, SCOPES), ROOT)
+    ticket.end(Ending(OK))
+    return text
+
+
+async def _is_good(tokens: Tokens, text: str) -> bool:
+    """Whether this is the token of an agent who may work here: not revoked, not expired, of this database."""
+    try:
+        identity = await tokens.identify(text)
+    except Unauthorized:
+        return False
+    return identity.kind is Kind.AGENT and identity.has(Scope.OPERATE)
