@@ -111,7 +111,7 @@ SCOPES = (
         (
             "create_token", "list_tokens", "get_token", "revoke_token", "put_policy", "delete_policy", "put_secret",
             "list_secrets", "delete_secret", "put_template_secret", "list_template_secrets", "delete_template_secret",
-            "prune_audit",
+            "prune_audit", "forget_context",
         ),
         includes=(Scope.READ, Scope.OPERATE, Scope.APPROVE),
     ),

@@ -102,3 +102,15 @@ def test_usage(carrel: Carrel) -> None:
         assert carrel("usage", "absent-context").returncode == 1
     finally:
         carrel("rm", "--yes", "--files", name)
+
+
+def test_forget_deletes_everything_of_a_context(carrel: Carrel) -> None:
+    name = f"cli-{uuid.uuid4().hex[:12]}"
+    assert carrel("exec", name, "echo kept > f").returncode == 0
+    refused = carrel("forget", name)
+    assert refused.returncode == 2 and b"--yes" in refused.stderr
+    done = carrel("forget", "--yes", "--json", name, "absent-context")
+    assert done.returncode == 1 and b"nothing is known" in done.stderr
+    assert json.loads(done.stdout) == [name]
+    assert carrel("exec", name, "cat f").returncode != 0, "it begins anew"
+    assert carrel("forget", "--yes", name).returncode == 0

@@ -15,6 +15,7 @@ from carrel.api import (
     audit,
     code_contexts,
     commands,
+    contexts,
     envs,
     files,
     filespaces,
@@ -70,8 +71,8 @@ def create_app(
 
 
 _RESOURCES = (
-    approvals, audit, code_contexts, commands, envs, files, filespaces, host, mcp_servers, metrics, policies, python,
-    sandboxes, secrets, snapshots, stateless, templates, terminals, tokens, tools,
+    approvals, audit, code_contexts, commands, contexts, envs, files, filespaces, host, mcp_servers, metrics, policies,
+    python, sandboxes, secrets, snapshots, stateless, templates, terminals, tokens, tools,
 )  # fmt: skip
 
 

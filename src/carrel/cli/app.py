@@ -27,6 +27,7 @@ _COMMANDS = {
     "resume": ("Sandboxes", "sandboxes.resume"),
     "usage": ("Sandboxes", "sandboxes.usage"),
     "rm": ("Sandboxes", "sandboxes.rm"),
+    "forget": ("Sandboxes", "sandboxes.forget"),
     "templates": ("Sandboxes", "templates.templates"),
     "envs": ("Sandboxes", "envs.app"),
     "mcp-servers": ("Sandboxes", "mcp_servers.app"),

@@ -1,4 +1,6 @@
-"""`ps`, `usage`, `stop`, `resume` and `rm`: which sandboxes there are, what they hold, their end and a new start."""
+"""`ps`, `usage`, `stop`, `resume`, `rm` and `forget`: which sandboxes there are, what they hold, how they
+end and start again.
+"""
 
 from __future__ import annotations
 
@@ -294,6 +296,46 @@ def rm(
     raise typer.Exit(1 if failed else 0)
 
 
+def forget(
+    contexts: Annotated[
+        list[str], typer.Argument(metavar="CONTEXT", help="Context ids.", autocompletion=options.contexts)
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Forget contexts: delete everything that is kept of them. Only the audit log stays. For administrators.
+
+    Files, snapshots, filespace, secrets, MCP servers, template and policy go. `carrel rm --files` leaves the policy.
+
+    \b
+    carrel forget conversation-42
+    carrel forget --yes conversation-42 conversation-43
+    """
+    from carrel.cli.failures import note, tell
+    from carrel.cli.progress import waiting
+    from carrel.cli.shown import plain, print_json
+    from carrel.client import Client
+
+    names = list(dict.fromkeys(contexts))
+    if not yes:
+        _confirm(f"Delete everything that is kept of {_few(names)}, its policy too?")
+    forgotten = []
+    with Client() as client:
+        for name in names:
+            try:
+                with waiting(f"forgetting {name}", quiet=json):
+                    client.forget(name)
+            except CarrelError as error:
+                tell(f"{name}: {error.detail}", error.hint)
+                continue
+            forgotten.append(name)
+            if not json:
+                note(f"forgot {plain(name)}")
+    if json:
+        print_json(forgotten)
+    raise typer.Exit(0 if len(forgotten) == len(names) else 1)
+
+
 def _named(client: Client, name: str, *, files: bool) -> SandboxInfo:
     """The sandbox to remove; for its files also one that was terminated before."""
     from carrel.models import State
@@ -308,10 +350,18 @@ def _named(client: Client, name: str, *, files: bool) -> SandboxInfo:
 
 
 def _ask(names: list[str], *, files: bool) -> None:
+    _confirm(f"Terminate {_few(names)}{' and delete the files' if files else ''}?")
+
+
+def _few(names: list[str]) -> str:
+    """Names to show in a question."""
     from carrel.cli.shown import plain
 
+    return ", ".join(plain(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
         raise typer.BadParameter("nobody is here to confirm it; give --yes if it is meant", param_hint="--yes")
-    shown = ", ".join(plain(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    if not typer.confirm(f"Terminate {shown}{' and delete the files' if files else ''}?", err=True):
+    if not typer.confirm(question, err=True):
         raise typer.Exit(1)

@@ -288,9 +288,18 @@ class Filespaces:
 
     async def forget(self, context: str, actor: str = "") -> None:
         """Delete a filespace with everything in it; the workspace stays. May be repeated."""
+        encode(context, ephemeral=False)
+        async with self._operations.session_door("filespace_forget", {}, actor, "", context, kind="file"):
+            await self.erase(context)
+
+    async def holds(self, context: str) -> bool:
+        """Whether a filespace has any file. Passes no door: for upkeep."""
+        return bool((await self._store.page(context, limit=1))[0])
+
+    async def erase(self, context: str) -> None:
+        """Delete a filespace with everything in it. Passes no door: the caller has been admitted."""
         contents = self._contents(context)
-        door = self._operations.session_door("filespace_forget", {}, actor, "", context, kind="file")
-        async with door, self._workspaces.keeping.still(context):
+        async with self._workspaces.keeping.still(context):
             await self._store.forget(context)
             await self.forget_base(context)
             await _to_its_end(contents.forget)

@@ -19,6 +19,7 @@ from carrel.control.environment_builds import Builder, shared
 from carrel.control.environment_use import EnvironmentUse
 from carrel.control.environments import Environments
 from carrel.control.filespaces import Filespaces
+from carrel.control.forgetting import Forgetting
 from carrel.control.governor import Governor
 from carrel.control.janitor import EXPIRE_EVERY, Janitor
 from carrel.control.leasing import Leasing
@@ -158,7 +159,7 @@ class ControlPlane:
         )
         self.approvals.door = door or governor
         # Not its policy: whoever may delete a context may not loosen what holds for the next one of its name.
-        self.sessions.on_deleted += [self.secrets.forget, self.approvals.forget]
+        self.sessions.on_deleted += [self.secrets.forget, self.approvals.forget, self.templates.forget]
         self.operations = Operations(
             self.sessions, door or governor, self.metrics, self.secrets.redactor, self.policies.longest
         )
@@ -241,6 +242,9 @@ class ControlPlane:
             default_cap=settings.sandbox.disk_mb * MB,
         )
         self.filespaces.masks = self._masks
+        self.forgetting = Forgetting(
+            self.sessions, self.operations, self.workspaces, self.store, self.policies, self.secrets, self.filespaces
+        )
         self.sessions.pull_with(self.filespaces.pull)
         self.sessions.push = self.filespaces.push
         self.workspaces.keeping.base = self.filespaces.base

@@ -325,11 +325,21 @@ class Sessions:
             elif record.context_id and await self._store.of_context(record.context_id):
                 return record.info()  # the workspace belongs to a newer session of the same context
             if delete_workspace and record.context_id is not None:
-                await self.forget(record.context_id)
+                await self._forget(record.context_id)
         return record.info()
 
-    async def forget(self, context_id: str) -> None:
-        """Delete everything of a context that has ended, but its filespace."""
+    async def delete(self, context_id: str, reason: str) -> None:
+        """Delete a context: end its session if it has one, then everything of it but its filespace and its policy."""
+        async with self.lock(f"context {context_id}"):
+            record = await self._store.of_context(context_id)
+            if record is not None:
+                if self._live.get(record.id) is None:
+                    record = await self._ownership.take(record)
+                await self._end(record, Event.TERMINATE, reason, kept=True)
+            await self._forget(context_id)
+
+    async def _forget(self, context_id: str) -> None:
+        """Delete everything of a context that has ended but its filespace and its policy."""
         await self._workspaces.forget(context_id)
         for each in self.on_deleted:
             await each(context_id)

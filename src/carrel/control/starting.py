@@ -173,7 +173,9 @@ class Starting:
         finally:
             self._under_way -= 1
         seconds = time.monotonic() - began
-        self._workspaces.metrics.started(provider.name, "fresh" if previous is None else "resume", seconds)
+        self._workspaces.metrics.started(
+            provider.name, "fresh" if previous is None or previous.forgotten else "resume", seconds
+        )
         return record.info()
 
     async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:

@@ -142,13 +142,33 @@ class Templates:
                 hint="let the operator bring the template back",
             ) from None
 
+    async def forget(self, context_id: str) -> None:
+        """Forget the template of a context that is deleted, so that the next one of that name may have any other.
+
+        A template that brings rules stays unless an administrator deletes the context: else an agent could get rid of
+        its rules by deleting itself.
+        """
+        record = await self._store.newest_of_context(context_id)
+        if record is None or record.state is not State.TERMINATED:
+            return
+        if caller.get().identity.has(Scope.ADMINISTER) or not await self._has_rules(record.template):
+            await self._store.forget(context_id)
+
+    async def _has_rules(self, name: str | None) -> bool:
+        """Whether a template brings rules; one that cannot be read may have had some."""
+        try:
+            return await self.layer(name) is not None
+        except PlatformError:
+            return True
+
     async def prepare(self, request: SandboxRequest, previous: SessionRecord | None) -> SandboxRequest:
         """What is asked for, as the template says that it names or that its context has already.
 
-        A context keeps the template it was made with. Only for one that was terminated another can be chosen, and only
-        by who administers: else whoever is held by the rules of a template could begin anew without them.
+        A context keeps the template it was made with until it is deleted (see `forget`). For one that was terminated
+        an administrator can choose another: else whoever is held by the rules of a template could begin anew without
+        them.
         """
-        if previous is None:
+        if previous is None or previous.forgotten:
             name = request.template or self._default
             return request if name is None else (await self.get(name)).fill(request)
         kept = previous.template

@@ -53,6 +53,14 @@ class SessionRecord:
     template: str | None = None
     acts_for: str | None = None
     """For a sandbox of carrel's own: the context whose policy holds for it, empty for that of none."""
+    agent: str | None = None
+    """Whom the workspace belongs to: the agent or service whose token made it, else the template it was made by."""
+    used_bytes: int | None = None
+    """What the workspace held when it was last measured."""
+    expires_at: float | None = None
+    """When the workspace is deleted unless it is used before; None while that is not near."""
+    forgotten: bool = False
+    """Whether the context was deleted after this session: nothing of it counts for the next one."""
 
     def info(self, last_activity_at: float | None = None) -> SandboxInfo:
         """The record as the API shows it."""
@@ -120,6 +128,10 @@ def _record(row: RowMapping) -> SessionRecord:
         notice=row["notice"],
         template=row["template"],
         acts_for=row["acts_for"],
+        agent=row["agent"],
+        used_bytes=row["used_bytes"],
+        expires_at=row["expires_at"],
+        forgotten=row["forgotten"],
     )
 
 
@@ -203,6 +215,12 @@ class SessionStore:
         query = select(sessions).where(sessions.c.context_id == context_id)
         found = await self._all(query.order_by(sessions.c.created_at.desc(), sessions.c.id.desc()).limit(1))
         return found[0] if found else None
+
+    async def forget(self, context_id: str) -> None:
+        """Let nothing of the ended sessions of a context count for the next one."""
+        ended = and_(sessions.c.context_id == context_id, sessions.c.state == State.TERMINATED.value)
+        statement = update(sessions).where(ended).values(forgotten=True, template=None, expires_at=None)
+        await self._database.write(lambda connection: connection.execute(statement).close())
 
     async def of_key(self, idempotency_key: str) -> SessionRecord | None:
         """The record a creation with that idempotency key made."""

@@ -91,6 +91,10 @@ sessions = Table(
     Column("notice", Prose, nullable=True),
     Column("template", Words(128), nullable=True),
     Column("acts_for", Words(128), nullable=True, comment="whose policy holds for a sandbox of carrel's own"),
+    Column("agent", Words(128), nullable=True, comment="whom the workspace belongs to"),
+    Column("used_bytes", BigInteger, nullable=True, comment="of the workspace, when last measured"),
+    Column("expires_at", Double, nullable=True, comment="when an unused workspace is deleted"),
+    Column("forgotten", Boolean, nullable=False, server_default=text("false")),
 )
 
 _live = sessions.c.state != "terminated"

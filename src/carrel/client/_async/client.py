@@ -145,6 +145,13 @@ class AsyncClient:
             raise NotFound(f"no sandbox named '{name}'", field="id", hint="`carrel ps` shows what there is")
         return info
 
+    async def forget(self, context_id: str) -> None:
+        """End the session of a context and delete everything that is kept of it: files, snapshots, filespace, secrets,
+        MCP servers, template and policy. Only the audit log stays. For administrators.
+        """
+        path = f"/v1/contexts/{quote(context_id, safe='')}"
+        await self._connection.call("DELETE", path, timeout=self._connection.patience(None))
+
     async def host(self) -> HostReport:
         """What the server's host can do."""
         return await self._connection.get(HostReport, "/v1/host")

@@ -107,9 +107,10 @@ class AsyncConnection:
         query: Query | None = None,
         body: bytes | None = None,
         json: bool = True,
+        timeout: Patience | None = None,
     ) -> None:
         """Send a request whose answer does not matter beyond success."""
-        await self._send(method, path, query=query, body=body, json=json)
+        await self._send(method, path, query=query, body=body, json=json, timeout=timeout)
 
     async def upload(
         self,

@@ -143,6 +143,13 @@ class Client:
             raise NotFound(f"no sandbox named '{name}'", field="id", hint="`carrel ps` shows what there is")
         return info
 
+    def forget(self, context_id: str) -> None:
+        """End the session of a context and delete everything that is kept of it: files, snapshots, filespace, secrets,
+        MCP servers, template and policy. Only the audit log stays. For administrators.
+        """
+        path = f"/v1/contexts/{quote(context_id, safe='')}"
+        self._connection.call("DELETE", path, timeout=self._connection.patience(None))
+
     def host(self) -> HostReport:
         """What the server's host can do."""
         return self._connection.get(HostReport, "/v1/host")

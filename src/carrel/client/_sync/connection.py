@@ -108,9 +108,10 @@ class Connection:
         query: Query | None = None,
         body: bytes | None = None,
         json: bool = True,
+        timeout: Patience | None = None,
     ) -> None:
         """Send a request whose answer does not matter beyond success."""
-        self._send(method, path, query=query, body=body, json=json)
+        self._send(method, path, query=query, body=body, json=json, timeout=timeout)
 
     def upload(
         self,

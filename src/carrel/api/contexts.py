@@ -1,0 +1,28 @@
+"""Contexts as such: deleted with everything that is kept of them."""
+
+from __future__ import annotations
+
+from fastapi import Depends
+from starlette.responses import Response
+
+from carrel.api.guard import Router
+from carrel.api.parts import Context, Plane, known_query
+from carrel.api.problems import problems
+
+router = Router(prefix="/v1/contexts/{context_id}", tags=["contexts"], dependencies=[Depends(known_query)])
+
+
+@router.delete(
+    "",
+    operation_id="forget_context",
+    summary="Forget a context",
+    status_code=204,
+    response_model=None,
+    responses=problems(404, 409, 502),
+)
+async def forget_context(context_id: Context, plane: Plane) -> Response:
+    """Ends its session and deletes everything that is kept of it: files, snapshots, filespace, secrets, MCP servers,
+    template and policy. Only the audit log stays.
+    """
+    await plane.forgetting.forget(context_id)
+    return Response(status_code=204)
