@@ -29,7 +29,7 @@ def test_take_list_compare_restore_and_fork(carrel: Carrel) -> None:
         assert carrel("diff", name, first["id"], second).stdout == b"~ f\n+ g\n"
         assert carrel("restore", name, first["id"]).returncode == 0
         assert carrel("exec", name, "cat f").stdout == b"one\n"
-        assert carrel("fork", name, f"{name}-2", "--snapshot", second).returncode == 0
+        assert carrel("fork", name, f"{name}-2", "--snapshot", second, "--no-secrets").returncode == 0
         assert carrel("exec", f"{name}-2", "cat f").stdout == b"two\n"
         wrong = carrel("restore", name, "snap-absent")
         assert wrong.returncode == 1 and b"hint:" in wrong.stderr and b"Traceback" not in wrong.stderr

@@ -33,11 +33,13 @@ async def test_no_room_for_its_sandbox(settings: Settings) -> None:
         await plane.policies.put("origin", PolicyDocuments(settings=RULES), "tests")
         await plane.policies.put("known", PolicyDocuments(settings=EARLIER), "tests")
         await plane.secrets.put("known", "KEY", b"given-before")
+        await plane.secrets.put("origin", "OTHER", b"of-the-origin")
         for name, before in (("fresh", None), ("known", EARLIER)):
             with pytest.raises(LimitExceeded):
                 await plane.snapshots.fork("origin", name)
             assert await _settings(plane, name) == before and not _files(plane, name)
         assert [each.name for each in (await plane.secrets.list("known")).items] == ["KEY"]
+        assert (await plane.secrets.list("fresh")).items == [], "no secret stays with a fork that was not made"
     finally:
         await plane.close()
 

@@ -134,3 +134,31 @@ async def test_a_sandbox_without_a_place_for_them_does_not_start(settings: Setti
         assert plane.sessions.live() == []
     finally:
         await plane.close()
+
+
+async def _in_twin(plane: ControlPlane, command: str) -> str:
+    return (await plane.operations.run_command("twin", CommandRequest(command=command))).stdout
+
+
+async def test_a_fork_has_the_secrets_of_its_origin(plane: ControlPlane) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="origin"))
+    await plane.secrets.put("origin", "KEY", b"open-sesame")
+    await plane.secrets.put("origin", "OWN", b"of-the-origin")
+    await plane.secrets.put("twin", "OWN", b"given-before")
+    await plane.snapshots.fork("origin", "twin")
+    shown = await _in_twin(plane, "wc -c < /run/secrets/KEY; grep -c given-before /run/secrets/OWN")
+    assert shown.split() == ["11", "1"]
+    assert "sesame" not in await _in_twin(plane, "cat /run/secrets/KEY"), "it is taken out of what is shown"
+    await plane.secrets.delete("origin", "KEY")
+    assert await _in_twin(plane, "wc -c < /run/secrets/KEY") == "11\n", "the two are independent from now on"
+    await plane.audit.flush()
+    found = (await plane.audit.search(Filter(chain=chain_of("twin")), limit=100)).items
+    copied = next(each for each in found if each.name == "copy_secrets")
+    assert copied.arguments == {"from": "origin", "names": ["KEY"]}
+
+
+async def test_a_fork_without_secrets(plane: ControlPlane) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="origin"))
+    await plane.secrets.put("origin", "KEY", b"open-sesame")
+    await plane.snapshots.fork("origin", "twin", secrets=False)
+    assert (await plane.secrets.list("twin")).items == []

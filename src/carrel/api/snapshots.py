@@ -113,6 +113,6 @@ async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response
     responses={201: {"model": SandboxInfo}, **problems(404, 409, 413, 429, 503)},
 )
 async def fork(id: SandboxId, body: ForkRequest, plane: Plane) -> Response:
-    """A new context with the same files and settings, started at once."""
+    """A new context with the same files, settings and secrets, started at once."""
     require("fork", body.context_id)
-    return as_json(await plane.snapshots.fork(id, body.context_id, body.snapshot_id), 201)
+    return as_json(await plane.snapshots.fork(id, body.context_id, body.snapshot_id, secrets=body.secrets), 201)

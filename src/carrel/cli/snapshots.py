@@ -88,12 +88,14 @@ def fork(
     context: Context,
     new_context: Annotated[str, typer.Argument(metavar="NEW", help="The context to make.")],
     snapshot_id: Annotated[str | None, typer.Option("--snapshot", help="Start from this one instead of now.")] = None,
+    no_secrets: Annotated[bool, typer.Option("--no-secrets", help="Leave the secrets out.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Make a new context with the same files and settings.
+    """Make a new context with the same files, settings and secrets.
 
     \b
     carrel fork conversation-42 conversation-43
+    carrel fork --no-secrets conversation-42 conversation-43
     """
     from carrel.cli.failures import note
     from carrel.cli.progress import waiting
@@ -101,7 +103,7 @@ def fork(
     from carrel.client import Client
 
     with Client(administrator=True) as client, waiting(f"forking {context}", quiet=json):
-        info = client.attach(client.find(context)).fork(new_context, snapshot_id).info()
+        info = client.attach(client.find(context)).fork(new_context, snapshot_id, secrets=not no_secrets).info()
     if json:
         print_json(info.model_dump(mode="json"))
     else:

@@ -51,7 +51,7 @@ from carrel.egress.plan import Upstream
 from carrel.errors import CarrelError, ProviderUnavailable
 from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
-from carrel.models import HostReport, Network, PolicyDocuments, PolicyInfo, SandboxRequest
+from carrel.models import HostReport, Network, PolicyDocuments, PolicyInfo, SandboxRequest, SecretName
 from carrel.policy.layers import Layer, Policy
 from carrel.providers import Masks, open_providers
 from carrel.providers.base import Provider
@@ -386,10 +386,12 @@ class ControlPlane:
             return None
         return masks_of(await self.policies.of_record(record), whose(record))
 
-    async def _forking(self, origin: str, context_id: str) -> Undo:
+    async def _forking(self, origin: str, context_id: str, with_secrets: bool) -> Undo:
         undo_policy = await self.policies.copy(origin, context_id)
+        given: list[SecretName] = []
 
         async def undo() -> None:
+            await self.secrets.take_back(context_id, given)
             await self.mcp.forget(context_id)
             await self.environments.unforked(context_id)
             await undo_policy()
@@ -397,6 +399,10 @@ class ControlPlane:
         try:
             await self.environments.forked(origin, context_id)
             await self.mcp.forked(origin, context_id)
+            if with_secrets and (names := await self.secrets.missing(origin, context_id)):
+                arguments = {"from": origin, "names": names}  # told in the log of the context that gets them
+                async with self.operations.session_door("copy_secrets", arguments, "", "", context_id):
+                    await self.secrets.copy(origin, context_id, names, given)
         except BaseException:
             await undo()
             raise

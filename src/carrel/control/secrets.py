@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -38,6 +38,7 @@ ALTOGETHER = 1024 * 1024
 Boxes = list[LiveSandbox]
 Names = list[str]
 Named = list[tuple[str, bytes]]
+Shown = list[SecretName]
 Deliver = Callable[[LiveSandbox, Mapping[str, bytes]], Awaitable[None]]
 
 
@@ -110,6 +111,36 @@ class Secrets:
         )
         await self._changed(kind, scope)
         return _shown(info)
+
+    async def missing(self, origin: str, context_id: str) -> Names:
+        """The names of the secrets that a context has and another has not."""
+        own = {info.name for info in await self._store.list("context", context_id)}
+        return [info.name for info in await self._store.list("context", origin) if info.name not in own]
+
+    async def copy(self, origin: str, context_id: str, names: Sequence[str], given: Shown) -> None:
+        """Give a fork that does not run yet secrets of its origin. What it has been given is added to `given`, one by
+        one, so that it can be taken back when a later one cannot be given.
+        """
+        places = [places_of(context_id, await self._templates(origin))]
+        for name in names:
+            record = await self._store.get("context", origin, name)
+            if record is None:  # deleted meanwhile
+                continue
+            value = self._vault.unseal("context", origin, name, Sealed(record.key_id, record.sealed))
+            sealed = self._vault.seal("context", context_id, name, value.get_secret_value())
+            info = await self._store.put(
+                "context", context_id, name, sealed=sealed.data, key_id=sealed.key_id, sandboxes=places, check=_room
+            )
+            given.append(_shown(info))
+        self._stale(context_id)
+
+    async def take_back(self, context_id: str, given: Shown) -> None:
+        """Take back what `copy` gave to a fork that could not be made; what others have put since stays."""
+        now = {info.name: info.version for info in await self._store.list("context", context_id)}
+        for each in given:
+            if now.get(each.name) == each.version:
+                await self._store.delete("context", context_id, each.name)
+        self._stale(context_id)
 
     async def list(self, scope: str, *, kind: ScopeKind = "context") -> SecretList:
         """Names and versions, never values."""

@@ -34,8 +34,10 @@ class Snapshots:
         self._operations = operations
         self._store = store
         self._workspaces = workspaces
-        self.on_fork: Callable[[str, str], Awaitable[Undo]] = _nothing
-        """Called before a fork is made, with the context it comes from and its own; gives what takes it back."""
+        self.on_fork: Callable[[str, str, bool], Awaitable[Undo]] = _nothing
+        """Called before a fork is made, with the context it comes from, its own, and whether it gets the secrets;
+        gives what takes it back.
+        """
         self.on_forked: Callable[[str], None] = _no_more
         """Called with the context of a fork when it is made, or could not be."""
 
@@ -75,10 +77,14 @@ class Snapshots:
                 return (await self._sessions.deploy_or_resume(SandboxRequest(context_id=context)))[0]
             return await self._sessions.get(record.id)
 
-    async def fork(self, name: str, context_id: str, snapshot_id: str | None = None, actor: str = "") -> SandboxInfo:
-        """A new context with the same files and settings, under an identity of its own, started at once."""
+    async def fork(
+        self, name: str, context_id: str, snapshot_id: str | None = None, actor: str = "", *, secrets: bool = True
+    ) -> SandboxInfo:
+        """A new context with the same files and settings, under an identity of its own, started at once. It gets the
+        secrets too unless `secrets` is False.
+        """
         record, context = await self._durable(name)
-        arguments = {"context_id": context_id, "snapshot_id": snapshot_id}
+        arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
         async with self._operations.session_door("fork", arguments, actor, record.id, context):
             if snapshot_id is None:
                 self._sessions.require_here(record)
@@ -86,7 +92,7 @@ class Snapshots:
             async with self._sessions.lock(f"fork {context_id}"), self._workspaces.keeping.using(snapshot_id):
                 snapshot = await self._ready(snapshot_id, context)
                 await self._sessions.require_unused(context_id)
-                undo = await self.on_fork(context, context_id)
+                undo = await self.on_fork(context, context_id, secrets)
                 try:
                     return await self._fork(snapshot, record, context_id)
                 except BaseException:
@@ -213,7 +219,7 @@ def _no_more(_context: str) -> None:
     return
 
 
-async def _nothing(_origin: str, _context: str) -> Undo:
+async def _nothing(_origin: str, _context: str, _secrets: bool) -> Undo:
     async def undo() -> None:
         return
 

@@ -47,6 +47,7 @@ class ForkRequest(Request):
 
     context_id: ContextId
     snapshot_id: str | None = Field(default=None, min_length=1, max_length=64)
+    secrets: bool = Field(default=True, description="give the new context the secrets of the old one")
 
 
 class FileChange(Answer):

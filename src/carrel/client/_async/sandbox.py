@@ -146,9 +146,15 @@ class AsyncSandbox:
         patience = self._connection.patience(None)
         return await self._connection.post(SandboxInfo, f"{self._path}/restore", body, timeout=patience)
 
-    async def fork(self, context_id: str, snapshot: SnapshotInfo | str | None = None) -> AsyncSandbox:
-        """A new context with the same files (now, or those of a snapshot) and settings, started at once."""
-        body = encoded({"context_id": context_id, "snapshot_id": None if snapshot is None else _id(snapshot)})
+    async def fork(
+        self, context_id: str, snapshot: SnapshotInfo | str | None = None, *, secrets: bool = True
+    ) -> AsyncSandbox:
+        """A new context with the same files (now, or those of a snapshot) and settings, started at once.
+
+        It has the secrets of this one too, unless `secrets` is False; a secret that it was given before stays.
+        """
+        chosen = None if snapshot is None else _id(snapshot)
+        body = encoded({"context_id": context_id, "snapshot_id": chosen, "secrets": secrets})
         patience = self._connection.patience(None)
         info = await self._connection.post(SandboxInfo, f"{self._path}/fork", body, timeout=patience)
         return AsyncSandbox(self._connection, info)
