@@ -118,6 +118,32 @@ async def test_a_handle_is_for_exactly_what_was_asked(approvals: Approvals) -> N
         await _with(approvals, "apr-none")
 
 
+@pytest.mark.parametrize("kind", ["shell", "mcp"])
+async def test_approval_belongs_to_the_one_who_asked(approvals: Approvals, kind: Literal["shell", "mcp"]) -> None:
+    operation = Operation(kind, "run_command", PUSH.arguments, "", "sbx-1", "c")
+    handle = await _ask(approvals, operation)
+    other = Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))
+    token = caller.set(Caller(other))
+    own = await _ask(approvals, operation)
+    assert own != handle, "each of them has to be asked for"
+    await approvals.decide(handle, YES, PERSON)
+    assert await _ask(approvals, operation) == own
+    caller.set(Caller(other, approval=handle))
+    with pytest.raises(Conflict, match="another caller"):
+        await approvals.settle(operation, ASK)
+    caller.reset(token)
+    assert await _with(approvals, handle, operation) == handle, "it was not used up"
+
+
+async def test_approval_for_a_context_is_for_everybody_there(approvals: Approvals) -> None:
+    operation = Operation("shell", "run_command", PUSH.arguments, "", "sbx-1", "c")
+    handle = await _ask(approvals, operation)
+    await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
+    token = caller.set(Caller(Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))))
+    assert await approvals.settle(operation, ASK) == handle
+    caller.reset(token)
+
+
 async def test_a_denial_reaches_the_agent_with_the_persons_words(approvals: Approvals) -> None:
     handle = await _ask(approvals)
     await approvals.decide(handle, NO, PERSON)

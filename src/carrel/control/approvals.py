@@ -79,6 +79,17 @@ def digest(operation: Operation) -> str:
     return str(blake3(text.encode()).hexdigest())
 
 
+def _subject(operation: Operation, who: Caller) -> str:
+    return operation.actor or who.identity.subject
+
+
+def _asker(operation: Operation, who: Caller) -> str | None:
+    """The one subject that may use an approval of an operation, or wait for it. None for outbound connections: they
+    come from the context's sandbox, which has another id after each start.
+    """
+    return None if operation.kind == "network" else _subject(operation, who)
+
+
 def _path_first(key: str) -> tuple[bool, str]:
     return key != "path", key
 
@@ -163,6 +174,13 @@ class Approvals:
         who, name = caller.get(), digest(operation)
         if who.approval is not None:
             record = await self._known(who.approval)
+            asker = _asker(operation, who)
+            if asker is not None and record.requested_by != asker:
+                raise Conflict(
+                    f"approval '{record.id}' was asked for by another caller",
+                    field="approval",
+                    hint="ask without the handle: what a person approved once is for the one who asked",
+                )
             leave = await self._use(record, name, operation)
             if leave is None:
                 raise Conflict(
@@ -190,20 +208,20 @@ class Approvals:
 
     async def _found(self, operation: Operation, decision: Decision, name: str, who: Caller) -> ApprovalRecord:
         """What was approved of the same already, or waits; else a person is asked."""
-        now = self._clock()
+        now, asker = self._clock(), _asker(operation, who)
         if operation.context_id is not None:
             granted = await self._store.granted(operation.context_id, name)
             if granted is not None:
                 return granted
         if operation.kind in {"network", "mcp"}:  # who connects, or an MCP client, can show no handle
-            ready = await self._store.ready(operation.context_id, name, now - self._ttl_s)
+            ready = await self._store.ready(operation.context_id, name, now - self._ttl_s, asker)
             if ready is not None:
                 return ready
-        if (waiting := await self._store.pending(operation.context_id, name, now)) is not None:
+        if (waiting := await self._store.pending(operation.context_id, name, now, asker)) is not None:
             return waiting
         record = await self._draft(operation, decision, name, who)  # may take long, and nobody waits for it
         async with self._asking:  # two who ask for the same at once wait for the same decision
-            waiting = await self._store.pending(operation.context_id, name, record.created_at)
+            waiting = await self._store.pending(operation.context_id, name, record.created_at, asker)
             return waiting or await self._ask(operation, record)
 
     async def ended(self, leave: Leave, *, used: bool) -> None:
@@ -231,7 +249,7 @@ class Approvals:
             arguments=arguments,
             digest=name,
             reason=visible(str(why["reason"])),
-            requested_by=operation.actor or who.identity.subject,
+            requested_by=_subject(operation, who),
             created_at=now,
             expires_at=now + self._ttl_s,
         )

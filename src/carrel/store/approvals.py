@@ -75,9 +75,15 @@ class ApprovalStore:
         found = await self._all(select(approvals).where(approvals.c.id == approval_id))
         return found[0] if found else None
 
-    async def pending(self, context_id: str | None, digest: str, now: float) -> ApprovalRecord | None:
-        """The approval of the same operation in the same context that still waits."""
-        query = select(approvals).where(_same(context_id, digest), approvals.c.state == ApprovalState.PENDING.value)
+    async def pending(
+        self, context_id: str | None, digest: str, now: float, requested_by: str | None = None
+    ) -> ApprovalRecord | None:
+        """The approval of the same operation in the same context, for the same asker if one is named, that still
+        waits.
+        """
+        query = select(approvals).where(
+            _same(context_id, digest, requested_by), approvals.c.state == ApprovalState.PENDING.value
+        )
         found = await self._all(query.where(approvals.c.expires_at > now).limit(1))
         return found[0] if found else None
 
@@ -96,9 +102,13 @@ class ApprovalStore:
         found = await self._all(query.where(approvals.c.scope == ApprovalScope.CONTEXT.value).limit(1))
         return found[0] if found else None
 
-    async def ready(self, context_id: str | None, digest: str, decided_after: float) -> ApprovalRecord | None:
-        """An approval of the same operation that was given and not used yet."""
-        query = select(approvals).where(_same(context_id, digest), approvals.c.state == ApprovalState.APPROVED.value)
+    async def ready(
+        self, context_id: str | None, digest: str, decided_after: float, requested_by: str | None = None
+    ) -> ApprovalRecord | None:
+        """An approval of the same operation, for the same asker if one is named, that was given and not used yet."""
+        query = select(approvals).where(
+            _same(context_id, digest, requested_by), approvals.c.state == ApprovalState.APPROVED.value
+        )
         query = query.where(approvals.c.used_at.is_(None), approvals.c.decided_at > decided_after)
         found = await self._all(query.order_by(approvals.c.decided_at).limit(1))
         return found[0] if found else None
@@ -210,6 +220,7 @@ class ApprovalStore:
         return await self._database.read(run)
 
 
-def _same(context_id: str | None, digest: str) -> ColumnElement[bool]:
+def _same(context_id: str | None, digest: str, requested_by: str | None = None) -> ColumnElement[bool]:
     owner = approvals.c.context_id.is_(None) if context_id is None else approvals.c.context_id == context_id
-    return and_(owner, approvals.c.digest == digest)
+    same = and_(owner, approvals.c.digest == digest)
+    return same if requested_by is None else and_(same, approvals.c.requested_by == requested_by)
