@@ -177,3 +177,17 @@ async def test_what_a_sync_says_of_a_file(
     assert answer.json()["detail"] == f"'{SHOWN}' cannot be written"
     assert SHOWN in (await agent.get(AT)).json()["notice"]
     assert SECRET not in caplog.text
+
+
+async def test_name_of_a_request_is_redacted_in_the_audit_log(
+    agent: httpx.AsyncClient, http: httpx.AsyncClient
+) -> None:
+    named = {"x-request-id": f"run-{SECRET}"}
+    for command in ("cat /dev/null", "curl x"):
+        await agent.post(f"{AT}/commands", json={"command": command}, headers=named)
+    shaped = {"x-request-id": "carrel_" + "aB3-" * 11}
+    body = {"name": "x", "kind": "agent", "scopes": ["read"]}
+    assert (await http.post("/v1/tokens", json=body, headers=shaped)).status_code == 201
+    found = (await http.get("/v1/audit", params={"limit": 100})).text
+    assert SECRET not in found and f"run-{SHOWN}" in found
+    assert shaped["x-request-id"] not in found

@@ -157,14 +157,14 @@ class AccessLog:
             arguments["inspected"] = True
         verdict = item["verdict"]
         approval = item.get("approval")
-        shown = await self._redact(context or sandbox, arguments)
+        shown = await self._redact(context or sandbox, {**arguments, "rule": _text(item.get("rule"))})
         return Entry(
             chain=chain_of(context, sandbox),
             actor=f"sandbox:{sandbox}",
             kind="network",
             name=NAMES.get(str(item["protocol"]), "connect"),
             decision=verdict if verdict in {"allow", "deny", "ask"} else "deny",
-            rule=_text(item.get("rule")),
+            rule=_text(shown.pop("rule")),
             source=_text(item.get("source")),
             arguments=shown,
             arguments_hash=self._audit.hash_arguments(arguments),

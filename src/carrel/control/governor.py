@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import cast
 
 from carrel.audit import AuditLog
 from carrel.audit.records import Ending, Entry, chain_of
@@ -94,16 +95,19 @@ class Governor:
 
     async def _entry(self, operation: Operation, decision: Decision, approval: str | None) -> Entry:
         who = caller.get()
+        # A rule may quote what it is about, and a caller may name its request as it likes.
+        said = {"arguments": operation.arguments, "rule": decision.rule, "request": who.request_id}
+        shown = await self._redact(operation.context_id or operation.sandbox_id or None, said)
         return Entry(
             chain=chain_of(operation.context_id, operation.sandbox_id),
             actor=who.identity.subject,
             kind=operation.kind,
             name=operation.name,
             decision=decision.verdict,
-            rule=decision.rule,
+            rule=cast("str | None", shown["rule"]),
             source=decision.source,
-            arguments=await self._redact(operation.context_id or operation.sandbox_id or None, operation.arguments),
+            arguments=cast(Mapping[str, object], shown["arguments"]),
             arguments_hash=self._audit.hash_arguments(operation.arguments),
             approval=approval,
-            request=who.request_id,
+            request=cast("str | None", shown["request"]),
         )
