@@ -40,6 +40,12 @@ async def test_other_hosts_and_origins_are_refused(http: httpx.AsyncClient) -> N
     assert (await http.get("/v1/sandboxes", headers={"host": "localhost:1"})).status_code == 200
 
 
+@pytest.mark.parametrize("origin", [b"http://[", b"http://[::1", b"http://\xff", b"//[x]y", b"null", b""])
+async def test_origins_that_are_none_are_refused(http: httpx.AsyncClient, origin: bytes) -> None:
+    answer = await http.get("/v1/sandboxes", headers={b"origin": origin})
+    assert (answer.status_code, answer.json()["field"]) == (400, "Origin")
+
+
 async def test_without_auth_only_on_loopback(settings: Settings) -> None:
     async with running(settings.model_copy(update={"auth": False})) as server:
         assert server.token is None

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from carrel import Client
 from carrel.connections import MAX_HEAD
@@ -95,3 +97,43 @@ def test_made_up_tokens_do_not_lock_out_real_ones(small: Server) -> None:
                 assert list(real.sandboxes()) == []
             for attacker in attackers:
                 assert attacker.recv(65536).startswith(b"HTTP/1.1 401 ")
+
+
+NAMES = (
+    "Host", "Origin", "Authorization", "Carrel-Wait", "Carrel-Approval", "Content-Length", "Content-Type", "Connection",
+    "Sec-WebSocket-Protocol", "Sec-WebSocket-Key", "Upgrade", "X-Request-Id", "Last-Event-ID", "Range", "Accept",
+    "Transfer-Encoding", "Expect", "Cookie", "If-None-Match", "X-Forwarded-For",
+)  # fmt: skip
+WORDS = (
+    b"http://[", b"localhost", b"127.0.0.1:7070", b"[::1]", b"Bearer carrel_x", b"upgrade", b"websocket", b"chunked",
+    b"carrel, carrel.token.x", b"100-continue", b"-1", b"1e400", b"nan", b"99999999999999999999", b"bytes=9-1", b"%",
+)  # fmt: skip
+VALUES = st.sampled_from(WORDS) | st.binary(max_size=40).map(lambda value: value.translate(None, b"\r\n"))
+PARTS = st.sampled_from(
+    [b"v1", b"sandboxes", b"files", b"content", b"audit", b"%ff", b"%00", b"..", b"[", b"?path=", b":"]
+)
+PATHS = st.lists(PARTS | st.binary(max_size=8), max_size=6).map(lambda parts: b"/" + b"/".join(parts))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"PATCH", b"CONNECT", b"FOO"]),
+    PATHS.map(lambda path: path.translate(None, b"\r\n ")),
+    st.lists(st.tuples(st.sampled_from(NAMES), VALUES), max_size=6),
+    st.booleans(),
+)
+@example(b"GET", b"/v1/sandboxes", [("Origin", b"http://[")], False)
+def test_no_header_makes_the_server_fail(
+    small: Server, method: bytes, path: bytes, headers: list[tuple[str, bytes]], known: bool
+) -> None:
+    token = (small.data_dir / "token").read_text().strip()
+    head = method + b" " + path + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Authorization: Bearer {token}\r\n".encode() if known else b""
+    head += b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers)
+    with connect(small) as connection:
+        connection.sendall(head + b"\r\n")
+        if any(name in {"Content-Length", "Transfer-Encoding", "Upgrade", "Connection"} for name, _ in headers):
+            connection.shutdown(socket.SHUT_WR)  # such a request may be about something that never comes
+        answer = received(connection)
+    assert not answer.startswith(b"HTTP/1.1 5"), answer
+    assert "Traceback" not in (small.data_dir.parent / "log").read_text()

@@ -57,6 +57,14 @@ def _host_of(value: bytes) -> str:
     return text.partition(":")[0]
 
 
+def _origin_host(value: bytes) -> str | None:
+    """The host of an origin; None when it is not a valid origin."""
+    try:
+        return _host_of(urlsplit(value).netloc)
+    except ValueError:
+        return None
+
+
 class Gate:
     """Wraps the application. `tokens` None means no token is asked for; `hosts` None takes any Host."""
 
@@ -166,7 +174,7 @@ class Gate:
                     hint="use the address the server printed",
                 )
             origin = headers.get(b"origin")
-            if origin is not None and _host_of(urlsplit(origin).netloc) not in self._hosts:
+            if origin is not None and _origin_host(origin) not in self._hosts:
                 raise InvalidRequest(
                     "requests from other sites are refused", field="Origin", hint="use the API directly"
                 )
