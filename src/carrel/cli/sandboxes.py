@@ -320,7 +320,7 @@ def forget(
     if not yes:
         _confirm(f"Delete everything that is kept of {_few(names)}, its policy too?")
     forgotten = []
-    with Client() as client:
+    with Client(administrator=True) as client:
         for name in names:
             try:
                 with waiting(f"forgetting {name}", quiet=json):
