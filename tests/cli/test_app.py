@@ -29,6 +29,7 @@ def test_the_commands_are_these() -> None:
         "doctor",
         "download",
         "exec",
+        "forget",
         "fork",
         "logs",
         "ls",
