@@ -1,15 +1,16 @@
 # Each target sets up what it needs on a fresh clone.
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test kills check format bench generate requirements clean
+.PHONY: help setup serve test kills check format bench generate requirements wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
-setup:  ## make .venv with everything
-	@scripts/setup
+setup:  ## make .venv with everything that development needs
+	@scripts/setup dev
 
-serve: setup  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more flags)
+serve:  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more flags)
+	@scripts/setup server
 	@$(PY) -m carrel serve $(ARGS)
 
 test: setup  ## run every test, two halves at a time (ARGS="-k name" to choose)
@@ -35,8 +36,16 @@ generate: setup  ## write the files that are made from others (sync client, refe
 bench: setup  ## measure carrel beside its peers (ARGS="start --json" for one)
 	@$(PY) -m bench $(ARGS)
 
+COMPILE := $(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --group clone
+
 requirements: setup  ## resolve and pin the dependencies anew
-	@$(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate --extra dev pyproject.toml -o requirements/dev.txt
+	@$(COMPILE) --extra dev pyproject.toml -o requirements/dev.txt
+	@$(COMPILE) --extra server -c requirements/dev.txt pyproject.toml -o requirements/server.txt
+
+wheel:  ## build the wheel into dist/
+	@scripts/setup server
+	@$(PY) -m uv build --quiet --wheel --no-build-isolation --out-dir dist
+	@ls dist/*.whl
 
 clean:  ## remove what the targets made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results
+	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results

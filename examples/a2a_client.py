@@ -1,7 +1,7 @@
 """Sends tasks to an A2A agent of carrel with the official client: one that runs, and one that a person has to approve.
 
 carrel serve                                                # in one terminal
-python examples/a2a_client.py                               # in another; needs carrel[a2a]
+python examples/a2a_client.py                               # in another; needs the extra `a2a`
 
 It starts an agent of its own. One that runs already (`carrel agent`) is named with `--url http://127.0.0.1:7073`.
 """

@@ -3,8 +3,9 @@
     carrel serve &
     python examples/host_an_mcp_server.py
 
-`pip install 'carrel[mcp]'` has what it needs. The server here is a file of the workspace; one that is published is
-added the same way, with `requirements=["mcp-server-time"]` or `npm=["@modelcontextprotocol/server-everything"]`.
+The extra `mcp` has what it needs (docs/how-to/install.md). The server here is a file of the workspace; one that is
+published is added the same way, with `requirements=["mcp-server-time"]` or
+`npm=["@modelcontextprotocol/server-everything"]`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     carrel serve &
     python examples/mcp_client.py
 
-`pip install 'carrel[mcp]'` has what it needs.
+The extra `mcp` has what it needs (docs/how-to/install.md).
 """
 
 from __future__ import annotations

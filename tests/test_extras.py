@@ -124,6 +124,29 @@ def test_missing_module_of_carrel_stays_a_defect() -> None:
     assert not isinstance(caught.value, ExtraMissing)
 
 
+def test_no_text_fetches_the_bare_name_from_an_index() -> None:
+    """carrel is not on a public index: whoever takes its name there would be installed in its place."""
+    fetches = re.compile(
+        r"(pip3?|pipx|uv tool|uv pip) (install|run) (-\S+ )*['\"]?carrel\b|uvx (--from )?['\"]?carrel\b|uv add ['\"]?carrel\b"
+    )
+    assert all(map(fetches.search, ["pip install carrel", "pip install -U 'carrel[server]'", "uvx --from carrel x"]))
+    texts = [*ROOT.glob("*.md"), ROOT / "Makefile"]
+    texts += [
+        path
+        for folder in ("docs", "examples", "scripts", "src")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in {".pyc", ".svg"}
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in texts
+        for line in path.read_text(errors="ignore").splitlines()
+        # The words of the error itself; the hint below them names the wheel.
+        if fetches.search(line) and "is not installed: pip install" not in line
+    ]
+    assert not found
+
+
 def test_inner_extra_is_the_one_that_is_named() -> None:
     with pytest.raises(ExtraMissing, match="LangGraph"), using("a2a"), using("langgraph"):
         import no_such_package  # noqa: F401

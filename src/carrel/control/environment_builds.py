@@ -155,7 +155,8 @@ class Builder:
     async def _start(self, wanted: Wanted, asker: Asker) -> SandboxInfo:
         if await asyncio.to_thread(find_uv) is None:
             raise Unsupported(
-                "this server has no uv to build environments with", hint="let the operator install carrel[server]"
+                "this server has no uv to build environments with",
+                hint="let the operator install carrel's extra `server`",
             )
         labels = {"carrel": "environment", **({} if wanted.index is None else {INDEX_LABEL: wanted.index})}
         request = SandboxRequest(
