@@ -29,7 +29,7 @@ class Supervisor:
             raise OSError("no luck")
         seen = {"id": born.id, "env": born.env, "workspace": sorted(os.listdir(born.workspace)), "pid": os.getpid(),
                 "uid": os.getuid(), "isolated": born.isolated, "fds": len(os.listdir("/proc/self/fd")),
-                "way_out_port": born.way_out_port, "trust": born.trust}
+                "way_out_port": born.way_out_port, "trust": born.trust, "refusing": born.refusing is not None}
         wanted, until = born.way_out_port is not None, time.monotonic() + 20
         while True:
             with socket.socket() as one:
@@ -107,7 +107,7 @@ def test_a_way_out_is_kept_where_it_was_asked_for(workspaces: Path) -> None:
         "namespace",
         workspaces,
         """
-        for network, kept in (("allowlist", True), ("none", False)):
+        for network, kept, listens in (("allowlist", True, True), ("none", False, True), ("bridge", False, False)):
             for early in (False, True):
                 child = nest.hatch(rehearse=False)
                 if early:  # a spare's has arrived before anybody asks
@@ -120,8 +120,9 @@ def test_a_way_out_is_kept_where_it_was_asked_for(workspaces: Path) -> None:
                 assert heard(child) == b"ready"
                 assert (child.way_out is not None) is kept
                 seen = json.loads(os.read(told, 4096))
-                assert seen["listens"] is kept and seen["trust"] is kept
-                assert seen["way_out_port"] == (WAY_OUT_PORT if kept else None)
+                assert seen["listens"] is listens and seen["trust"] is kept
+                assert seen["way_out_port"] == (WAY_OUT_PORT if listens else None)
+                assert seen["refusing"] is (network == "none")
                 assert bury(child) == 0 and child.way_out is None
         """,
     )

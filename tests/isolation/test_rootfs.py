@@ -122,3 +122,26 @@ def test_the_first_step_that_fails_is_raised(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         rootfs.carry_out((Symlink("/missing/link", "x"), Text("/after", "")), str(tmp_path))
     assert os.listdir(tmp_path) == []
+
+
+def test_configuration_of_packages_is_shown_and_nothing_secret(tmp_path: Path) -> None:
+    etc, root = tmp_path / "host" / "etc", tmp_path / "root"
+    shown = {"chromium.d/default-flags": "export A=b\n", "apt/sources.list.d/a.sources": "URIs: http://deb.example/\n"}
+    hidden = {
+        "chromium.d/proxy": "export http_proxy=http://user:hunter2@proxy.example:3128\n",
+        "ssl/site.pem": "-----BEGIN RSA PRIVATE KEY-----\n",
+        "apt/sources.list": "deb https://user:hunter2@deb.example/ stable main\n",
+        "apt/auth.conf": "machine deb.example login user password hunter2\n",
+        "apt/auth.conf.d/ours.conf": "machine deb.example login user password hunter2\n",
+        "apt/apt.conf.d/proxy": "Acquire::http::Proxy;\n",
+        **dict.fromkeys(("npmrc", "pip.conf", "gitconfig", "wgetrc", "environment", "machine-id", "shadow"), "x\n"),
+        **dict.fromkeys(("ssh/ssh_config", "sudoers.d/a", "docker/key.json", "wireguard/wg0.conf"), "x\n"),
+    }
+    for name, text in (shown | hidden).items():
+        (etc / name).parent.mkdir(parents=True, exist_ok=True)
+        (etc / name).write_text(text)
+    root.mkdir()
+    plan = rootfs.base_plan({}, str(tmp_path / "host"))
+    rootfs.carry_out([step for step in plan if isinstance(step, Directory | Copy)], str(root))
+    found = {str(path.relative_to(root / "etc")) for path in (root / "etc").rglob("*") if path.is_file()}
+    assert found == set(shown)

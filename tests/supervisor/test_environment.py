@@ -12,9 +12,17 @@ from sandboxes import KINDS, House
 PORT = 3128
 
 
-def variables(way_out_port: int | None = None, trust: bool = False, **given: str) -> dict[str, str]:
+def variables(
+    way_out_port: int | None = None, trust: bool = False, offline: bool = False, **given: str
+) -> dict[str, str]:
     return environment.variables(
-        workspace="/w", home="/h", path="/bin", way_out_port=way_out_port, trust=trust, given=given
+        workspace="/w",
+        home="/h",
+        path="/bin",
+        way_out_port=way_out_port,
+        offline=offline,
+        trust=trust,
+        given=given,
     )
 
 
@@ -56,16 +64,16 @@ def test_what_a_caller_gives_wins(name: str) -> None:
 
 
 @pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
-async def test_only_a_sandbox_with_a_way_out_has_them(houses: dict[str, House]) -> None:
+async def test_every_sandbox_of_its_own_network_has_them(houses: dict[str, House]) -> None:
     house = House("namespace", houses["namespace"].directory)
     async with (
         house.box() as none,
         house.box(network=Network.ALLOWLIST, env={"PIP_INDEX_URL": "mine"}) as way,
         house.box(network=Network.ALLOWLIST, trust=True) as trusting,
     ):
-        show = "echo $http_proxy $HTTPS_PROXY $PIP_INDEX_URL $SSL_CERT_FILE"
+        show = "echo $http_proxy $HTTPS_PROXY $PIP_INDEX_URL $SSL_CERT_FILE $GIT_CONFIG_COUNT"
         proxy = f"http://127.0.0.1:{PORT}"
-        assert (await none.supervisor.run(show))["stdout"] == "\n"
+        assert (await none.supervisor.run(show))["stdout"] == f"{proxy} {proxy} {proxy}/simple/ 1\n"
         assert (await way.supervisor.run(show))["stdout"] == f"{proxy} {proxy} mine\n"
         told = f"{proxy} {proxy} {proxy}/simple/ {environment.CERTIFICATES}\n"
         assert (await trusting.supervisor.run(show))["stdout"] == told

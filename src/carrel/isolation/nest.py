@@ -73,11 +73,14 @@ class Child:
             self.settle_network(self.network)
 
     def settle_network(self, network: str) -> None:
-        """What was asked for is known: without a way out, nothing listens from now on and the port is free."""
+        """What was asked for is known. Without a network, the child itself listens: it has a copy. On the networks that
+        go around the proxy nothing listens from now on and the port is free.
+        """
         self.network = network
         if self.way_out is not None and network != "allowlist":
-            # A child that is being forked may have a copy for a moment: this ends them all.
-            self.way_out.shutdown(socket.SHUT_RDWR)
+            if network != "none":
+                # A child that is being forked may have a copy for a moment: this ends them all.
+                self.way_out.shutdown(socket.SHUT_RDWR)
             self.way_out.close()
             self.way_out = None
 
@@ -277,10 +280,12 @@ class Nest:
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            writable = -1
+            writable, way_out = -1, None
             if self._isolate:
                 held = self._notifications
-                writable = sandbox.hatch(orders, root=self._root, own_network=own_network, notifications=held)
+                writable, way_out = sandbox.hatch(
+                    orders, root=self._root, own_network=own_network, notifications=held
+                )
             spec, fds = sandbox.receive(orders)
             if self._isolate:
                 if spec.network == "bridge":
@@ -297,7 +302,10 @@ class Nest:
                 os.close(workspaces)
                 workspace = home = os.getcwd()
             score = sandbox.give_up_reach()
-            way_out_port = sandbox.WAY_OUT_PORT if self._isolate and spec.network == "allowlist" else None
+            if way_out is not None and spec.network != "none":
+                way_out.close()
+                way_out = None
+            has_port = self._isolate and spec.network in {"none", "allowlist"}
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
@@ -311,7 +319,8 @@ class Nest:
                 spec.memory_mb,
                 score,
                 writable,
-                way_out_port,
+                sandbox.WAY_OUT_PORT if has_port else None,
+                way_out,
                 spec.trust,
             )
             self._supervisor.main(born, self._prepared)

@@ -7,7 +7,7 @@ part is mounted over its empty mount points for each sandbox. The functions that
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ PIP = "/etc/carrel/python/pip"
 """Where what the server shares with every sandbox is seen: environments, and tools of its own."""
 BASE_SIZE = "64m"
 LARGEST_COPY = 8 * 1024 * 1024
+_SECRET = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|://[^/\s:@]{1,200}:[^/\s:@]{1,200}@")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Override:
 
 @dataclass(frozen=True)
 class Copy:
-    """What every user of the host may read of a file or directory, copied; skipped when absent."""
+    """What every user of the host may read of a file or directory, copied; skipped when absent. Files that hold a
+    private key, or a URL with a password, are left out.
+    """
 
     source: str
     target: str
@@ -123,10 +126,21 @@ Plan = tuple[Step, ...]
 
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = (
-    "alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "inputrc",
-    "java-17-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "magic", "mime.types", "os-release",
-    "perl", "pki", "profile", "protocols", "python3", "python3.11", "python3.12", "python3.13", "redhat-release",
-    "rpc", "services", "shells", "ssl", "terminfo", "timezone", "vim", "xdg",
+    "ImageMagick-6", "ImageMagick-7", "OpenCL", "R", "X11", "alsa", "alternatives", "bash.bashrc", "ca-certificates",
+    "ca-certificates.conf", "chromium", "chromium-browser", "chromium.d", "debian_version",
+    "emacs", "enchant", "enchant-2", "firefox", "firefox-esr", "fonts", "gdb", "ghostscript", "glvnd", "gtk-2.0",
+    "gtk-3.0", "gtk-4.0", "inputrc", "java-11-openjdk", "java-17-openjdk", "java-21-openjdk", "ld.so.cache",
+    "ld.so.conf", "ld.so.conf.d", "libreoffice", "locale.alias", "localtime", "lynx", "magic", "magic.mime", "mailcap",
+    "matplotlibrc", "mime.types", "mono", "nanorc", "octave.conf", "openal", "os-release", "papersize", "perl", "php",
+    "pki", "profile", "protocols", "pulse", "python3", "python3.10", "python3.11", "python3.12", "python3.13",
+    "python3.14", "redhat-release", "rpc", "screenrc", "services", "sgml", "shells", "ssl", "terminfo", "texmf",
+    "timezone", "tmux.conf", "vdpau_wrapper.cfg", "vim", "vulkan", "w3m", "xdg", "xml",
+)  # fmt: skip
+"""The configuration of packages that programs need and in which no package keeps a secret. Named one by one: a folder
+that is not known may hold a password, whatever its mode says (`wgetrc`, `npmrc`, `gitconfig`, `maven`, `odbc.ini`).
+"""
+_ETC_APT = (
+    "keyrings", "preferences", "preferences.d", "sources.list", "sources.list.d", "trusted.gpg", "trusted.gpg.d"
 )  # fmt: skip
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
@@ -140,6 +154,26 @@ HOSTS = "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 carrel\n"
 _NODE = Path(__file__).with_name("node.cjs").read_text(encoding="utf-8")
 _SUPERVISOR = Path(__file__).parent.parent / "supervisor" / "python"
 _PYTHON = {name: (_SUPERVISOR / name).read_text(encoding="utf-8") for name in ("warm.py", "kernel.py")}
+CURL_OFFLINE = "/etc/carrel/curl/offline"
+CURL_GOVERNED = "/etc/carrel/curl/governed"
+"""The folders of `.curlrc` files: `curl` prints their text, to its error output, when it fails."""
+_CURL_TEXTS = {
+    CURL_OFFLINE: "this sandbox has no network, it reaches only itself: to reach hosts outside, start it with "
+    "network='allowlist'",
+    CURL_GOVERNED: "if the proxy refused this, 'curl http://127.0.0.1:3128/' says why",
+}
+APT_CONFIG = "/etc/carrel/apt.conf"
+_APT = """\
+// An agent is no root and /usr is read-only, so that nothing can be installed. Lists and packages can be fetched.
+Dir::State "/tmp";
+Dir::State::lists "apt-lists/";
+Dir::State::status "/dev/null";
+Dir::Cache "/tmp";
+Dir::Cache::archives "apt-archives/";
+Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+Acquire::Retries "0";
+"""
 NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
 
 
@@ -176,6 +210,8 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
         else:
             steps += [Directory(f"/{name}"), Bind(f"{at}/{name}", f"/{name}")]
     steps += [Copy(f"{at}/etc/{name}", f"/etc/{name}") for name in _ETC]
+    steps += [Directory(f"/etc/{name}") for name in ("apt", "apt/apt.conf.d", "apt/auth.conf.d")]
+    steps += [Copy(f"{at}/etc/apt/{name}", f"/etc/apt/{name}") for name in _ETC_APT]
     steps += [
         Text("/etc/passwd", PASSWD),
         Text("/etc/group", GROUP),
@@ -186,6 +222,13 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
         Directory(os.path.dirname(NODE_PRELOAD)),
         Text(NODE_PRELOAD, _NODE),
         *(Text(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
+        Text(APT_CONFIG, _APT),
+        Directory(os.path.dirname(CURL_OFFLINE)),
+        *(Directory(folder) for folder in _CURL_TEXTS),
+        *(
+            Text(f"{folder}/.curlrc", f'write-out = "%{{onerror}}%{{stderr}}carrel: {text}\\n"\n')
+            for folder, text in _CURL_TEXTS.items()
+        ),
         Directory(launchers.PLACE),
         *(Text(f"{launchers.PLACE}/{name}", text, 0o755) for name, text in launchers.TEXTS.items()),
         Text(launchers.MAIN_PLACE, launchers.MAIN),
@@ -299,7 +342,12 @@ def _copy_public(source: str, target: str) -> None:
             for name in os.listdir(source):
                 _copy_public(f"{source}/{name}", f"{target}/{name}")
     elif stat.S_ISREG(found.st_mode) and found.st_mode & 0o004 and found.st_size <= LARGEST_COPY:
-        shutil.copyfile(source, target)
+        with open(source, "rb") as file:
+            content = file.read()
+        if _SECRET.search(content):
+            return
+        with open(target, "wb") as copy:
+            copy.write(content)
         os.chmod(target, 0o755 if found.st_mode & 0o001 else 0o644)
 
 

@@ -58,6 +58,9 @@ class Born:
     oom_score_fd: int
     secrets_fd: int
     way_out_port: int | None
+    """Where the proxy listens, or in a sandbox without a network the supervisor; None: there is no such port."""
+    refusing: socket.socket | None
+    """The listening socket at that port, where the supervisor itself has to refuse what comes."""
     trust: bool
 
 
@@ -67,17 +70,19 @@ def hatch(
     root: bool,
     own_network: bool = True,
     notifications: Mapping[str, int] = MappingProxyType({}),
-) -> int:
+) -> tuple[int, socket.socket | None]:
     """The first half, before anybody has asked for a sandbox: called in the child, in its new namespaces.
 
     Without `own_network` it shares the host's, over which it never has a capability. `notifications` are the inotify
     limits of its user namespace.
     The parent sends the order `mapped` when the child's user ids are. Returns the descriptor that secrets are written
-    through.
+    through, and the listening socket of the way out, which the caller must close before it serves a sandbox that has a
+    proxy: otherwise the supervisor could answer in the place of the proxy.
     """
+    way_out = None
     if own_network:
         linux.bring_up_loopback()
-        _hand_over_way_out(orders)
+        way_out = _hand_over_way_out(orders)
     socket.sethostname("carrel")
     if _order(orders, 16)[0] != b"mapped":
         raise OSError("the zygote gave up")
@@ -90,23 +95,23 @@ def hatch(
     # Its own copy of the base root: what came from the zygote's namespace is locked and cannot be pivoted into.
     linux.mount(BASE, BASE, None, linux.MS_BIND | linux.MS_REC)
     rootfs.carry_out(rootfs.COMMON_PLAN, BASE, owner=rootfs.SANDBOX_UID)
-    return rootfs.turn_read_only(BASE)
+    return rootfs.turn_read_only(BASE), way_out
 
 
-def _hand_over_way_out(orders: socket.socket) -> None:
-    """Listen at the one address through which the sandbox may reach anything, and let go of it.
+def _hand_over_way_out(orders: socket.socket) -> socket.socket:
+    """Listen at the one address through which the sandbox may reach anything, and give the zygote a copy.
 
     Whoever holds this socket is the sandbox's way out, and a connection that comes by it can only be this sandbox's.
-    The supervisor keeps no copy: it could answer in the place of the proxy. Made before anybody has asked for it, so
-    that nobody waits for it; the zygote closes it where it is not wanted.
+    Made before anybody has asked for it, so that nobody waits for it; the zygote closes it where it is not wanted.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as way_out:
-        way_out.bind(("127.0.0.1", WAY_OUT_PORT))
-        way_out.listen(WAY_OUT_BACKLOG)
-        try:
-            socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
-        except BrokenPipeError:
-            os._exit(0)  # as in `_order`: the zygote has gone
+    way_out = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    way_out.bind(("127.0.0.1", WAY_OUT_PORT))
+    way_out.listen(WAY_OUT_BACKLOG)
+    try:
+        socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
+    except BrokenPipeError:
+        os._exit(0)  # as in `_order`: the zygote has gone
+    return way_out
 
 
 def hand_over_network(orders: socket.socket) -> None:

@@ -28,6 +28,7 @@ from carrel.supervisor.http import Connection, Json, Request, Response, Router, 
 from carrel.supervisor.load import Load, measure
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.mcp_servers import McpServers
+from carrel.supervisor.no_network import refuse_all
 from carrel.supervisor.produced import Produced
 from carrel.supervisor.python.calls import Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
@@ -60,6 +61,8 @@ class Born(Protocol):
     def secrets_fd(self) -> int: ...  # noqa: D102
     @property
     def way_out_port(self) -> int | None: ...  # noqa: D102
+    @property
+    def refusing(self) -> socket.socket | None: ...  # noqa: D102
     @property
     def trust(self) -> bool: ...  # noqa: D102
 
@@ -120,6 +123,7 @@ class Supervisor:
             home=born.home,
             path=environment.PATH if born.isolated else os.environ.get("PATH", environment.PATH),
             way_out_port=born.way_out_port,
+            offline=born.refusing is not None,
             trust=born.trust,
             given=born.env,
         )
@@ -363,13 +367,15 @@ def main(born: Born, prepared: object) -> None:
     loop.run_until_complete(
         loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=born.listener)
     )
+    if born.refusing is not None:
+        loop.run_until_complete(refuse_all(born.refusing))
     loop.run_forever()
 
 
 class _Rehearsal:
     """A stand-in sandbox for `warm`."""
 
-    isolated, memory_mb, way_out_port, trust = False, 64, None, False
+    isolated, memory_mb, way_out_port, refusing, trust = False, 64, None, None, False
 
     def __init__(self, folder: str):
         self.workspace = self.home = folder

@@ -35,11 +35,35 @@ _TRUSTING = (
     "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
 )
 
+CURL_OFFLINE = "/etc/carrel/curl/offline"
+CURL_GOVERNED = "/etc/carrel/curl/governed"
+"""Folders with a `.curlrc`, which whoever builds the sandbox's root puts there: `curl` does not show what a proxy says
+when it refuses a tunnel, so these tell `curl` what to say.
+"""
+APT_CONFIG = "/etc/carrel/apt.conf"
+"""Lets `apt-get update` and `apt-get download` work for who is not root; in the sandbox's root too."""
+_OFFLINE = {
+    "CURL_HOME": CURL_OFFLINE,
+    # git does not show what a proxy says when it refuses a tunnel. It does show the name of a proxy it cannot find.
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "http.proxy",
+    "GIT_CONFIG_VALUE_0": "http://this-sandbox-has-no-network.start-it-with.network-allowlist:3128",
+}
+
 
 def variables(
-    *, workspace: str, home: str, path: str, way_out_port: int | None, trust: bool, given: Mapping[str, str]
+    *,
+    workspace: str,
+    home: str,
+    path: str,
+    way_out_port: int | None,
+    offline: bool,
+    trust: bool,
+    given: Mapping[str, str],
 ) -> dict[str, str]:
-    """All of them; what the caller gives wins."""
+    """All of them; what the caller gives wins. `offline`: the sandbox has no network, and at `way_out_port` everything
+    is refused.
+    """
     return {
         "PATH": path,
         "HOME": home,
@@ -49,6 +73,7 @@ def variables(
         "LANG": "C.UTF-8",
         "WORKSPACE": workspace,
         **({} if way_out_port is None else way_out(way_out_port)),
+        **(_OFFLINE if offline else {}),
         **(dict.fromkeys(_TRUSTING, CERTIFICATES) if trust else {}),
         **given,
     }
@@ -88,4 +113,6 @@ def way_out(port: int) -> dict[str, str]:
         # Node from 22.21 and 24 on is told by the first; the second does the same for an older one.
         "NODE_USE_ENV_PROXY": "1",
         "NODE_OPTIONS": f"--require={NODE_PRELOAD}",
+        "CURL_HOME": CURL_GOVERNED,
+        "APT_CONFIG": APT_CONFIG,
     }

@@ -58,11 +58,20 @@ async def _leads_nowhere(box: Running) -> None:
 
 @check(Capability.NETWORK_NONE)
 async def no_network(harness: Harness) -> None:
-    """Without a network there is loopback and nothing else, and nobody listens there."""
+    """Without a network there is loopback and nothing else, and nobody listens there but who refuses everything."""
     async with harness.sandbox(network=Network.NONE) as box:
         await _leads_nowhere(box)
-        listening = await box.run("tail -qn +2 /proc/net/tcp /proc/net/tcp6 /proc/net/udp /proc/net/udp6")
-        assert listening.stdout == "", listening.stdout
+        sockets = (
+            "tail -qn +2 /proc/net/tcp /proc/net/tcp6 /proc/net/udp /proc/net/udp6 | awk '$4 == \"0A\" {print $2}'"
+        )
+        places = (await box.run(sockets)).stdout.split()
+        assert len(places) <= 1, places
+        for place in places:
+            address, port = place.split(":")
+            assert address == "0100007F", place
+            ask = f"exec 3<>/dev/tcp/127.0.0.1/{int(port, 16)}; printf 'CONNECT a.example:443 HTTP/1.1\\r\\n\\r\\n' >&3"
+            refusal = await box.run(["bash", "-c", f"{ask}; timeout 10 cat <&3"], timeout=15)
+            assert refusal.stdout.startswith("HTTP/1.1 403 "), refusal.stdout
         assert await harness.provider.way_out(box.handle) is None
 
 
