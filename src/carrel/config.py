@@ -138,6 +138,11 @@ class EgressSettings(_Group):
         default=None, description="certificates, as PEM, that inspected hosts may be known by besides the host's own"
     )
     cache_mb: int = Field(default=4096, ge=16, description="disk space for packages that sandboxes have installed")
+    allow_internet: bool = Field(
+        default=False,
+        description="let callers choose the network `internet`, which reaches every public host through the proxy; "
+        "permitted too where it is `sandbox.network`",
+    )
     allow_bridge: bool = Field(
         default=False, description="let callers choose the network `bridge`, which goes around the proxy"
     )

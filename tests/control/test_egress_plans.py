@@ -131,3 +131,18 @@ def test_the_file_of_proxies(tmp_path: Path) -> None:
     assert "hush" not in str(refused.value)
     with pytest.raises(InvalidRequest, match="cannot be read"):
         read_upstreams(str(tmp_path / "absent"))
+
+
+async def test_internet_is_refused_where_an_upstream_looks_names_up(tmp_path: Path) -> None:
+    async def policy_of(_record: SessionRecord) -> Policy:
+        return Policy.open()
+
+    async def values_of(_record: SessionRecord) -> dict[str, bytes]:
+        return {}
+
+    record = replace(RECORD, network=Network.INTERNET)
+    here = Plans(str(tmp_path), [Upstream("eu", "http://proxy.example:3128")], policy_of, values_of)
+    assert (await here.of(record)).internet and not (await here.of(RECORD)).internet
+    there = Plans(str(tmp_path), [Upstream("eu", "http://proxy.example:3128", remote_names=True)], policy_of, values_of)
+    with pytest.raises(InvalidRequest, match="look names up"):
+        await there.of(record)

@@ -30,7 +30,7 @@ def policy(*, web: str | None = None, git: str | None = None, rules: str | None 
 
 
 def fitted(record: SessionRecord, asked: Network | None, by: Policy, given: EgressSettings = OFF) -> Network:
-    return fit_network(record, asked, by, given, PROVIDER).network
+    return fit_network(record, asked, by, given, PROVIDER, default=Network.NONE).network
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_who_may_reach_hosts_gets_the_proxy_without_asking(by: Policy) -> None:
     assert opens_hosts(by) and names_hosts(by)
     assert fitted(RECORD, None, by) is Network.ALLOWLIST
     assert fitted(RECORD, Network.NONE, by) is Network.NONE
-    assert fit_network(RECORD, None, by, OFF, Promising()).network is Network.NONE
+    assert fit_network(RECORD, None, by, OFF, Promising(), default=Network.NONE).network is Network.NONE
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,22 @@ def test_who_does_not_isolate_promises_nothing() -> None:
 
     record = replace(RECORD, network=Network.HOST)
     by = policy(web='{"allowed_domains": ["a.example"]}')
-    assert fit_network(record, None, by, OFF, Unsafe()).network is Network.HOST
+    assert fit_network(record, None, by, OFF, Unsafe(), default=Network.NONE).network is Network.HOST
+
+
+def test_internet_needs_the_operator() -> None:
+    record = replace(RECORD, network=Network.INTERNET)
+    with pytest.raises(InvalidRequest, match="switched off") as refused:
+        fitted(record, Network.INTERNET, Policy.open())
+    assert refused.value.hint is not None and "CARREL_EGRESS_ALLOW_INTERNET" in refused.value.hint
+    assert fitted(record, Network.INTERNET, Policy.open(), EgressSettings(allow_internet=True)) is Network.INTERNET
+    default = fit_network(record, None, Policy.open(), OFF, PROVIDER, default=Network.INTERNET)
+    assert default.network is Network.INTERNET
+
+
+def test_internet_is_refused_where_the_policy_allows_no_network() -> None:
+    record, allowed = replace(RECORD, network=Network.INTERNET), EgressSettings(allow_internet=True)
+    by = policy(web='{"enabled": false}')
+    assert fitted(record, None, by, allowed) is Network.NONE
+    with pytest.raises(Denied, match="allows no network"):
+        fitted(record, Network.INTERNET, by, allowed)

@@ -192,3 +192,36 @@ def test_indexes_with_limits_are_only_for_the_front(key: str, limit: dict[str, o
         assert "pip or uv" in (remark.hint or "")
     free = Reach(Policy.of([Layer("s", None, of(package_managers={key: {"registries": registries}}, web_access=web))]))
     assert (said(free.host("index.example", 443)) or ("",))[0] == "allow"
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("a.example", 443), ("a.example", 8443), ("8.8.8.8", 443), ("2606:4700::1111", 80)]
+)
+def test_internet_allows_public_hosts_that_no_layer_speaks_of(host: str, port: int) -> None:
+    assert said(Reach(Policy.open(), internet=True).host(host, port)) == ("allow", "network: internet")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["169.254.169.254", "10.0.0.1", "127.0.0.1", "::1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "fd00:ec2::254"],
+)
+def test_internet_never_reaches_private_or_metadata_addresses(address: str) -> None:
+    reach = Reach(Policy.open(), internet=True)
+    remark = reach.host(address, 443)
+    assert remark is not None and remark.verdict == "deny"
+    assert reach.address(ip_address(address), 443).verdict == "deny", "a name must not lead there either"
+
+
+def test_internet_leaves_denials_and_domains_of_layers_in_force() -> None:
+    rules = settings([], ["network(outbound:bad.example)"])
+    denying = Reach(
+        Policy.of([Layer("s", rules, of(web_access={"blocked_domains": ["worse.example"]}))]), internet=True
+    )
+    for host in ("bad.example", "worse.example"):
+        remark = denying.host(host, 443)
+        assert remark is not None and remark.verdict == "deny"
+    assert said(denying.host("good.example", 443)) == ("allow", "network: internet")
+    only = Reach(Policy.of([Layer("s", None, of(web_access={"allowed_domains": ["a.example"]}))]), internet=True)
+    assert said(only.host("b.example", 443)) == ("deny", "web_access.allowed_domains")
+    ports = Reach(Policy.of([Layer("s", None, of(web_access={"allowed_ports": [443]}))]), internet=True)
+    assert said(ports.host("a.example", 22)) == ("deny", "web_access.allowed_ports")

@@ -49,7 +49,7 @@ Cpus = Annotated[float | None, typer.Option(help="CPU cores.")]
 Processes = Annotated[int | None, typer.Option(help="Processes and threads.")]
 Network = Annotated[
     str | None,
-    typer.Option(help="What it can reach: none, allowlist, bridge or host.", autocompletion=networks),
+    typer.Option(help="What it can reach: none, allowlist, internet, bridge or host.", autocompletion=networks),
 ]
 Timeout = Annotated[
     float | None,

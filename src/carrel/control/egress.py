@@ -30,7 +30,6 @@ from carrel.egress.plan import Plan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
 from carrel.identity import Identity, Kind
 from carrel.metrics import Metrics
-from carrel.models import Network
 
 log = logging.getLogger("carrel.egress")
 
@@ -101,7 +100,7 @@ class Egress:
         first sandbox need not wait for it.
         """
         self._log.start()
-        wanting = [box for box in boxes if box.record.network is Network.ALLOWLIST]
+        wanting = [box for box in boxes if box.record.network.proxied]
         for box in wanting:
             self._know(box)
         if wanting or self._client.left_behind():
@@ -121,7 +120,7 @@ class Egress:
 
     async def attach(self, box: LiveSandbox) -> None:
         """Let a new sandbox out by its policy, when it is one that may go out at all."""
-        if box.record.network is not Network.ALLOWLIST:
+        if not box.record.network.proxied:
             return
         self._know(box)
         plan = await self._plans.of(box.record)
@@ -311,8 +310,9 @@ class Egress:
             )
         except ApprovalNeeded as error:
             named = error.extra.get("approval")
-            hint = f"a person can still decide '{named}'; then try again" if named else error.hint
-            return {"verdict": "deny", "reason": error.detail, "hint": hint, "approval": named}
+            reason = f"{host}:{port} waits for approval {named}" if named else error.detail
+            hint = f"carrel approve {named}, then try again" if named else error.hint
+            return {"verdict": "deny", "reason": reason, "hint": hint, "approval": named}
         except Denied as error:
             shown = {name: error.extra.get(name) for name in ("rule", "source", "approval")}
             return {"verdict": "deny", "reason": error.detail, "hint": error.hint, **shown}

@@ -21,6 +21,7 @@ from carrel.egress.handshakes import read_way
 from carrel.egress.index.host import host_index
 from carrel.egress.plan import Index, Injected, Plan, Upstream
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
+from carrel.models import Network
 from carrel.policy.layers import Layer, Policy
 from carrel.policy.sources import Credential, Sources, WebAccess
 from carrel.store import SessionRecord
@@ -112,14 +113,22 @@ class Plans:
         if self._indexes is None:
             self._indexes = tuple(await asyncio.to_thread(host_index))
         wanted = credentials(policy)
+        upstreams, internet = self._chosen(policy), record.network is Network.INTERNET
+        if internet and any(each.remote_names for each in upstreams):
+            raise InvalidRequest(
+                "the network 'internet' needs carrel to look names up, and an upstream proxy of this server does so",
+                field="network",
+                hint="choose 'allowlist', or let the operator set remote_names to false in egress.upstreams_file",
+            )
         return Plan(
             sandbox=record.id,
             context=record.context_id,
             layers=policy.layers,
             injected=tuple(_injected(each, values[each.secret]) for each in wanted if each.secret in values),
-            upstreams=self._chosen(policy),
+            upstreams=upstreams,
             indexes=self._indexes,
             authority=await asyncio.to_thread(self._authority, record.id) if inspects(policy) else None,
+            internet=internet,
         )
 
     async def shown(self, record: SessionRecord, values: Mapping[str, bytes]) -> dict[str, bytes]:

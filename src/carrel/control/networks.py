@@ -37,9 +37,17 @@ def opens_hosts(policy: Policy) -> bool:
 
 
 def fit_network(
-    record: SessionRecord, asked: Network | None, policy: Policy, settings: EgressSettings, provider: Provider
+    record: SessionRecord,
+    asked: Network | None,
+    policy: Policy,
+    settings: EgressSettings,
+    provider: Provider,
+    *,
+    default: Network,
 ) -> SessionRecord:
-    """A session with the network it may have. `asked` is what the caller named, None when they left it open."""
+    """A session with the network it may have. `asked` is what the caller named, None when they left it open; `default`
+    is what the operator gives to who names none.
+    """
     off = next(
         (name for name, sources in policy.sources if sources.web_access and not sources.web_access.enabled), None
     )
@@ -62,6 +70,12 @@ def fit_network(
             reason="the policy of this context allows no network",
             retry=False,
             approval=None,
+        )
+    if record.network is Network.INTERNET and not (settings.allow_internet or default is Network.INTERNET):
+        raise InvalidRequest(
+            "the network 'internet' reaches every public host and is switched off on this server",
+            field="network",
+            hint="choose 'allowlist', or let the operator set CARREL_EGRESS_ALLOW_INTERNET=true",
         )
     if record.network in _AROUND:
         _refuse_around(record.network, policy, settings)

@@ -321,7 +321,7 @@ class ControlPlane:
             await plane._mcp_discovery.open()
             await plane.environments.open()
             await plane.router.open()
-            warm = settings.sandbox.network is Network.ALLOWLIST or opens_hosts(await plane.policies.of(None))
+            warm = settings.sandbox.network.proxied or opens_hosts(await plane.policies.of(None))
             await plane.egress.open(plane.sessions.live(), warm=warm)
         except BaseException:
             await plane.close()
@@ -351,16 +351,20 @@ class ControlPlane:
         policy = await self._policy_of(record)
         if masks_of(policy, record.context_id) != box.masks or (inspects(policy) and not box.trusting):
             return True
-        return fit_network(record, None, policy, self.settings.egress, box.provider).network != record.network
+        return self._fit(record, None, policy, box.provider).network != record.network
 
     async def _policy_of(self, record: SessionRecord) -> Policy:
         return await self.policies.of_record(record)
 
     async def _network(self, record: SessionRecord, asked: Network | None, provider: Provider) -> SessionRecord:
-        return fit_network(record, asked, await self._policy_of(record), self.settings.egress, provider)
+        return self._fit(record, asked, await self._policy_of(record), provider)
+
+    def _fit(self, record: SessionRecord, asked: Network | None, policy: Policy, provider: Provider) -> SessionRecord:
+        settings = self.settings
+        return fit_network(record, asked, policy, settings.egress, provider, default=settings.sandbox.network)
 
     async def _trusting(self, record: SessionRecord) -> bool:
-        if record.network is not Network.ALLOWLIST or not _is_agent(record):
+        if not record.network.proxied or not _is_agent(record):
             return False
         return inspects(await self._policy_of(record))
 

@@ -302,7 +302,7 @@ class Passage:
 
 
 def _rules(plan: Plan) -> Rules:
-    return Rules(plan.policy(), indexes=plan.indexes)
+    return Rules(plan.policy(), indexes=plan.indexes, internet=plan.internet)
 
 
 def _newly_seen(target: Target, before: Rules, now: Rules) -> bool:

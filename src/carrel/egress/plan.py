@@ -64,6 +64,8 @@ class Plan:
     """Of the host's own pip, for when the policy names none."""
     authority: str | None = field(default=None, repr=False)
     """The key and certificate, as PEM, that the TLS of inspected hosts is answered with."""
+    internet: bool = False
+    """Whether every public host may be reached that the policy does not deny."""
 
     def policy(self) -> Policy:
         """The policy, read."""
@@ -87,6 +89,7 @@ class Plan:
             "upstreams": [asdict(each) for each in self.upstreams],
             "indexes": [asdict(each) for each in self.indexes],
             "authority": self.authority,
+            "internet": self.internet,
         }
         return json.dumps(value).encode()
 
@@ -105,6 +108,7 @@ class Plan:
             tuple(Upstream(**each) for each in value["upstreams"]),
             tuple(Index(**each) for each in value["indexes"]),
             value["authority"],
+            value["internet"],
         )
 
 

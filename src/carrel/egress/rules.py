@@ -47,14 +47,16 @@ class Rules:
     limits: Limits
     packages: PackageRules
 
-    def __init__(self, policy: Policy, *, indexes: Sequence[Index] = ()):
-        """`indexes` are those the front uses where the policy names none."""
+    def __init__(self, policy: Policy, *, indexes: Sequence[Index] = (), internet: bool = False):
+        """`indexes` are those the front uses where the policy names none. With `internet`, what the policy does not
+        speak of is allowed where it is public.
+        """
         sources = [each for _, each in policy.sources]
         webs = [each.web_access for each in sources if each.web_access is not None]
         self.limits = _limits(webs)
         self.packages = _packages(sources)
         own = [] if self.packages.registries is not None else [each.url for each in indexes]
-        self._reach = Reach(policy, indexes=own)
+        self._reach = Reach(policy, indexes=own, internet=internet)
         self._opaque = _Named(each.opaque_domains for each in webs)
         self._inspected = _Named(each.inspected_domains for each in webs)
         self._credited = frozenset(each.host for web in webs for each in web.credentials)

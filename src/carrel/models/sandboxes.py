@@ -24,8 +24,14 @@ class Network(StrEnum):
 
     NONE = "none"
     ALLOWLIST = "allowlist"
+    INTERNET = "internet"
     BRIDGE = "bridge"
     HOST = "host"
+
+    @property
+    def proxied(self) -> bool:
+        """Whether the proxy is the one way out."""
+        return self in (Network.ALLOWLIST, Network.INTERNET)
 
 
 class State(StrEnum):

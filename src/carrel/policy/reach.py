@@ -100,8 +100,11 @@ class _Web:
 class Reach:
     """What a policy says of hosts. `None` from `host` means that nothing is said."""
 
-    def __init__(self, policy: Policy, *, indexes: Iterable[str] = ()):
-        """`indexes` are URLs of package indexes that the front uses although no layer names them."""
+    def __init__(self, policy: Policy, *, indexes: Iterable[str] = (), internet: bool = False):
+        """`indexes` are URLs of package indexes that the front uses although no layer names them. With `internet` every
+        public host is allowed that no layer denies, at every port unless a layer names the ports.
+        """
+        self._internet = internet
         self._policy = policy
         self._webs = tuple(_Web.of(layer, layer.sources) for layer in policy.layers if layer.sources is not None)
         self._fronted = dict(_fronted(policy, indexes))
@@ -129,7 +132,9 @@ class Reach:
             return fronted
         if rules:
             return Remark("allow", f"connecting to {shown} is allowed", rules[0].text, rules[0].source)
-        return next(iter(said), None)
+        if said:
+            return said[0]
+        return Remark("allow", f"{shown} is on the internet", "network: internet") if self._internet else None
 
     def address(self, address: Address, port: int) -> Remark:
         """What is said of an address that an allowed name turned out to have."""
@@ -181,7 +186,7 @@ class Reach:
             if port not in (web.ports or ()) and not any(self._policy.layer_of(rule) is web.layer for rule in naming):
                 return _closed(host, port, web.ports or frozenset(), web.layer.sources_name)
         remote = any(web.remote(host, port, literal=literal) for web in self._webs)
-        if given or naming or remote or port in PORTS:
+        if given or naming or remote or self._internet or port in PORTS:
             return None
         return _closed(host, port, PORTS, None)
 

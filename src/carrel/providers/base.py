@@ -42,6 +42,7 @@ class Capability(StrEnum):
 NETWORK_CAPABILITY = {
     Network.NONE: Capability.NETWORK_NONE,
     Network.ALLOWLIST: Capability.NETWORK_ALLOWLIST,
+    Network.INTERNET: Capability.NETWORK_ALLOWLIST,  # the same way out; only the proxy decides differently
     Network.BRIDGE: Capability.NETWORK_BRIDGE,
     Network.HOST: Capability.NETWORK_HOST,
 }

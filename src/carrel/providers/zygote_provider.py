@@ -94,7 +94,9 @@ class ZygoteProvider(Provider):
 
     def _beyond(self, launch: Launch, *, masked: bool) -> dict[str, Any]:
         """What is asked for beyond the ordinary. Nothing else is sent: a zygote may be older than this server."""
-        asked: dict[str, Any] = {} if launch.network is Network.NONE or self.plain else {"network": str(launch.network)}
+        asked: dict[str, Any] = (
+            {} if launch.network is Network.NONE or self.plain else {"network": _made(launch.network)}
+        )
         asked |= {"masked": masked, "trust": launch.trust, "resolver": self._resolver(launch.network)}
         return {name: value for name, value in asked.items() if value}
 
@@ -157,3 +159,8 @@ def _unlink(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         pass
+
+
+def _made(network: Network) -> str:
+    """The network as a zygote makes it: whom the proxy lets out is not its business."""
+    return str(Network.ALLOWLIST if network.proxied else network)

@@ -38,6 +38,7 @@ def governed(far: Far, serve: Callable[..., AbstractContextManager[Any]]) -> Ite
         roots.write(far.certificate)
         roots.flush()
         options = {"egress.nameservers": far.nameserver, "egress.roots_file": roots.name, "egress.ask_wait_s": "0"}
+        options["egress.allow_internet"] = "true"
         with serve(user=False, options=options) as server:
             yield server
 
@@ -64,6 +65,21 @@ def evader(far: Far, governed: Any) -> Iterator[Evader]:
     )
     yield evader
     evader.close()
+
+
+@pytest.fixture(scope="session")
+def roamer(far: Far, governed: Any) -> Iterator[Evader]:
+    """May reach all of the internet, and of the servers here, which have loopback addresses, the allowed one."""
+    roamer = Evader(governed.client, far, "roamer", {}, addresses=[ALLOWED], network="internet")
+    yield roamer
+    roamer.close()
+
+
+@pytest.fixture(scope="module", params=["evader", "roamer"])
+def whoever(request: pytest.FixtureRequest) -> Evader:
+    """Each of those who may reach something."""
+    found: Evader = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -97,15 +97,15 @@ class Evader:
 
     def __init__(self, client: Client, far: Far, context: str, web: Mapping[str, object], **more: object):
         self.far, self._client, self._context = far, client, context
-        addresses = more.pop("addresses", ())
+        addresses, network = more.pop("addresses", ()), more.pop("network", None)
         assert isinstance(addresses, Sequence)
         allowed = [f"network(outbound:{each})" for each in addresses]
         client.policy(context).put(
             settings={"permissions": {"allow": ["shell(python3:*)", "file(write:/workspace/**)", *allowed]}},
             sources={"web_access": dict(web), **more},
         )
-        self.box: Sandbox = client.sandbox(context)
-        assert str(self.box.info().network) == "allowlist"
+        self.box: Sandbox = client.sandbox(context, network=None if network is None else str(network))
+        assert str(self.box.info().network) == (network or "allowlist")
         self.box.files.write("within.py", (HERE / "within.py").read_text())
 
     def close(self) -> None:

@@ -70,10 +70,10 @@ def asked(host, port):
 
 
 @pytest.fixture(scope="module")
-def notations(evader, far):
+def notations(whoever, far):
     """Each by a tunnel and by a request."""
     cases = {name: {"host": host, "port": far.http} for name, host in LITERALS.items()}
-    return {"tunnel": evader.series(opened, cases), "request": evader.series(asked, cases)}
+    return {"tunnel": whoever.series(opened, cases), "request": whoever.series(asked, cases)}
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ LEADING_ASTRAY = [name for name in NAMES if name.endswith(".names.test") and not
 
 
 @pytest.fixture(scope="module")
-def astray(evader, far):
-    return evader.series(opened, {name: {"host": name, "port": far.http} for name in LEADING_ASTRAY})
+def astray(whoever, far):
+    return whoever.series(opened, {name: {"host": name, "port": far.http} for name in LEADING_ASTRAY})
 
 
 @pytest.mark.parametrize("name", LEADING_ASTRAY, ids=[name.removesuffix(".names.test") for name in LEADING_ASTRAY])
@@ -129,10 +129,10 @@ def test_refused_names_are_in_the_log(astray):
 
 
 @pytest.mark.parametrize("name", ["good.names.test", "good-cname.names.test"])
-def test_control_names(evader, far, name):
+def test_control_names(whoever, far, name):
     """A name that leads to the allowed address, be it by way of another name, is reached."""
     mark = far.mark()
-    assert "welcome to /smuggled" in evader.run(opened, host=name, port=far.http)
+    assert "welcome to /smuggled" in whoever.run(opened, host=name, port=far.http)
     (visit,) = far.since(mark)
     assert visit.site == "allowed http"
 
