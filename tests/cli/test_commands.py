@@ -223,3 +223,22 @@ def test_ctrl_c_interrupts_the_command_and_the_second_kills_it(server: bool, dat
     with started(directory, "run", "echo started; exec sleep 60") as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
+
+
+def test_what_makes_a_sandbox_says_so_and_takes_its_options(carrel: Carrel, context: str, tmp_path: Path) -> None:
+    made = f"carrel: made a sandbox for '{context}'; there was none\n".encode()
+    try:
+        first = carrel("exec", "--memory", "200m", "--network", "none", context, "echo out")
+        assert (first.stdout, first.stderr) == (b"out\n", made)
+        again = carrel("exec", "--memory", "200m", context, "true")
+        assert (again.returncode, again.stderr) == (0, b"")
+        other = carrel("exec", "--memory", "300m", context, "true")
+        assert other.returncode == 1 and b"runs with limits.memory_mb = 200" in other.stderr
+        carrel("rm", "--yes", "--files", context)
+        (tmp_path / "f").write_text("x")
+        copied = carrel("cp", "--disk", "7m", str(tmp_path / "f"), f"{context}:f")
+        assert (copied.returncode, copied.stderr) == (0, made)
+        [info] = [each for each in json.loads(carrel("ps", "--json").stdout) if each["context_id"] == context]
+        assert info["limits"]["disk_mb"] == 7
+    finally:
+        carrel("rm", "--yes", "--files", context)

@@ -12,26 +12,26 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.cli.options import contexts, environment, memory_mb, networks, program
+from carrel.cli.options import Wanted, contexts, environment, makes_sandbox, megabytes, networks, program
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
 @given(st.integers(0, 10**9), st.sampled_from(["", "m", "M", "mb", "MiB", " m"]))
 def test_megabytes(count: int, unit: str) -> None:
-    assert memory_mb(f"{count}{unit}") == count
+    assert megabytes(f"{count}{unit}", "--memory") == count
 
 
 @given(st.integers(0, 10**9), st.sampled_from(["g", "G", "gb", "GiB", " g"]))
 def test_gigabytes(count: int, unit: str) -> None:
-    assert memory_mb(f" {count}{unit} ") == count * 1024
+    assert megabytes(f" {count}{unit} ", "--memory") == count * 1024
 
 
 @pytest.mark.parametrize("text", ["", "m", "much", "-1", "1.5g", "1k", "1t", "1 000", "0x10", "1gg", "1\n2"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(typer.BadParameter) as caught:
-        memory_mb(text)
-    assert caught.value.param_hint == "--memory"
+        megabytes(text, "--disk")
+    assert caught.value.param_hint == "--disk"
 
 
 @given(st.dictionaries(st.from_regex(r"\A[A-Za-z_]\w{0,9}\Z"), st.text(max_size=9), max_size=5))
@@ -43,7 +43,7 @@ def test_environment_of_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSED", "a=b")
     monkeypatch.delenv("ABSENT", raising=False)
     assert environment(["PASSED", "EMPTY="]) == {"PASSED": "a=b", "EMPTY": ""}
-    assert environment(None) == {} and memory_mb(None) is None
+    assert environment(None) == {} and megabytes(None, "--memory") is None
     for word in ("=x", "ABSENT", ""):
         with pytest.raises(typer.BadParameter):
             environment([word])
@@ -88,3 +88,26 @@ def test_completion_knows_the_contexts_and_is_silent_without_a_server(
 def test_completion_knows_the_networks() -> None:
     assert networks("") == ["none", "allowlist", "bridge", "host"]
     assert networks("al") == ["allowlist"]
+
+
+def test_commands_that_make_sandboxes_share_their_options() -> None:
+    seen: list[tuple[str, Wanted]] = []
+    app = typer.Typer()
+
+    @app.command()
+    @makes_sandbox
+    def command(name: str, *, wanted: Wanted) -> None:
+        seen.append((name, wanted))
+
+    words = ["--template", "t", "--network", "none", "--memory", "1g", "--disk", "5m", "--cpus", "0.5", "x"]
+    app(args=words, standalone_mode=False)
+    limits = {"memory_mb": 1024, "disk_mb": 5, "cpus": 0.5}
+    assert seen == [("x", Wanted(template="t", network="none", limits=limits))]
+    assert seen[0][1] and not Wanted()
+
+
+@pytest.mark.parametrize("command", ["run", "exec", "sh", "python", "cp"])
+def test_every_command_that_may_make_a_sandbox_has_its_options(alone: Carrel, command: str) -> None:
+    shown = alone(command, "--help").stdout.decode()
+    for option in ("--template", "--provider", "--trust", "--network", "--memory", "--cpus", "--processes", "--disk"):
+        assert option in shown

@@ -46,7 +46,7 @@ def test_ctrl_c_ends_the_code_too(carrel: Carrel, data_dir: Path) -> None:
         assert process.wait(30) == 130
         process.stdout.close()
     [command] = json.loads(carrel("ps", name, "--json").stdout)
-    assert (command["running"], command["signal"]) == (False, "SIGKILL")
+    assert not command["running"]
     carrel("rm", "--yes", "--files", name)
 
 
@@ -55,7 +55,20 @@ def test_without_a_context(carrel: Carrel) -> None:
     assert (done.stdout, done.returncode) == (b"42\n", 3)
     assert b"ZeroDivisionError" in carrel("python", "-c", "1 / 0").stderr
     assert carrel("python", "--timeout", "0.2", "-c", "while True: pass").returncode == 124
-    assert b"name a context" in carrel("python").stderr
-    assert b"hint: carrel python CONTEXT ./report.py" in carrel("python", "./report.py").stderr
+    assert b"name a file or a context" in carrel("python").stderr
     assert b"need a context" in carrel("python", "--wait", "1", "-c", "1").stderr
+    assert b"need a context" in carrel("python", "--cell", "x", "-c", "1").stderr
+
+
+def test_a_file_runs_in_a_fresh_sandbox(carrel: Carrel, alone: Carrel, tmp_path: Path) -> None:
+    file = tmp_path / "report.py"
+    file.write_text("import os, sys\nprint(sys.argv[1:], os.environ.get('A'), sys.stdin.read())\nsys.exit(4)\n")
+    before = {each["id"] for each in json.loads(carrel("ps", "--json").stdout)}
+    done = carrel("python", "-e", "A=b", str(file), "2026", "--", "--all", stdin=b"typed")
+    assert (done.stdout, done.returncode) == (b"['2026', '--all'] b typed\n", 4)
+    assert {each["id"] for each in json.loads(carrel("ps", "--json").stdout)} <= before, "nothing is left"
+    assert alone("python", str(file)).stdout == b"[] None \n", "no server is needed"
+    assert carrel("python", "-", stdin=b"print(7)").stdout == b"7\n"
+    missing = carrel("python", "./missing.py")
+    assert missing.returncode == 1 and b"./missing.py cannot be read: No such file" in missing.stderr
     assert b"need a context" in carrel("python", "--cell", "x", "-c", "1").stderr

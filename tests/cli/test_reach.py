@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from carrel.cli.failures import Terminated
-from carrel.cli.options import Ephemeral
-from carrel.cli.reach import ephemeral, existing, kept, to_the_end, wanted
+from carrel.cli.options import Wanted
+from carrel.cli.reach import ephemeral, existing, kept, made, to_the_end
 from carrel.client import AsyncClient, Client
 from carrel.errors import InvalidRequest, NotFound, ServerUnreachable
 from carrel.models import State
@@ -35,24 +35,24 @@ async def test_by_name() -> None:
     with Client(administrator=True) as client:
         with pytest.raises(NotFound):
             existing(client, name)
-        made = wanted(client, name)
+        box = made(client, name, Wanted())
         try:
-            assert existing(client, name).id == wanted(client, made.id).id == made.id
-            async with kept(name) as same:
-                assert same.id == made.id
-            assert made.info().state is State.RUNNING, "leaving it does not end it"
+            assert existing(client, name).id == made(client, box.id, Wanted()).id == box.id
+            async with kept(name, Wanted()) as same:
+                assert same.id == box.id
+            assert box.info().state is State.RUNNING, "leaving it does not end it"
         finally:
-            made.terminate(delete_files=True)
+            box.terminate(delete_files=True)
 
 
 @pytest.mark.usefixtures("here")
 async def test_on_the_server_it_is_gone_afterwards() -> None:
-    async with ephemeral(Ephemeral(trust="high")) as box, AsyncClient(administrator=True) as client:
+    async with ephemeral(Wanted(trust="high")) as box, AsyncClient(administrator=True) as client:
         assert (await client.find(box.id)).ephemeral
     async with AsyncClient(administrator=True) as client:
         with pytest.raises(NotFound):
             await client.find(box.id)
-    async with ephemeral(Ephemeral(), keep=True) as box:
+    async with ephemeral(Wanted(), keep=True) as box:
         pass
     async with AsyncClient(administrator=True) as client:
         assert (await client.attach(await client.find(box.id)).terminate()).state is State.TERMINATED
@@ -60,17 +60,17 @@ async def test_on_the_server_it_is_gone_afterwards() -> None:
 
 @pytest.mark.usefixtures("nowhere")
 async def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ephemeral(Ephemeral(provider="process", trust="high")) as box:
+    async with ephemeral(Wanted(provider="process", trust="high")) as box:
         assert (await box.commands.run("echo here")).stdout == "here\n"
     with pytest.raises(InvalidRequest):
-        async with ephemeral(Ephemeral(provider="nowhere")):
+        async with ephemeral(Wanted(provider="nowhere")):
             pass
     with pytest.raises(ServerUnreachable, match="carrel serve"):
-        async with ephemeral(Ephemeral(), keep=True):
+        async with ephemeral(Wanted(), keep=True):
             pass
     monkeypatch.setenv("CARREL_URL", "http://127.0.0.1:9")
     with pytest.raises(ServerUnreachable):
-        async with ephemeral(Ephemeral()):
+        async with ephemeral(Wanted()):
             pass
 
 

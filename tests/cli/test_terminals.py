@@ -21,7 +21,7 @@ Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
 class Screen:
-    """A pseudo terminal with `carrel sh` at its other end."""
+    """A pseudo terminal with `carrel` at its other end."""
 
     def __init__(self, data_dir: Path, *words: str):
         self.master, self.slave = pty.openpty()
@@ -29,7 +29,7 @@ class Screen:
         self.before = termios.tcgetattr(self.slave)
         self.seen = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "carrel", "sh", *words],
+            [sys.executable, "-m", "carrel", *words],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
@@ -44,14 +44,14 @@ class Screen:
         os.write(self.master, text.encode())
 
     def until(self, wanted: bytes) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while wanted not in self.seen:
             ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"no {wanted!r} in {self.seen!r}"
             self.seen += os.read(self.master, 65536)
 
     def end(self) -> int:
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def close(self) -> None:
         self.process.kill()
@@ -64,8 +64,8 @@ class Screen:
 def screen(data_dir: Path) -> Iterator[Callable[..., Screen]]:
     made: list[Screen] = []
 
-    def make(*words: str) -> Screen:
-        made.append(Screen(data_dir, *words))
+    def make(*words: str, command: str = "sh", directory: Path = data_dir) -> Screen:
+        made.append(Screen(directory, command, *words))
         return made[-1]
 
     yield make
@@ -108,5 +108,33 @@ def test_input_from_a_pipe(carrel: Carrel) -> None:
     assert done.returncode == 4
 
 
-def test_options_of_a_fresh_sandbox_are_refused_for_a_context(carrel: Carrel) -> None:
-    assert carrel("sh", "some-context", "--provider", "process").returncode == 2
+@pytest.mark.parametrize("server", [True, False])
+def test_it_passes_the_terminal_to_a_command(screen: Callable[..., Screen], tmp_path: Path, server: bool) -> None:
+    name = f"it-{os.urandom(4).hex()}"
+    if server:
+        at = screen("-it", name, "--", "sh", "-c", "stty size; exec sh", command="exec")
+        at.until(f"made a sandbox for '{name}'".encode())
+    else:
+        at = screen("-it", "--", "sh", "-c", "stty size; exec sh", command="run", directory=tmp_path / "nothing")
+    at.until(b"30 90")
+    at.size(44, 111)
+    at.process.send_signal(signal.SIGWINCH)
+    at.type("until [ \"$(stty size)\" = '44 111' ]; do :; done; echo resized-$((1 + 1))\n")
+    at.until(b"resized-2")
+    at.type("echo sleeping-$((1 + 2)); sleep 100\n")
+    at.until(b"sleeping-3")
+    at.type("\x03")
+    at.until(b"^C")
+    at.type("echo interrupted-$((2 + 2))\n")
+    at.until(b"interrupted-4")
+    at.type("exit 9\n")
+    assert at.end() == 9
+    assert termios.tcgetattr(at.slave) == at.before
+    if server:
+        removed = screen("-y", "--files", name, command="rm")
+        assert removed.end() == 0
+
+
+def test_a_terminal_needs_a_terminal(carrel: Carrel) -> None:
+    done = carrel("run", "-t", "true")
+    assert done.returncode == 1 and b"standard input is none" in done.stderr

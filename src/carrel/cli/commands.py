@@ -14,72 +14,72 @@ Words = Annotated[list[str], typer.Argument(metavar="COMMAND", help="One word is
 Cwd = Annotated[str | None, typer.Option("--cwd", "-C", help="Directory, relative to the workspace.")]
 
 
+@options.makes_sandbox
 def run(
     command: Words,
     *,
-    template: options.Template = None,
-    provider: options.Provider = None,
-    trust: options.Trust = None,
-    memory: options.Memory = None,
-    cpus: options.Cpus = None,
-    processes: options.Processes = None,
-    network: options.Network = None,
+    wanted: options.Wanted,
     timeout: options.Timeout = None,
     env: options.Env = None,
+    interactive: options.Interactive = False,
+    tty: options.Tty = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running (needs a server).")] = False,
 ) -> None:
     """Run one command in a fresh sandbox that is gone afterwards. No server is needed beforehand.
 
-    Output is live, the exit code is the command's: 128+n for a signal, 124 at the deadline.
+    Output is live, the exit code is the command's: 128+n for a signal, 124 at the deadline. Ctrl-C interrupts the
+    command; a second one kills it.
 
     \b
     carrel run -- python3 -c 'print(6 * 7)'
     carrel run --timeout 10 --memory 256m 'make test 2>&1 | tail'
     carrel run --template data-science -- python3 report.py
+    carrel run -it -- python3
     cat data.csv | carrel run -- wc -l
     """
     from carrel.cli.failures import note
     from carrel.cli.reach import single, to_the_end
     from carrel.cli.streams import attended
 
-    limits: dict[str, float | None] = {
-        "memory_mb": options.memory_mb(memory),
-        "cpus": cpus,
-        "processes": processes,
-    }
-    limits = {name: value for name, value in limits.items() if value is not None}
-    asked = options.Ephemeral(template=template, provider=provider, trust=trust, network=network, limits=limits)
     environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
-        async with single(asked, keep=keep) as box:
+        async with single(wanted, keep=keep) as box:
             if box.unsafe:
                 note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
             if keep:
                 note(f"carrel: kept as {box.id}; `carrel rm {box.id}` removes it")
-            return await attended(box, program, cwd=None, env=environment, timeout=timeout)
+            return await attended(
+                box, program, cwd=None, env=environment, timeout=timeout, interactive=interactive, tty=tty
+            )
 
     raise typer.Exit(to_the_end(work()))
 
 
+@options.makes_sandbox
 def execute(
     context: options.Context,
     command: Words,
+    *,
+    wanted: options.Wanted,
     cwd: Cwd = None,
     timeout: options.Timeout = None,
     env: options.Env = None,
-    template: options.Template = None,
+    interactive: options.Interactive = False,
+    tty: options.Tty = False,
     approval: options.Approval = None,
     wait: options.Wait = None,
 ) -> None:
     """Run a command in a context's sandbox, which is made or resumed when needed and stays.
 
-    Options come before the context: what is behind it is the command.
+    Options come before the context: what is behind it is the command. Ctrl-C interrupts the command; a second one
+    kills it.
 
     \b
     carrel exec conversation-42 -- pytest -q
+    carrel exec -it conversation-42 -- python3
     carrel exec --wait 300 conversation-42 -- git push
-    carrel exec conversation-42 'git log --oneline | head'
+    carrel exec --network allowlist --memory 4g conversation-42 'git log --oneline | head'
     """
     from carrel.cli.reach import attempt, kept, to_the_end
     from carrel.cli.streams import attended
@@ -87,8 +87,16 @@ def execute(
     environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
-        async with kept(context, template) as box:
-            return await attended(attempt(box, approval, wait), program, cwd=cwd, env=environment, timeout=timeout)
+        async with kept(context, wanted) as box:
+            return await attended(
+                attempt(box, approval, wait),
+                program,
+                cwd=cwd,
+                env=environment,
+                timeout=timeout,
+                interactive=interactive,
+                tty=tty,
+            )
 
     try:
         code = to_the_end(work())

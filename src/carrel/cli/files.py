@@ -72,19 +72,24 @@ def ls(
         note(f"carrel: there are more than {limit} entries; --limit shows more")
 
 
+@options.makes_sandbox
 def cp(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A local path, CONTEXT:path, or - for stdin.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A local path, CONTEXT:path, or - for stdout.")],
+    *,
+    wanted: options.Wanted,
     wait: options.Wait = None,
 ) -> None:
     """Copy a file or a directory into a workspace or out of it.
+
+    What is copied into a context that has no sandbox makes one.
 
     \b
     carrel cp data.csv conversation-42:data/in.csv
     carrel cp conversation-42:output ./results
     carrel cp conversation-42:output/report.txt - | less
     """
-    from carrel.cli.reach import attempt, existing, wanted
+    from carrel.cli.reach import attempt, existing, made
     from carrel.client import Client
 
     (from_context, from_path), (to_context, to_path) = split_target(source), split_target(destination)
@@ -97,7 +102,7 @@ def cp(
         raise InvalidRequest(f"there is no local file '{from_path}'", field="SRC")
     with Client(administrator=True) as client:
         if to_context is not None:
-            _upload(attempt(wanted(client, to_context), None, wait), from_path, to_path)
+            _upload(attempt(made(client, to_context, wanted), None, wait), from_path, to_path)
         elif from_context is not None:
             _download(attempt(existing(client, from_context), None, wait), from_path, to_path)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,11 +45,12 @@ Provider = Annotated[
 ]
 Trust = Annotated[str | None, typer.Option(help="How far the code is trusted: high, medium or low.")]
 Template = Annotated[
-    str | None, typer.Option("--template", "-t", metavar="NAME", help="A recipe that `carrel templates` lists.")
+    str | None, typer.Option("--template", metavar="NAME", help="A recipe that `carrel templates` lists.")
 ]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of all its processes: 512m, 2g.")]
 Cpus = Annotated[float | None, typer.Option(help="CPU cores.")]
 Processes = Annotated[int | None, typer.Option(help="Processes and threads.")]
+Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Size of its workspace: 512m, 2g.")]
 Network = Annotated[
     str | None,
     typer.Option(help="What it can reach: none, allowlist, internet, bridge or host.", autocompletion=networks),
@@ -55,6 +59,10 @@ Timeout = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", help="Everything it started dies then; 0: never. Without, as the sandbox has it."),
 ]
+Interactive = Annotated[
+    bool, typer.Option("--interactive", "-i", help="Pass on what is typed; input that is no terminal always is.")
+]
+Tty = Annotated[bool, typer.Option("--tty", "-t", help="Give the command a terminal, and every key to it.")]
 Approval = Annotated[
     str | None, typer.Option(metavar="ID", help="Run what was approved; it runs once, exactly as it was asked for.")
 ]
@@ -67,13 +75,13 @@ Env = Annotated[
 ]
 
 
-def memory_mb(text: str | None) -> int | None:
+def megabytes(text: str | None, option: str) -> int | None:
     """`512`, `512m`, `2g` in megabytes."""
     if text is None:
         return None
     found = _SIZE.match(text.strip())
     if not found:
-        raise typer.BadParameter(f"'{text}' is not a size such as 512m or 2g", param_hint="--memory")
+        raise typer.BadParameter(f"'{text}' is not a size such as 512m or 2g", param_hint=option)
     return int(found[1]) * (1024 if found[2].lower().startswith("g") else 1)
 
 
@@ -111,11 +119,52 @@ def program(words: list[str]) -> str | list[str]:
 
 
 @dataclass(frozen=True)
-class Ephemeral:
-    """What an ephemeral sandbox is asked to be."""
+class Wanted:
+    """What a sandbox is asked to be, should one be made."""
 
     template: str | None = None
     provider: str | None = None
     trust: str | None = None
     network: str | None = None
-    limits: dict[str, float | None] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether anything is asked for."""
+        return self != Wanted()
+
+
+def _wanted(
+    template: Template = None,
+    provider: Provider = None,
+    trust: Trust = None,
+    network: Network = None,
+    memory: Memory = None,
+    cpus: Cpus = None,
+    processes: Processes = None,
+    disk: Disk = None,
+) -> Wanted:
+    """The options of every command that may make a sandbox."""
+    limits: dict[str, float | None] = {
+        "memory_mb": megabytes(memory, "--memory"),
+        "cpus": cpus,
+        "processes": processes,
+        "disk_mb": megabytes(disk, "--disk"),
+    }
+    given = {name: value for name, value in limits.items() if value is not None}
+    return Wanted(template, provider, trust, network, given)
+
+
+def makes_sandbox(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of the sandbox that it may make; it gets what was chosen as `wanted`."""
+    own = inspect.signature(command, eval_str=True)
+    added = inspect.signature(_wanted, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        command(wanted=_wanted(**{name: given.pop(name) for name in added}), **given)
+
+    kept = [each for each in own.parameters.values() if each.name != "wanted"]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [each.replace(kind=keyword) for each in added.values()]
+    called.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+    return called

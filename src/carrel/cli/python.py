@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,20 +16,23 @@ if TYPE_CHECKING:
     from carrel.client import Client, Sandbox
 
 
+@options.makes_sandbox
 def python(
     context: Annotated[
         str | None,
         typer.Argument(
             metavar="CONTEXT",
-            help="A context id, or a sandbox id; with -c it may be left out: then nothing is kept.",
+            help="A context id, or a sandbox id. Without one, the sandbox is gone afterwards.",
             autocompletion=options.contexts,
         ),
     ] = None,
     file: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(metavar="FILE", help="A local file with the code; '-' or none reads it from stdin."),
     ] = None,
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="For `sys.argv`.")] = None,
+    *,
+    wanted: options.Wanted,
     code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code itself.")] = None,
     cell: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run it as a cell of this code context: variables stay.")
@@ -43,55 +45,68 @@ def python(
     approval: options.Approval = None,
     wait: options.Wait = None,
 ) -> None:
-    """Run Python in a context's sandbox, which is made or resumed when needed and stays.
+    """Run Python in a fresh sandbox, or in a context's, which is made or resumed when needed and stays.
 
-    Without -c or a file the code is read from standard input.
+    The first word is a file when it ends in .py or has a slash. Without -c or a file the code is read from standard
+    input. Options of your own program come after `--`.
 
     \b
+    carrel python report.py 2026 -- --all
     carrel python -c 'print(6 * 7)'
+    carrel python conversation-42 report.py
     carrel python conversation-42 -c 'print(6 * 7)'
-    carrel python conversation-42 report.py -- 2026 --all
     carrel python conversation-42 --cell analysis -c 'x = 41'
     carrel python conversation-42 --cell analysis -c 'x + 1'
     """
-    from carrel.cli.reach import attempt, once_approved, wanted
+    from carrel.cli.reach import attempt, ephemeral, kept, made, once_approved, to_the_end
+    from carrel.cli.streams import followed
     from carrel.client import Client
 
-    if context is None and code is None:
+    words = [word for word in (context, file) if word is not None] + (args or [])
+    if code is None and cell is None and words and _is_file(words[0]):
+        words.insert(0, "")
+    context = words.pop(0) if words else None
+    if not context and code is None and not words:
         raise InvalidRequest(
-            "name a context, or give the code with -c",
+            "name a file or a context, or give the code with -c",
             field="context",
-            hint="`carrel python CONTEXT FILE`, or `carrel python -c CODE`",
+            hint="`carrel python FILE`, `carrel python CONTEXT FILE`, or `carrel python -c CODE`",
         )
-    if context is not None and file is None and code is None and (context.endswith(".py") or "/" in context):
-        raise InvalidRequest(
-            f"'{context}' is taken for a context, which comes before the file",
-            field="context",
-            hint=f"carrel python CONTEXT {context}",
-        )
-    if code is not None and file is not None:
-        args, file = [str(file), *(args or [])], None
-    text = code if code is not None else _read(file)
+    source = None if code is not None or not words else words.pop(0)
+    text = code if code is not None else _read(source)
     variables = options.environment(env)
-    with Client(administrator=True) as client:
-        if context is None:
-            if cell is not None or variables or approval is not None or wait is not None:
-                raise InvalidRequest(
-                    "code contexts, variables, --approval and --wait need a context", field="context", hint="name one"
-                )
+    if not context and (cell is not None or approval is not None or wait is not None):
+        raise InvalidRequest("code contexts, --approval and --wait need a context", field="context", hint="name one")
+    if not context and code is not None and not wanted and not variables and not words:
+        with Client(administrator=True) as client:
             raise typer.Exit(_stateless(client, text, environment, timeout))
-        box = attempt(wanted(client, context), approval, wait)
-        with once_approved():
-            if cell is not None:
-                raise typer.Exit(_cell(box, cell, text, environment, variables, timeout))
-            raise typer.Exit(_call(box, text, args or [], environment, variables, timeout))
+    if context and cell is not None:
+        with Client(administrator=True) as client, once_approved():
+            box = attempt(made(client, context, wanted), approval, wait)
+            raise typer.Exit(_cell(box, cell, text, environment, variables, timeout))
+    fed = (code is not None or source not in {None, "-"}) and not sys.stdin.closed and not sys.stdin.isatty()
+
+    async def work() -> int:
+        async with kept(context, wanted) if context else ephemeral(wanted) as box:
+            handle = await attempt(box, approval, wait).python.start(
+                text, args=words, env=environment, variables=variables, timeout=timeout, interactive=fed
+            )
+            return await followed(handle, fed=fed)
+
+    with once_approved():
+        raise typer.Exit(to_the_end(work()))
 
 
-def _read(file: Path | None) -> str:
-    if (file is None or str(file) == "-") and sys.stdin.isatty():
+def _is_file(word: str) -> bool:
+    """Whether a word names a local file: no context has a slash, and code is in files that end in .py."""
+    return word.endswith(".py") or "/" in word or word == "-"
+
+
+def _read(file: str | None) -> str:
+    if file in {None, "-"} and sys.stdin.isatty():
         note("carrel: type the code, then Ctrl-D")
     try:
-        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+        text = sys.stdin.read() if file is None or file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}", field="file") from None
     except UnicodeDecodeError:
@@ -111,27 +126,6 @@ def _stateless(client: Client, text: str, env: str | None, timeout: float | None
     if done.timed_out:
         return TIMED_OUT
     return 128 + signal_number(done.signal) if done.exit_code is None else done.exit_code
-
-
-def _call(
-    box: Sandbox, text: str, args: list[str], env: str | None, variables: dict[str, str], timeout: float | None
-) -> int:
-    from carrel.cli.streams import exit_code, write_out
-    from carrel.errors import CarrelError, SandboxLost
-
-    handle = box.python.start(text, args=args, env=env, variables=variables, timeout=timeout)
-    stream = handle.stream()
-    try:
-        for chunk in stream:
-            write_out(chunk.stream, chunk.data)
-    except BaseException:
-        # Nobody waits for it any more: it ends as a command of `exec` does.
-        with suppress(CarrelError):
-            handle.kill()
-        raise
-    if stream.info is None:
-        raise SandboxLost("the server did not say how the code ended")
-    return exit_code(stream.info)
 
 
 def _cell(box: Sandbox, name: str, text: str, env: str | None, variables: dict[str, str], timeout: float | None) -> int:

@@ -9,14 +9,14 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from carrel.cli.failures import Terminated
+from carrel.cli.failures import Terminated, note
 from carrel.client.locate import local_server
 from carrel.errors import ApprovalNeeded, NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
-    from carrel.cli.options import Ephemeral
+    from carrel.cli.options import Wanted
     from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
     from carrel.local import LocalSandbox
 
@@ -34,12 +34,21 @@ def existing(client: Client, name: str) -> Sandbox:
     return client.sandbox(info.context_id)
 
 
-def wanted(client: Client, name: str) -> Sandbox:
-    """The sandbox of that name, made when there is none."""
+def made(client: Client, name: str, wanted: Wanted) -> Sandbox:
+    """The sandbox of that name, made when there is none. What runs must be as it is wanted."""
     try:
-        return existing(client, name)
+        info = client.find(name)
     except NotFound:
-        return client.sandbox(name)
+        box = client.sandbox(name, **_asked(wanted))
+        _tell_new(name)
+        return box
+    if info.context_id is None or (info.state == "running" and not wanted):
+        return client.attach(info)
+    return client.sandbox(info.context_id, **_asked(wanted))
+
+
+def _tell_new(name: str) -> None:
+    note(f"carrel: made a sandbox for '{name}'; there was none")
 
 
 def attempt(box: Box, approval: str | None, wait: float | None) -> Box:
@@ -63,23 +72,26 @@ def once_approved() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def kept(name: str, template: str | None = None) -> AsyncIterator[AsyncSandbox]:
-    """The sandbox of that name on the server, made (by a template) or resumed when needed; it stays."""
+async def kept(name: str, wanted: Wanted) -> AsyncIterator[AsyncSandbox]:
+    """The sandbox of that name on the server, made or resumed when needed; it stays. What runs must be as wanted."""
     from carrel.client import AsyncClient
-    from carrel.models import State
 
     async with AsyncClient(administrator=True) as client:
         try:
             info = await client.find(name)
         except NotFound:
-            yield await client.sandbox(name, template=template)
+            box = await client.sandbox(name, **_asked(wanted))
+            _tell_new(name)
+            yield box
             return
-        running = (info.state is State.RUNNING and template is None) or info.context_id is None
-        yield client.attach(info) if running else await client.sandbox(info.context_id, template=template)
+        if info.context_id is None or (info.state == "running" and not wanted):
+            yield client.attach(info)
+        else:
+            yield await client.sandbox(info.context_id, **_asked(wanted))
 
 
 @asynccontextmanager
-async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[AsyncSandbox]:
+async def ephemeral(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[AsyncSandbox]:
     """A sandbox that is gone afterwards: on the server that runs here, else on one inside this process."""
     from carrel.client import AsyncClient
 
@@ -88,7 +100,7 @@ async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[As
         async with AsyncClient(administrator=True) as client:
             box: AsyncSandbox | None = None
             try:
-                box = await _made(client, asked)
+                box = await _made(client, wanted)
             except ServerUnreachable:
                 if named or keep:
                     raise
@@ -103,37 +115,39 @@ async def ephemeral(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[As
         raise ServerUnreachable(
             "a sandbox can only be kept by a server, and none runs here", hint="start one with `carrel serve`"
         )
-    async with _own_server(asked) as client, await _made(client, asked) as made:
+    async with _own_server(wanted) as client, await _made(client, wanted) as made:
         yield made
 
 
 @asynccontextmanager
-async def single(asked: Ephemeral, *, keep: bool = False) -> AsyncIterator[AsyncSandbox | LocalSandbox]:
+async def single(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[AsyncSandbox | LocalSandbox]:
     """A sandbox for one command. Without a server it is made without one where that is possible, which is quicker."""
     if not keep and not os.environ.get("CARREL_URL") and local_server() is None:
         from carrel.local import local_sandbox
 
-        wants = {"provider": asked.provider, "trust": asked.trust, "network": asked.network, "template": asked.template}
-        async with local_sandbox({}, limits=asked.limits, **wants) as local:
+        async with local_sandbox({}, limits=wanted.limits, **_plain(wanted)) as local:
             if local is not None:
                 yield local
                 return
-    async with ephemeral(asked, keep=keep) as box:
+    async with ephemeral(wanted, keep=keep) as box:
         yield box
 
 
-async def _made(client: AsyncClient, asked: Ephemeral) -> AsyncSandbox:
-    return await client.sandbox(
-        template=asked.template,
-        provider=asked.provider,
-        trust=asked.trust,
-        network=asked.network,
-        limits=asked.limits or None,
-    )
+async def _made(client: AsyncClient, wanted: Wanted) -> AsyncSandbox:
+    return await client.sandbox(**_asked(wanted))
+
+
+def _asked(wanted: Wanted) -> dict[str, Any]:
+    """The arguments of `Client.sandbox`."""
+    return {**_plain(wanted), "limits": wanted.limits or None}
+
+
+def _plain(wanted: Wanted) -> dict[str, Any]:
+    return {name: getattr(wanted, name) for name in ("template", "provider", "trust", "network")}
 
 
 @asynccontextmanager
-async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
+async def _own_server(wanted: Wanted) -> AsyncIterator[AsyncClient]:
     from carrel.client import AsyncClient, data_dir
     from carrel.config import load
     from carrel.local import short_temporary_directory
@@ -150,7 +164,7 @@ async def _own_server(asked: Ephemeral) -> AsyncIterator[AsyncClient]:
             "port": 0,
             "log_level": "error",
         }
-        if asked.provider == "process":
+        if wanted.provider == "process":
             # Whoever types the name on their own machine has chosen; a server asks its operator instead.
             flags["sandbox.allow_process"] = True
         settings = load(flags)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _END_OF_FILE = b"\x04"
 
 
+@options.makes_sandbox
 def sh(
     context: Annotated[
         str | None,
@@ -26,9 +27,9 @@ def sh(
             autocompletion=options.contexts,
         ),
     ] = None,
+    *,
+    wanted: options.Wanted,
     command: Annotated[str | None, typer.Option("--command", "-c", help="Run this instead of a shell.")] = None,
-    provider: options.Provider = None,
-    trust: options.Trust = None,
     approval: options.Approval = None,
     wait: options.Wait = None,
 ) -> None:
@@ -36,18 +37,15 @@ def sh(
 
     \b
     carrel sh
+    carrel sh --network allowlist
     carrel sh conversation-42
     carrel sh conversation-42 -c 'vim notes.md'
     """
     from carrel.cli.failures import note
     from carrel.cli.reach import attempt, ephemeral, kept, once_approved, to_the_end
 
-    if context is not None and (provider or trust):
-        raise typer.BadParameter("it is for a fresh sandbox; a context has its own", param_hint="--provider/--trust")
-    asked = options.Ephemeral(provider=provider, trust=trust)
-
     async def work() -> int:
-        async with kept(context) if context is not None else ephemeral(asked) as box:
+        async with kept(context, wanted) if context is not None else ephemeral(wanted) as box:
             if box.unsafe:
                 note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
             return await _attend(attempt(box, approval, wait), command)
