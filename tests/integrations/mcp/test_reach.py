@@ -111,7 +111,7 @@ async def test_a_server_that_is_back_elsewhere_is_found(
         async with reach.place(None, context):
             pass
     (tmp_path / "server.json").write_text('{"url": "http://127.0.0.1:9"}')
-    (tmp_path / "token").write_text(ground.token)
+    (tmp_path / "agent-token").write_text(ground.token)
     with pytest.raises(ServerUnreachable):
         async with reach.place(None, context) as place:
             await place.sandbox()
