@@ -27,6 +27,10 @@ CLIENT_ENV = frozenset({"CARREL_URL", "CARREL_TOKEN", CONFIG_ENV})
 
 DATABASES = ("postgresql", "postgres", "sqlite")
 """The schemes of database URLs."""
+FLEET_DATABASES = ("postgresql://", "postgres://")
+"""How the URL of a database begins that several servers can share."""
+FLEET_TTL_DAYS = 7.0
+"""Days without use until a workspace is deleted, where several servers share a database."""
 
 
 def default_data_dir() -> str:
@@ -57,8 +61,13 @@ class SandboxSettings(_Group):
     idle_stop_s: float = Field(
         default=3600.0, gt=0, description="seconds without an operation or a running command until a sandbox is stopped"
     )
-    workspace_ttl_days: float = Field(
-        default=7.0, gt=0, description="days without use until the workspace of a stopped sandbox is deleted"
+    workspace_ttl_days: float | None = Field(
+        default=None,
+        ge=0,
+        le=36_500,
+        description="days without use until the workspace of a stopped or terminated sandbox is deleted, with the "
+        "snapshots that carrel took by itself; 0 keeps it for ever. Without it, workspaces are kept on a single "
+        "machine and deleted after 7 days in a fleet, which is where `database` is PostgreSQL",
     )
     checkpoint_s: float = Field(
         default=300.0, gt=0, description="seconds between checkpoints of a workspace that changes, into the archive"
@@ -316,6 +325,15 @@ class Settings(_Group):
         return self.database.get_secret_value()
 
     @property
+    def workspace_ttl_days(self) -> float | None:
+        """Days without use until a workspace is deleted; None where workspaces are kept for ever."""
+        chosen = self.sandbox.workspace_ttl_days
+        if chosen is None:
+            fleet = self.database_url.startswith(FLEET_DATABASES)
+            return FLEET_TTL_DAYS if fleet else None
+        return chosen or None
+
+    @property
     def archive_url(self) -> str:
         """The directory or the URL of the archive. It may hold a password: never show it."""
         if self.archive is None:
@@ -352,6 +370,8 @@ def _declare(group: type[BaseModel], prefix: str = "") -> Iterator[Declaration]:
             continue
         if key == "data_dir":
             default = "$XDG_DATA_HOME/carrel or ~/.local/share/carrel"
+        elif key == "workspace_ttl_days":
+            default = f"none; {FLEET_TTL_DAYS} with PostgreSQL"
         else:
             default = _show(info.default)
         yield Declaration(name, PREFIX + name.upper().replace(".", "_"), default, info.description or "")

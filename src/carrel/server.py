@@ -25,15 +25,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import carrel
-from carrel.config import Settings
-from carrel.errors import Conflict, InvalidRequest, PlatformError
+from carrel.config import Settings, load
+from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.isolation import probe
 from carrel.models import HostReport
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.doctor import host_report
 from carrel.workspaces.layout import Layout
-from carrel.workspaces.volumes.doctor import disk_quota
+from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
     from carrel.control.plane import ControlPlane
@@ -245,7 +245,10 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
 def local_host_report(allow_process: bool = False) -> HostReport:
     """What this host can do, without a server: nothing is started or written."""
     report = host_report(open_providers("/", "/", allow_process=allow_process))
-    return report.model_copy(update={"checks": [*report.checks, disk_quota()]})
+    checks = [*report.checks, disk_quota()]
+    with suppress(CarrelError):  # settings that cannot be read are told of by `serve`
+        checks.append(retention(load().workspace_ttl_days))
+    return report.model_copy(update={"checks": checks})
 
 
 def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from carrel.errors import Conflict, LimitExceeded
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
 from carrel.store import Database
 from carrel.store.audit import AuditStore
-from carrel.workspaces.layout import encode
 
 
 async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlPlane) -> None:
@@ -82,21 +80,6 @@ async def test_a_sandbox_that_is_used_meanwhile_is_not_stopped(plane: ControlPla
     box.in_flight -= 1
     assert await plane.sessions.stop_idle(box, box.last_activity + 1)
     assert not await plane.sessions.stop_idle(box, box.last_activity + 1), "it is stopped already"
-
-
-async def test_a_workspace_that_nobody_uses_is_deleted(plane: ControlPlane) -> None:
-    for name in ("old", "young", "running"):
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name))
-        if name != "running":
-            await plane.sessions.stop(name)
-    for name in ("old", "running"):
-        await plane.store.touch({(await plane.sessions.get(name)).id: 1.0})
-        await plane.store.update((await plane.sessions.get(name)).id, last_activity_at=1.0)
-    old = await plane.sessions.get("old")
-    await plane.janitor.expire_workspaces()
-    assert (await plane.sessions.get(old.id)).state is State.TERMINATED
-    paths = {name: plane.driver.path(encode(name, ephemeral=False)) for name in ("old", "young", "running")}
-    assert {name: os.path.isdir(path) for name, path in paths.items()} == {"old": False, "young": True, "running": True}
 
 
 async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings) -> None:

@@ -98,7 +98,7 @@ async def test_what_a_deleted_context_had_is_forgotten(plane: ControlPlane, how:
     if how == "expired":
         await plane.sessions.stop("c")
         await plane.store.update((await plane.sessions.get("c")).id, last_activity_at=1.0)
-        await plane.janitor.expire_workspaces()
+        assert await plane.sessions.expire(await plane.sessions.record("c"), 2.0)
     else:
         await plane.operations.terminate("c", TerminateRequest(delete_files=how == "deleted"))
     await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))

@@ -184,7 +184,7 @@ async def test_a_context_moves_to_another_server_and_back(nodes: list[ControlPla
     assert await _read(a) == "from b", "what lay there of an earlier time is not taken for the newest"
     await a.sessions.stop("c")
     assert b.driver.exists("ctx-c")
-    await b.janitor.expire_workspaces()
+    await b.retention.sweep()
     assert not b.driver.exists("ctx-c"), "the copy that is of no use is removed"
     restored = await b.snapshots.restore("c", first.id)
     assert (restored.state, restored.node) == (State.STOPPED, "b")

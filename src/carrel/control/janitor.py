@@ -1,5 +1,5 @@
-"""Upkeep in the background: keeps leases, watches disk use, takes checkpoints, archives, stops what is idle, deletes
-what is old, prunes the audit log.
+"""Upkeep in the background: keeps leases, watches disk use, takes checkpoints, archives, stops what is idle, has old
+workspaces deleted, prunes the audit log.
 
 Acts only through sessions and operations; decides nothing about what an agent may do.
 """
@@ -21,11 +21,12 @@ from carrel.control.filespaces import Filespaces
 from carrel.control.leasing import Leasing
 from carrel.control.live import LiveSandbox
 from carrel.control.operations import Operations
+from carrel.control.retention import Retention
 from carrel.control.sessions import Sessions
 from carrel.control.snapshots import Snapshots
 from carrel.control.workspaces import Workspaces
 from carrel.errors import CarrelError, Conflict
-from carrel.models import AuditPruned, State
+from carrel.models import AuditPruned
 from carrel.store import SessionStore
 from carrel.workspaces.usage import max_entries, measure, verdict
 
@@ -43,7 +44,6 @@ CHECKPOINT_LOOK_EVERY = 15.0
 CATCH_UP_EVERY = 5.0
 PUSH_EVERY = 2.0
 DAY_S = 86_400.0
-GONE_FOR_GOOD_S = DAY_S
 TEND_EVERY = 1.0
 
 
@@ -70,6 +70,7 @@ class Janitor:
         snapshots: Snapshots,
         filespaces: Filespaces,
         workspaces: Workspaces,
+        retention: Retention,
         store: SessionStore,
         audit: AuditLog,
         settings: Settings,
@@ -83,6 +84,7 @@ class Janitor:
         self._snapshots = snapshots
         self._filespaces = filespaces
         self._workspaces = workspaces
+        self._retention = retention
         self._store = store
         self._audit = audit
         self._flushed: dict[str, float] = {}
@@ -107,7 +109,7 @@ class Janitor:
             (self.push_filespaces, PUSH_EVERY),
             (self.count, IDLE_EVERY),
             (self.tend, TEND_EVERY),
-            (self.expire_workspaces, EXPIRE_EVERY),
+            (self._retention.sweep, EXPIRE_EVERY),
             (self.collect_garbage, EXPIRE_EVERY),
             *self._more,
         ]
@@ -248,20 +250,6 @@ class Janitor:
                     log.info("sandbox %s was idle and is stopped", box.record.id)
             except CarrelError as error:
                 log.warning("sandbox %s could not be stopped: %s", box.record.id, error)
-
-    async def expire_workspaces(self) -> None:
-        """End the sessions that were stopped long ago, and delete their workspaces."""
-        horizon = time.time() - self._settings.workspace_ttl_days * DAY_S
-        for record in await self._store.in_states((State.STOPPED, State.ERROR)):
-            here = record.node in {None, self._workspaces.node}  # else its server does it, unless that is gone for good
-            if record.last_activity_at < (horizon if here else horizon - GONE_FOR_GOOD_S):
-                await self._sessions.terminate(record.id, "expired", delete_workspace=True, unused_since=horizon)
-                log.info("the workspace of %s was not used for long and is deleted", record.context_id or record.id)
-
-        for context in await self._workspaces.contexts():  # what went to another server is of no use here
-            newest = await self._store.newest_of_context(context)
-            if newest is not None and newest.node not in {None, self._workspaces.node}:
-                await self._workspaces.leave(context)
 
     async def watch_disks(self) -> None:
         """Measure the workspaces that are due."""

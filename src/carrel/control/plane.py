@@ -37,6 +37,7 @@ from carrel.control.operations import Operations
 from carrel.control.ownership import Ownership
 from carrel.control.policies import Policies
 from carrel.control.recovery import Recovered, recover
+from carrel.control.retention import Retention
 from carrel.control.router import Router
 from carrel.control.runs import settle_runs
 from carrel.control.secrets import FRESH_S as SECRETS_FRESH_S
@@ -71,7 +72,7 @@ from carrel.workspaces.environments import Shelf
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes import VolumeDriver, open_driver
-from carrel.workspaces.volumes.doctor import disk_quota
+from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 log = logging.getLogger("carrel.control")
 
@@ -117,7 +118,7 @@ class ControlPlane:
             snapshots,
             Archive(remote, os.path.join(layout.cache, "archive")),
             self.node,
-            ttl_days=settings.sandbox.workspace_ttl_days,
+            ttl_days=settings.workspace_ttl_days,
             metrics=self.metrics,
         )
         ownership = Ownership(LeaseStore(database), self.node, settings.lease_s)
@@ -248,17 +249,13 @@ class ControlPlane:
         self.sessions.pull_with(self.filespaces.pull)
         self.sessions.push = self.filespaces.push
         self.workspaces.keeping.base = self.filespaces.base
-        self.janitor = Janitor(
-            self.sessions,
-            self.leasing,
-            self.operations,
-            self.snapshots,
-            self.filespaces,
-            self.workspaces,
-            self.store,
-            self.audit,
-            settings,
+        self.retention = Retention(
+            self.sessions, self.workspaces, self.store, self.audit, ttl_days=settings.workspace_ttl_days
         )
+        self.janitor = Janitor(
+            self.sessions, self.leasing, self.operations, self.snapshots, self.filespaces, self.workspaces,
+            self.retention, self.store, self.audit, settings,
+        )  # fmt: skip
         self.janitor.also(self.end_revoked, CACHE_S)
         self.janitor.also(self.secrets.forget_former, FORGET_EVERY_S)
         self.janitor.also(self.secrets.catch_up, SECRETS_FRESH_S)
@@ -433,7 +430,9 @@ class ControlPlane:
         from carrel.providers.doctor import host_report
 
         report = await asyncio.to_thread(host_report, self.providers)
-        return report.model_copy(update={"checks": [*report.checks, await asyncio.to_thread(disk_quota, self.driver)]})
+        quota = await asyncio.to_thread(disk_quota, self.driver)
+        kept = retention(self.settings.workspace_ttl_days)
+        return report.model_copy(update={"checks": [*report.checks, quota, kept]})
 
     async def ready(self) -> None:
         """Raise unless the store answers and some provider can be used."""

@@ -40,6 +40,7 @@ log = logging.getLogger("carrel.sessions")
 
 LISTED = tuple(state for state in State if state is not State.TERMINATED)
 _PARALLEL_ENDS = 32
+EXPIRED = "the files were not used for long and are deleted; the newest snapshot that was asked for is brought back"
 
 
 class Sessions:
@@ -306,7 +307,6 @@ class Sessions:
         *,
         snapshot: bool | None = None,
         delete_workspace: bool = False,
-        unused_since: float | None = None,
     ) -> SandboxInfo:
         """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be repeated.
 
@@ -315,8 +315,6 @@ class Sessions:
         record = await self.record(name)
         async with self._own_lock(record):
             record = await self.record(record.id)
-            if unused_since is not None and (record.state in LIVE or record.last_activity_at > unused_since):
-                return record.info()
             if record.state is not State.TERMINATED:
                 if self._live.get(record.id) is None:
                     record = await self._ownership.take(record)
@@ -331,12 +329,35 @@ class Sessions:
     async def delete(self, context_id: str, reason: str) -> None:
         """Delete a context: end its session if it has one, then everything of it but its filespace and its policy."""
         async with self.lock(f"context {context_id}"):
-            record = await self._store.of_context(context_id)
-            if record is not None:
-                if self._live.get(record.id) is None:
-                    record = await self._ownership.take(record)
-                await self._end(record, Event.TERMINATE, reason, kept=True)
-            await self._forget(context_id)
+            await self._delete(await self._store.of_context(context_id), context_id, reason)
+
+    async def expire(self, record: SessionRecord, unused_since: float) -> bool:
+        """Delete what is kept of a context that was not used since then, but for the snapshots that were asked for:
+        while there are some, its session stays, and the next start brings the newest back. Says whether it was done.
+        """
+        async with self._own_lock(record):
+            record = await self.record(record.id)
+            context, ended = record.context_id, record.state is State.TERMINATED
+            if context is None or record.state in LIVE or record.last_activity_at > unused_since:
+                return False
+            if ended and await self._store.of_context(context):
+                return False  # the workspace belongs to a newer session of the same context
+            newest = await self._workspaces.asked_for(context)
+            if newest is None:
+                await self._delete(record, context, "expired")
+                return True
+            fence = None if ended else (await self._ownership.take(record)).fence
+            await self._workspaces.expire(context)
+            changes = {"snapshot": newest, "notice": EXPIRED, "expires_at": None}
+            await self._store.update(record.id, changes, fence=fence, release=not ended)
+            return True
+
+    async def _delete(self, record: SessionRecord | None, context_id: str, reason: str) -> None:
+        if record is not None and record.state is not State.TERMINATED:
+            if self._live.get(record.id) is None:
+                record = await self._ownership.take(record)
+            await self._end(record, Event.TERMINATE, reason, kept=True)
+        await self._forget(context_id)
 
     async def _forget(self, context_id: str) -> None:
         """Delete everything of a context that has ended but its filespace and its policy."""

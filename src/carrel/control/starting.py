@@ -205,7 +205,9 @@ class Starting:
         if fresh:
             await self._store.insert(record, self._ownership.lease)
         else:
-            await self._store.update(record.id, changes(record), fence=record.fence, handle=None, error=None)
+            await self._store.update(
+                record.id, changes(record), fence=record.fence, handle=None, error=None, expires_at=None
+            )
 
     async def _undo(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from carrel.control.keeping import Keeping, context_of, volume_of
+from carrel.control.keeping import AUTOMATIC, Keeping, context_of, volume_of
 from carrel.control.stored import StoredSnapshots
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged
 from carrel.metrics import Metrics
@@ -51,7 +51,7 @@ class Workspaces:
         archive: Archive,
         node: str,
         *,
-        ttl_days: float = 7.0,
+        ttl_days: float | None,
         metrics: Metrics | None = None,
     ):
         self._layout = layout
@@ -254,6 +254,26 @@ class Workspaces:
             await asyncio.to_thread(self._archive.forget, volume)
         except ArchiveUnavailable as error:
             log.warning("the archive of context '%s' could not be deleted: %s", context, error)
+
+    async def asked_for(self, context: str) -> str | None:
+        """The newest good snapshot of a context that somebody asked for."""
+        ready = await self._store.all_ready(context)
+        return next((snapshot.id for snapshot in ready if snapshot.reason not in AUTOMATIC), None)
+
+    async def expired(self, context: str) -> bool:
+        """Whether nothing is left of a context that `expire` would delete."""
+        ready = await self._store.all_ready(context)
+        return all(snapshot.reason not in AUTOMATIC for snapshot in ready) and not await self.exists(context)
+
+    async def expire(self, context: str) -> None:
+        """Delete the files of a context and the snapshots that nobody asked for."""
+        async with self.keeping.still(context):  # or a push would take what goes for deleted
+            await asyncio.to_thread(self.driver.delete_volume, encode(context, ephemeral=False))
+            await self.keeping.base.forget(context)
+        self.metrics.forget(context)
+        for snapshot in await self._store.all_ready(context):
+            if snapshot.reason in AUTOMATIC:
+                await self.keeping.drop(snapshot)
 
     async def contexts(self) -> list[str]:
         """The contexts that have files here."""

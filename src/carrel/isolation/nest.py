@@ -283,9 +283,7 @@ class Nest:
             writable, way_out = -1, None
             if self._isolate:
                 held = self._notifications
-                writable, way_out = sandbox.hatch(
-                    orders, root=self._root, own_network=own_network, notifications=held
-                )
+                writable, way_out = sandbox.hatch(orders, root=self._root, own_network=own_network, notifications=held)
             spec, fds = sandbox.receive(orders)
             if self._isolate:
                 if spec.network == "bridge":

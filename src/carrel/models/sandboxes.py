@@ -97,6 +97,9 @@ class SandboxInfo(Answer):
         default=None, description="what a person should know though work goes on, such as an archive out of reach"
     )
     template: str | None = Field(default=None, description="the recipe it was made by")
+    expires_at: datetime | None = Field(
+        default=None, description="when an unused workspace is deleted; None while that is not near"
+    )
 
 
 class TemplateInfo(Answer):

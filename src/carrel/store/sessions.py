@@ -82,9 +82,17 @@ class SessionRecord:
             node=self.node,
             filespace=self.filespace,
             snapshot=self.snapshot,
-            notice=self.notice,
+            notice=self._notice(),
             template=self.template,
+            expires_at=None if self.expires_at is None else datetime.fromtimestamp(self.expires_at, UTC),
         )
+
+    def _notice(self) -> str | None:
+        if self.expires_at is None:
+            return self.notice
+        when = datetime.fromtimestamp(self.expires_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        warning = f"the files are deleted on {when} unless the sandbox is used before; snapshots you take stay"
+        return warning if self.notice is None else f"{warning}; {self.notice}"
 
 
 _NAMES = tuple(each.name for each in fields(SessionRecord))

@@ -82,7 +82,9 @@ class Layout:
             raise PlatformError(f"the name of this server cannot be kept: {error}", field="data_dir") from None
         return name
 
-    def furnish(self, path: str, name: str, *, ephemeral: bool, new: bool, ttl_days: float = 7, used: int = 0) -> None:
+    def furnish(
+        self, path: str, name: str, *, ephemeral: bool, new: bool, ttl_days: float | None, used: int = 0
+    ) -> None:
         """Give a workspace its directories, when it is new, and its description."""
         try:
             fd = _open_directory(path)
@@ -104,7 +106,7 @@ class Layout:
         if self._root:
             os.chown(name, CANONICAL_UID, CANONICAL_UID, dir_fd=fd, follow_symlinks=False)
 
-    def _describe(self, fd: int, name: str, ephemeral: bool, new: bool, ttl_days: float, used: int) -> None:
+    def _describe(self, fd: int, name: str, ephemeral: bool, new: bool, ttl_days: float | None, used: int) -> None:
         """Write `.context.json`. The sandbox can write it too, so carrel never believes what it says."""
         now = datetime.now(UTC).isoformat()
         created = now if new else datetime.fromtimestamp(os.fstat(fd).st_ctime, UTC).isoformat()

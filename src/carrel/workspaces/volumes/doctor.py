@@ -9,6 +9,15 @@ from carrel.workspaces.volumes.btrfs import BtrfsDriver
 _WHY = "a write beyond the cap of a workspace fails at the byte, and a snapshot takes milliseconds"
 
 
+def retention(ttl_days: float | None) -> Check:
+    """How long workspaces are kept."""
+    found = "kept for ever" if ttl_days is None else f"deleted after {ttl_days:g} days without use"
+    why = "files that nobody uses fill the disk; snapshots that were asked for are never deleted for their age. Set "
+    return Check(
+        name="workspaces", status="ok", found=found, why=why + "CARREL_SANDBOX_WORKSPACE_TTL_DAYS to change it"
+    )
+
+
 def disk_quota(driver: VolumeDriver | None = None) -> Check:
     """Who holds the cap of a workspace: the kernel, or a watch. Without a driver, what a server here would have."""
     missing = BtrfsDriver("/").missing()
