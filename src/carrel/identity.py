@@ -75,7 +75,7 @@ SCOPES = (
             "search_audit", "export_audit", "get_audit_key", "get_host", "get_metrics", "healthz", "readyz",
             "list_templates", "list_envs", "get_env", "list_sandbox_envs", "list_code_contexts", "get_code_context",
             "get_cell", "get_cell_output", "list_mcp_servers", "get_mcp_server", "get_mcp_catalogue", "get_mcp_log",
-            "get_identity",
+            "get_identity", "get_disk_usage",
         ),
         listed=(
             "list_sandboxes", "list_approvals", "watch_approvals", "get_audit_key", "get_host", "healthz", "readyz",

@@ -93,13 +93,21 @@ def test_usage(carrel: Carrel) -> None:
     try:
         carrel("exec", name, "head -c 3000000 /dev/urandom > f; sync")
         table = carrel("usage").stdout.decode().splitlines()
-        assert table[0].split() == ["CONTEXT", "ID", "USED", "LIMIT", "SHARE", "ENFORCED", "BY"]
-        assert any(line.split()[0] == name and line.split()[3] == "1.0G" for line in table[1:])
+        assert table[0].split() == ["CONTEXT", "ID", "STATE", "USED", "LIMIT", "SHARE", "ENFORCED", "BY"]
+        assert any(line.split()[0] == name and line.split()[4] == "1.0G" for line in table[1:] if line)
+        assert any(line.split()[0] == "snapshots" for line in table if line)
         shown = json.loads(carrel("usage", "--json", name).stdout)
         assert [each["context_id"] for each in shown] == [name]
         assert shown[0]["bytes"] >= 3_000_000 and shown[0]["limit_bytes"] == 1024**3
         assert shown[0]["enforced_by"] in {"kernel", "watch"} and shown[0]["id"].startswith("sbx-")
         assert carrel("usage", "absent-context").returncode == 1
+        parts = json.loads(carrel("usage", "--disk", "--json").stdout)["parts"]
+        assert next(part for part in parts if part["name"] == "workspaces")["bytes"] >= 3_000_000
+        carrel("rm", "--yes", name)
+        kept = next(each for each in json.loads(carrel("ps", "-a", "--json").stdout) if each["context_id"] == name)
+        assert kept["files_kept"] and b"kept" in carrel("ps", "-a").stdout
+        shown = {each["context_id"]: each for each in json.loads(carrel("usage", "--json").stdout)}
+        assert (shown[name]["state"], shown[name]["bytes"] >= 3_000_000) == ("terminated", True)
     finally:
         carrel("rm", "--yes", "--files", name)
 

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from carrel.api.guard import Router
 from carrel.api.parts import Plane, as_json, known_query
 from carrel.api.problems import problems
-from carrel.models import Answer, HostReport
+from carrel.models import Answer, DiskUsage, HostReport
 
 router = Router(tags=["host"])
 
@@ -30,6 +30,21 @@ class Status(Answer):
 async def get_host(plane: Plane) -> Response:
     """What `carrel doctor` shows."""
     return as_json(await plane.host_report())
+
+
+@router.get(
+    "/v1/disk",
+    operation_id="get_disk_usage",
+    summary="What fills the disk",
+    response_model=None,
+    dependencies=[Depends(known_query)],
+    responses={200: {"model": DiskUsage}, **problems()},
+)
+async def get_disk_usage(plane: Plane) -> Response:
+    """Of this server: workspaces, snapshots, the archive, environments, packages and records. Up to half a minute old.
+    Needs a token that reaches every context.
+    """
+    return as_json(await plane.disk.usage())
 
 
 @router.get(

@@ -67,6 +67,7 @@ async def list_sandboxes(
     states = None if state is None else [state]
     page = await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
     page.items = [info for info in page.items if who().reaches(info.context_id)]
+    await plane.retention.mark_kept(page.items)
     return as_json(page)
 
 

@@ -4,6 +4,7 @@ end and start again.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.errors import CarrelError, NotFound
+from carrel.errors import CarrelError, Denied, NotFound
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,11 +51,13 @@ def ps(
     if json:
         print_json([{**info.model_dump(mode="json"), "commands": count} for info, count in found])
     else:
-        _show(found)
+        _show(found, files=all_states)
 
 
-def _show(found: Sequence[tuple[SandboxInfo, int | None]]) -> None:
-    from carrel.cli.shown import age, coloured, print_table
+def _show(found: Sequence[tuple[SandboxInfo, int | None]], *, files: bool = False) -> None:
+    """A table, and below it what people should know. With `files` also whether terminated ones have files still."""
+    from carrel.cli.failures import note
+    from carrel.cli.shown import age, coloured, plain, print_table
 
     colours = {"running": "green", "error": "red", "terminated": "dim", "stopped": "dim"}
     rows: list[list[str | Text]] = []
@@ -73,7 +76,13 @@ def _show(found: Sequence[tuple[SandboxInfo, int | None]]) -> None:
                 commands,
             ]
         )
-    print_table(["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", "COMMANDS"], rows)
+        if files:
+            rows[-1].append({True: "kept", False: "-", None: "yes" if info.context_id else "-"}[info.files_kept])
+    more = ["FILES"] if files else []
+    print_table(["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", "COMMANDS", *more], rows)
+    for info, _ in found:
+        if info.notice is not None:
+            note(f"{plain(info.context_id or info.id)}: {plain(info.notice)}")
 
 
 async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]]:
@@ -182,21 +191,27 @@ def usage(
         str | None,
         typer.Argument(metavar="CONTEXT", help="Only this one.", autocompletion=options.contexts),
     ] = None,
+    disk: Annotated[bool, typer.Option("--disk", help="Only what fills the server's disk.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show what workspaces hold, and what they may.
+    """Show what workspaces hold and what they may, those of terminated contexts too, and what fills the disk.
 
     \b
     carrel usage
     carrel usage conversation-42 --json
+    carrel usage --disk --json
     """
     import asyncio
 
     from carrel.cli.shown import coloured, print_json, print_table, size
 
+    if disk:
+        _disk(json=json)
+        return
     found = asyncio.run(_usages(context))
     if json:
-        print_json([{"id": info.id, **usage.model_dump(mode="json")} for info, usage in found])
+        known = [(info, usage.model_dump(mode="json")) for info, usage in found]
+        print_json([{"id": info.id, "state": info.state.value, **shown} for info, shown in known])
         return
     rows: list[list[str | Text]] = []
     for info, usage in found:
@@ -206,8 +221,25 @@ def usage(
             used = 100 * usage.bytes / limit
             share = coloured(f"{used:.0f}%", "red" if used >= 90 else "yellow" if used >= 75 else "green")
         most = "-" if limit is None else size(limit)
-        rows.append([info.context_id or "-", info.id, size(usage.bytes), most, share, usage.enforced_by])
-    print_table(["CONTEXT", "ID", "USED", "LIMIT", "SHARE", "ENFORCED BY"], rows)
+        state = info.state.value
+        rows.append([info.context_id or "-", info.id, state, size(usage.bytes), most, share, usage.enforced_by])
+    print_table(["CONTEXT", "ID", "STATE", "USED", "LIMIT", "SHARE", "ENFORCED BY"], rows)
+    if context is None:
+        with contextlib.suppress(Denied):  # a token that does not reach every context sees its own workspaces only
+            _disk(json=False)
+
+
+def _disk(*, json: bool) -> None:
+    from carrel.cli.shown import print_json, print_table, size
+    from carrel.client import Client
+
+    with Client() as client:
+        found = client.disk()
+    if json:
+        print_json(found.model_dump(mode="json"))
+        return
+    rows = [[part.name, f"{'' if part.complete else 'more than '}{size(part.bytes)}"] for part in found.parts]
+    print_table(["ON DISK", "SIZE"], [*rows, ["free", f"{size(found.free_bytes)} of {size(found.capacity_bytes)}"]])
 
 
 async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage]]:
@@ -220,7 +252,8 @@ async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage
         if context is not None:
             info = await client.find(context)
             return [(info, await client.attach(info).usage())]
-        found = [info async for info in client.sandboxes() if info.state is not State.TERMINATED]
+        found = [info async for info in client.sandboxes()]
+        found += [info async for info in client.sandboxes(state=State.TERMINATED) if info.files_kept]
         gate = asyncio.Semaphore(_AT_ONCE)
 
         async def asked(info: SandboxInfo) -> tuple[SandboxInfo, WorkspaceUsage] | None:

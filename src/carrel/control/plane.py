@@ -12,6 +12,7 @@ from carrel.audit import AuditLog, SigningKey, chain_of
 from carrel.config import Settings
 from carrel.control.approvals import Approvals
 from carrel.control.bundles import Bundles
+from carrel.control.disk import Disk
 from carrel.control.door import Door
 from carrel.control.egress import Egress
 from carrel.control.egress_plans import Plans, inspects, read_upstreams
@@ -249,6 +250,7 @@ class ControlPlane:
         self.sessions.pull_with(self.filespaces.pull)
         self.sessions.push = self.filespaces.push
         self.workspaces.keeping.base = self.filespaces.base
+        self.disk = Disk(layout, driver, settings.archive_url)
         self.retention = Retention(
             self.sessions, self.workspaces, self.store, self.audit, ttl_days=settings.workspace_ttl_days
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from carrel.audit import AuditLog, Entry, chain_of
@@ -15,7 +16,7 @@ from carrel.control.sessions import Sessions
 from carrel.control.workspaces import Workspaces
 from carrel.errors import CarrelError
 from carrel.identity import Identity, Kind
-from carrel.models import State
+from carrel.models import SandboxInfo, State
 from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.retention")
@@ -66,6 +67,18 @@ class Retention:
                     log.warning("the workspace of %s could not be deleted: %s", record.context_id or record.id, error)
         finally:
             caller.reset(reset)
+
+    async def mark_kept(self, infos: Sequence[SandboxInfo]) -> None:
+        """Say of terminated sessions whether their files are still here: of the last one of each context that was not
+        started again.
+        """
+        ended = [info for info in infos if info.state is State.TERMINATED]
+        here = set(await self._workspaces.contexts()) if ended else set()
+        for info in ended:
+            newest = None
+            if info.context_id is not None and info.context_id in here:
+                newest = await self._store.newest_of_context(info.context_id)
+            info.files_kept = newest is not None and newest.id == info.id
 
     async def _ended_here(self) -> list[SessionRecord]:
         """The last sessions of the contexts that were terminated and have files here."""

@@ -79,6 +79,8 @@ from carrel.models.governance import (
 )
 from carrel.models.host import (
     Check,
+    DiskPart,
+    DiskUsage,
     HostReport,
     ProviderStatus,
 )
@@ -174,6 +176,8 @@ __all__ = [
     "CommandRequest",
     "CommandResult",
     "ContextId",
+    "DiskPart",
+    "DiskUsage",
     "EditRequest",
     "EditResult",
     "EnvName",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
+
+from pydantic import Field
 
 from carrel.models.base import Answer
 
@@ -26,6 +29,23 @@ class ProviderStatus(Answer):
     available: bool
     reason: str | None = None
     capabilities: list[str]
+
+
+class DiskPart(Answer):
+    """One thing that fills the disk of a server."""
+
+    name: Literal["workspaces", "snapshots", "archive", "environments", "packages", "records", "other"]
+    bytes: int
+    complete: bool = Field(default=True, description="false when there was too much to count all of it")
+
+
+class DiskUsage(Answer):
+    """What fills the disk of a server. An archive in a bucket is not on the disk and not counted."""
+
+    parts: list[DiskPart]
+    capacity_bytes: int = Field(description="of the file system that the data directory lies on")
+    free_bytes: int
+    measured_at: datetime
 
 
 class HostReport(Answer):

@@ -100,6 +100,9 @@ class SandboxInfo(Answer):
     expires_at: datetime | None = Field(
         default=None, description="when an unused workspace is deleted; None while that is not near"
     )
+    files_kept: bool | None = Field(
+        default=None, description="in a list of terminated sessions: whether the files are still on this server"
+    )
 
 
 class TemplateInfo(Answer):

@@ -21,6 +21,7 @@ from carrel.client.locate import locate
 from carrel.client.requests import limits_body
 from carrel.errors import NotFound
 from carrel.models import (
+    DiskUsage,
     HostReport,
     Limits,
     Network,
@@ -151,6 +152,10 @@ class AsyncClient:
         """
         path = f"/v1/contexts/{quote(context_id, safe='')}"
         await self._connection.call("DELETE", path, timeout=self._connection.patience(None))
+
+    async def disk(self) -> DiskUsage:
+        """What fills the disk of the server. Needs a token that reaches every context."""
+        return await self._connection.get(DiskUsage, "/v1/disk")
 
     async def host(self) -> HostReport:
         """What the server's host can do."""

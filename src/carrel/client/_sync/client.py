@@ -22,6 +22,7 @@ from carrel.client.locate import locate
 from carrel.client.requests import limits_body
 from carrel.errors import NotFound
 from carrel.models import (
+    DiskUsage,
     HostReport,
     Limits,
     Network,
@@ -149,6 +150,10 @@ class Client:
         """
         path = f"/v1/contexts/{quote(context_id, safe='')}"
         self._connection.call("DELETE", path, timeout=self._connection.patience(None))
+
+    def disk(self) -> DiskUsage:
+        """What fills the disk of the server. Needs a token that reaches every context."""
+        return self._connection.get(DiskUsage, "/v1/disk")
 
     def host(self) -> HostReport:
         """What the server's host can do."""

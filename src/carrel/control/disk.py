@@ -1,0 +1,104 @@
+"""What fills the disk of a server, part by part. The number of entries that are counted is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from datetime import UTC, datetime
+
+from carrel.models import DiskPart, DiskUsage
+from carrel.workspaces.layout import Layout
+from carrel.workspaces.usage import scan
+from carrel.workspaces.volumes import VolumeDriver
+
+MOST_ENTRIES = 500_000
+"""Files and directories that are counted at most, of all parts together."""
+FRESH_S = 30.0
+"""How long an answer is given again."""
+
+
+class Disk:
+    """Measures the data directory of one server, and its archive where that is a directory."""
+
+    def __init__(self, layout: Layout, driver: VolumeDriver, archive_url: str, *, most_entries: int = MOST_ENTRIES):
+        self._layout = layout
+        self._driver = driver
+        self._archive = archive_url if archive_url.startswith("/") else None
+        self._most = most_entries
+        self._measuring = asyncio.Lock()
+        self._known: tuple[float, DiskUsage] | None = None
+
+    async def usage(self) -> DiskUsage:
+        """What fills the disk now, or did half a minute ago."""
+        async with self._measuring:
+            if self._known is None or time.monotonic() - self._known[0] > FRESH_S:
+                self._known = time.monotonic(), await asyncio.to_thread(self._measure)
+            return self._known[1]
+
+    def _measure(self) -> DiskUsage:
+        layout = self._layout
+        archive = [] if self._archive is None else [self._archive]
+        environments, packages = os.path.join(layout.data_dir, "envs"), os.path.join(layout.cache, "packages")
+        count = _Count(self._most)
+        parts = self._told_by_kernel() if self._driver.kernel_quota else self._counted(count)
+        parts += [
+            count.part("archive", archive),
+            count.part("environments", [environments]),
+            count.part("packages", [packages]),
+        ]
+        records, others = _rest(layout.data_dir, {*archive, layout.storage, environments, packages})
+        parts += [DiskPart(name="records", bytes=records), count.part("other", others)]
+        facts = os.statvfs(layout.data_dir)
+        return DiskUsage(
+            parts=parts,
+            capacity_bytes=facts.f_blocks * facts.f_frsize,
+            free_bytes=facts.f_bavail * facts.f_frsize,
+            measured_at=datetime.now(UTC),
+        )
+
+    def _counted(self, count: _Count) -> list[DiskPart]:
+        volumes = self._driver.directory
+        beside = [entry.path for entry in os.scandir(self._layout.storage) if entry.path != volumes]
+        return [count.part("workspaces", [volumes]), count.part("snapshots", beside)]
+
+    def _told_by_kernel(self) -> list[DiskPart]:
+        """Snapshots share what they have in common with a workspace: they cost what is beyond the workspaces."""
+        held = sum(self._driver.usage(volume).bytes for volume in self._driver.volumes())
+        facts = os.statvfs(self._driver.directory)
+        stored = (facts.f_blocks - facts.f_bfree) * facts.f_frsize
+        return [DiskPart(name="workspaces", bytes=held), DiskPart(name="snapshots", bytes=max(0, stored - held))]
+
+
+class _Count:
+    """Counts one part after the other until no more entries are left to count."""
+
+    def __init__(self, most: int):
+        self._left = most
+
+    def part(self, name: str, paths: list[str]) -> DiskPart:
+        """What these directories hold."""
+        total, complete = 0, True
+        for path in filter(os.path.isdir, paths):
+            found = scan(path, stop_entries=max(0, self._left))
+            total += found.bytes
+            complete = complete and found.complete
+            self._left -= found.entries
+        return DiskPart.model_validate({"name": name, "bytes": total, "complete": complete})
+
+
+def _rest(data_dir: str, known: set[str]) -> tuple[int, list[str]]:
+    """The bytes of the files of a data directory itself, which are its records; and its directories that are not known
+    and hold none that is.
+    """
+    size, others = 0, []
+    for entry in os.scandir(data_dir):
+        if entry.is_file(follow_symlinks=False):
+            size += entry.stat(follow_symlinks=False).st_blocks * 512
+        elif not entry.is_dir(follow_symlinks=False) or entry.path in known:
+            continue
+        elif any(path.startswith(f"{entry.path}/") for path in known):
+            others += _rest(entry.path, known)[1]
+        else:
+            others.append(entry.path)
+    return size, others
