@@ -4,6 +4,7 @@ import io
 from datetime import UTC, datetime, timedelta
 
 import httpx
+import pytest
 
 from carrel.audit import verify
 from carrel.config import Settings
@@ -47,6 +48,13 @@ async def test_only_kinds_that_there_are_can_be_looked_for(http: httpx.AsyncClie
         refused(await http.get("/v1/audit", params={name: "nonsense"}), 400, name)
     for kind in ("shell", "file", "network", "mcp", "session"):
         assert (await http.get("/v1/audit", params={"kind": kind})).status_code == 200
+
+
+@pytest.mark.parametrize("moment", ["0.5", "5", "-5", "1e9", "now", ""])
+async def test_moments_are_dates(http: httpx.AsyncClient, moment: str) -> None:
+    for name in ("since", "until"):
+        refused(await http.get("/v1/audit", params={name: moment}), 400, name)
+        assert (await http.get("/v1/audit", params={name: "2026-01-31T12:00:00Z"})).status_code == 200
 
 
 async def test_pruning_is_for_who_administers_all_and_only_where_it_is_set(

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from carrel.server import Running
-from refusals import refused
+from refusals import Contract, refused
 
 Sent = dict[str, Any]
 
@@ -116,3 +116,12 @@ async def test_bad_requests(http: httpx.AsyncClient, box: str) -> None:
             wrong.append(f"{method} {path} {sent}: {answer.text} {error!r:.50}")
     assert not wrong, "\n".join(wrong)
     assert (await http.get(f"{box}/files")).json() == before
+
+
+async def test_documented_limits_of_a_listing_are_accepted(
+    http: httpx.AsyncClient, contract: Contract, box: str
+) -> None:
+    parameters = contract.document["paths"]["/v1/sandboxes/{id}/files"]["get"]["parameters"]
+    [schema] = [each["schema"] for each in parameters if each["name"] == "limit"]
+    for limit, status in ((schema["minimum"], 200), (schema["maximum"], 200), (schema["maximum"] + 1, 400)):
+        assert (await http.get(f"{box}/files", params={"limit": limit})).status_code == status

@@ -53,3 +53,14 @@ async def test_bad_requests(http: httpx.AsyncClient) -> None:
     refused(await http.put(at, params={"path": "f"}, content=bytes(2 << 20)), 429, "disk_mb", "limit_exceeded")
     ephemeral = (await http.post("/v1/sandboxes", json={})).json()["id"]
     refused(await http.post(f"/v1/sandboxes/{ephemeral}/sync", json={}), 409, "id", "conflict")
+
+
+async def test_write_without_a_body_is_refused_and_an_empty_body_is_an_empty_file(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/v1/sandboxes", json={"context_id": "c"})).status_code == 201
+    for at in ("/v1/filespaces/c/content", "/v1/sandboxes/c/files/content"):
+        request = http.build_request("PUT", at, params={"path": "f"})
+        del request.headers["content-length"]
+        assert "no body" in refused(await http.send(request), 400, "body")["detail"]
+        assert (await http.get(at, params={"path": "f"})).status_code == 404
+        assert (await http.put(at, params={"path": "f"}, content=b"")).status_code == 200
+        assert (await http.get(at, params={"path": "f"})).content == b""

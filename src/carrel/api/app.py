@@ -90,7 +90,6 @@ def routes(plane: ControlPlane, version: str) -> FastAPI:
     app.state.plane = plane
     for module in _RESOURCES:
         app.include_router(module.router)
-    problems.install(app)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -99,6 +98,7 @@ def routes(plane: ControlPlane, version: str) -> FastAPI:
 
     app.openapi = openapi  # type: ignore[method-assign]
     app.add_route("/docs", lambda _request: HTMLResponse(page(openapi())), include_in_schema=False)
+    problems.install(app, [*app.routes, *(route for module in _RESOURCES for route in module.router.routes)])
     return app
 
 

@@ -13,7 +13,7 @@ from carrel.api.parts import NDJSON, Plane, Stream, as_json, known_query
 from carrel.api.problems import problems
 from carrel.audit import Filter, chain_of
 from carrel.control.door import Kind
-from carrel.models import AuditKey, AuditPage, AuditPruned
+from carrel.models import AuditKey, AuditPage, AuditPruned, Moment
 
 router = Router(prefix="/v1/audit", tags=["audit"], dependencies=[Depends(known_query)])
 
@@ -44,8 +44,8 @@ async def search_audit(
     name: Annotated[str | None, Query(max_length=128, description="the operation, such as run_command")] = None,
     decision: Literal["allow", "deny", "ask"] | None = None,
     result: Annotated[str | None, Query(max_length=128, description="`ok`, or the code of an error")] = None,
-    since: datetime | None = None,
-    until: datetime | None = None,
+    since: Moment | None = None,
+    until: Moment | None = None,
     text: Annotated[str | None, Query(min_length=1, max_length=200, description="in the arguments")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,

@@ -71,7 +71,7 @@ async def run_command(request: Request) -> Response:
     try:
         wanted = CommandRequest.model_validate_json(await request.body())
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_input=False)) from None
+        raise invalid(error.errors(include_url=False, include_input=False), CommandRequest) from None
     result = await plane_of(request).operations.run_command(request.path_params["id"], wanted)
     return Response(result.model_dump_json(), media_type="application/json")
 

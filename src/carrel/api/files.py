@@ -141,7 +141,7 @@ async def list_files(
     *,
     path: Annotated[str, Query(min_length=1, max_length=4096, description="relative to the workspace")] = ".",
     recursive: bool = False,
-    limit: Annotated[int, Query(ge=1, le=100_000)] = 1000,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
     """Entries, at most `limit`."""
     raw = raw_query(request, "path") or path

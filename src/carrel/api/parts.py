@@ -129,7 +129,7 @@ async def body_of(request: Request, model: type[M]) -> M:
     try:
         return model.model_validate_json(await request.body())
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_input=False)) from None
+        raise invalid(error.errors(include_url=False, include_input=False), model) from None
 
 
 def described(model: type[BaseModel], *names: str) -> dict[str, Any]:
@@ -168,7 +168,11 @@ async def _lines(chunks: AsyncIterator[Chunk], offset: int, sse: bool) -> AsyncI
 
 
 async def streamed_body(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes. That a caller goes away in the middle is no failure of carrel."""
+    """The body as it comes; a request without any is refused, and an empty body has the length 0. That a caller goes
+    away in the middle is no failure of carrel.
+    """
+    if "content-length" not in request.headers and "transfer-encoding" not in request.headers:
+        raise InvalidRequest("there is no body", field="body", hint="send `Content-Length: 0` for an empty file")
     try:
         async for data in request.stream():
             yield data

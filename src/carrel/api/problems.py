@@ -8,15 +8,17 @@ import difflib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
-from carrel import models
 from carrel.errors import CarrelError, InvalidRequest, NotFound, PlatformError
 
 log = logging.getLogger("carrel.api")
@@ -81,14 +83,21 @@ def answer(error: CarrelError, status: int | None = None, headers: Mapping[str, 
     return Response(encode(body), status or error.status, headers=headers, media_type=MEDIA_TYPE)
 
 
-def _fields() -> list[str]:
-    found: set[str] = set()
-    for cls in models.Request.__subclasses__():
-        found.update(cls.model_fields)
-    return sorted(found)
+def _known_fields(model: type[BaseModel] | None, location: Sequence[object]) -> set[str]:
+    """The fields that the request's model, or the model inside it at this location, has."""
+    models = set() if model is None else {model}
+    for part in location:
+        inner = [each.model_fields[str(part)].annotation for each in models if str(part) in each.model_fields]
+        if inner:
+            models = set().union(*map(_models_in, inner))
+    return {name for each in models for name in each.model_fields}
 
 
-FIELDS = _fields()
+def _models_in(annotation: object) -> set[type[BaseModel]]:
+    """The models that a value of this type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {annotation}
+    return set().union(*map(_models_in, get_args(annotation)))
 
 
 def _name(location: Sequence[object]) -> str:
@@ -99,9 +108,12 @@ def _name(location: Sequence[object]) -> str:
     return ".".join(part for part in parts if not part.startswith(("constrained-", "list[", "[key]")))[:200]
 
 
-def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The error for what a validator found; it speaks of the first finding, the others are counted."""
-    first = errors[0]
+def invalid(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> InvalidRequest:
+    """The error for what a validator found; it speaks of the first finding, the others are counted. `model` is what was
+    expected; None where there is no body.
+    """
+    # A field that is unknown is often the misspelt one of another that is missing.
+    first = next((each for each in errors if each.get("type") == "extra_forbidden"), errors[0])
     kind, location = str(first.get("type", "")), tuple(first.get("loc", ()))
     message = str(first.get("msg", "not valid"))
     field = _name(location) or "body"
@@ -114,7 +126,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         )
     if kind == "extra_forbidden":
         name = field.rpartition(".")[2]
-        near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(name, sorted(_known_fields(model, location[:-1])), n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'?" if near else "leave it out; /docs lists the fields"
         return InvalidRequest(f"there is no field '{field}'", field=field, hint=hint)
     if kind == "missing":
@@ -140,28 +152,37 @@ async def _clean(request: Request, error: CarrelError) -> None:
     await request.app.state.plane.operations.clean(named.get("id") or named.get("context_id"), error)
 
 
+def _body_model(request: Request) -> type[BaseModel] | None:
+    """The model of a route's body."""
+    field = getattr(request.scope.get("route"), "body_field", None)
+    found = set() if field is None else _models_in(field.field_info.annotation)
+    return found.pop() if len(found) == 1 else None
+
+
 async def _validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    problem = invalid(error.errors())
+    problem = invalid(error.errors(), _body_model(request))
     await _clean(request, problem)
     return answer(problem)
 
 
 async def _socket_validation(socket: Request, error: Exception) -> Response:
     assert isinstance(error, WebSocketRequestValidationError)
-    raise invalid(error.errors())
+    raise invalid(error.errors(), None)
 
 
-async def _http(request: Request, error: Exception) -> Response:
+def _methods(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
+    """The methods that a path has: the framework names those of its first route only."""
+    found = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+    return {method for route in found for method in getattr(route, "methods", None) or ()}
+
+
+async def _http(routes: Sequence[BaseRoute], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        problem = InvalidRequest(
-            f"{request.method} is not possible here",
-            field="method",
-            hint=f"use {allowed}" if allowed else "see /docs",
-        )
-        return answer(problem, 405, error.headers)
+        allowed = ", ".join(sorted(_methods(routes, request.scope)))
+        problem = InvalidRequest(f"{request.method} is not possible here", field="method", hint=f"use {allowed}")
+        return answer(problem, 405, {"allow": allowed})
     if error.status_code == 404:
         missing = NotFound(
             f"no such resource: {request.method} {request.url.path[:200]}", field="path", hint="see /docs"
@@ -180,10 +201,10 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 UNEXPECTED = PlatformError("carrel failed in a way it did not expect", hint="the server's log says more")
 
 
-def install(app: FastAPI) -> None:
-    """Make the app answer every failure with a problem."""
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Make the app, which has these routes, answer every failure with a problem."""
     app.add_exception_handler(CarrelError, _carrel)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(WebSocketRequestValidationError, _socket_validation)
-    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(HTTPException, partial(_http, routes))
     app.add_exception_handler(Exception, _unexpected)

@@ -67,7 +67,7 @@ async def execute_bundle(plane: Plane, request: Request) -> Response:
     try:
         wanted = StatelessRequest.model_validate_json(await incoming.whole(first))
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_input=False)) from None
+        raise invalid(error.errors(include_url=False, include_input=False), StatelessRequest) from None
     parts = _parts(plane, wanted, incoming)
     try:
         result = await anext(parts)  # what fails until now has a status of its own

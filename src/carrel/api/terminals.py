@@ -50,7 +50,7 @@ async def terminal(
             env={"TERM": "xterm-256color"},
         )
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_input=False)) from None
+        raise invalid(error.errors(include_url=False, include_input=False), CommandRequest) from None
     info = await operations.start_command(id, request)
     try:
         offered = socket.scope.get("subprotocols", [])
@@ -100,7 +100,7 @@ def _size(text: str) -> TerminalSize:
         value = json.loads(text[:_MAX_TEXT])
         return TerminalSize.model_validate(value["resize"])
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_input=False)) from None
+        raise invalid(error.errors(include_url=False, include_input=False), TerminalSize) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidRequest(
             "a text frame is a JSON object with `resize`",

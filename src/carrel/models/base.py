@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, StringConstraints, WithJsonSchema
+from pydantic_core import CoreSchema
 
 ContextId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """Letters, digits, `.`, `_`, `:`, `-`; 1 to 128 characters; starts with a letter or digit."""
@@ -19,6 +21,16 @@ NoNul = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 
 OwnId = Annotated[str, StringConstraints(pattern=r"^k[A-Za-z0-9_-]{7,63}$")]
 """A name of the caller's own for one command or edit: the same request again does not do the same again."""
+
+
+def _written_out(value: object) -> object:
+    if isinstance(value, int | float) or (isinstance(value, str) and "-" not in value[1:]):
+        raise ValueError("a moment is written as in 2026-01-31T12:00:00Z")
+    return value
+
+
+Moment = Annotated[datetime, BeforeValidator(_written_out)]
+"""A date with its time; a number is none."""
 
 MAX_TIMEOUT_S = 86_400.0
 
@@ -56,10 +68,30 @@ MAX_OUTPUT_BYTES = 100 * 1024 * 1024
 DEFAULT_OUTPUT_BYTES = 10 * 1024 * 1024
 
 
+def _make_strict(schema: object) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in {"bool", "int", "float"}:
+            schema["strict"] = True
+        for part in schema.values():
+            _make_strict(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _make_strict(part)
+
+
 class Request(BaseModel):
-    """A body a caller sends: an unknown field is an error, not ignored."""
+    """A body a caller sends: an unknown field is an error, and so is a value of another type: nothing is converted."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema with strict booleans and numbers. The option `strict` of a model would also refuse text for an
+        enumeration or a date, which is all that JSON has for them.
+        """
+        schema = handler(source)
+        _make_strict(schema)
+        return schema
 
 
 class Answer(BaseModel):

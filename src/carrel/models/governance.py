@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import Answer, NoNul, Request
+from carrel.models.base import Answer, Moment, NoNul, Request
 
 
 class AuditRecord(Answer):
@@ -202,7 +202,7 @@ class TokenRequest(Request):
     scopes: list[TokenScope] = Field(min_length=1, max_length=16)
     namespace: str | None = Field(default=None, max_length=128, description="only contexts of this namespace")
     contexts: list[str] | None = Field(default=None, max_length=1000, description="only these contexts")
-    expires_at: datetime | None = Field(default=None, description="worthless from then on; by default it has no end")
+    expires_at: Moment | None = Field(default=None, description="worthless from then on; by default it has no end")
 
 
 class TokenInfo(Answer):
