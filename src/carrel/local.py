@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from carrel.errors import InvalidRequest, NotRunning, SandboxLost
 from carrel.isolation import probe
+from carrel.isolation.cgroups import host_memory_mb
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
 from carrel.providers.zygotes import ZygoteClient
@@ -261,6 +262,7 @@ async def local_sandbox(
             trust=request.trust,
             network=Network.NONE,
             limits=request.limits.model_dump(exclude_none=True),
+            host_memory_mb=host_memory_mb(),
         )
         async with _started(resolved, workspaces) as box:
             yield box

@@ -227,3 +227,11 @@ async def test_a_template_and_a_context_share_the_room_for_secrets(folder: Path,
         with pytest.raises(LimitExceeded, match="together"):
             await plane.secrets.put(scope, "MORE", b"x" * 100, kind=kind)  # type: ignore[arg-type]
     await plane.secrets.put("numbers", "N0", b"x" * 65_536, kind="template")  # the context has one of that name
+
+
+async def test_unknown_template_for_a_terminated_context_is_told_like_any_other(plane: ControlPlane) -> None:
+    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.sessions.terminate("c")
+    with pytest.raises(InvalidRequest, match="there is no template 'absent'") as caught:
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", template="absent"))
+    assert caught.value.field == "template"

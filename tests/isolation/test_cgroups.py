@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import PlatformError
-from carrel.isolation.cgroups import Cgroups, Hierarchy, hierarchies, settings, start_time, sweep
+from carrel.isolation.cgroups import (
+    Cgroups,
+    Hierarchy,
+    hierarchies,
+    host_memory_mb,
+    memory_limits,
+    settings,
+    start_time,
+    sweep,
+)
 from sandboxes import ROOT
 
 V1 = """\
@@ -121,3 +130,17 @@ def test_a_process_is_named_by_its_start(tmp_path: Path) -> None:
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(words)
     assert [start_time(pid, str(tmp_path)) for pid in (1, 2, 3)] == [77, 0, 0]
+
+
+def test_memory_of_the_host_is_bounded_by_the_groups_around(tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    for path, limit in ((tmp_path, None), (tmp_path / "outer", "1073741824\n"), (inner, "max\n")):
+        (path / "cgroup.procs").touch()
+        if limit is not None:
+            (path / "memory.max").write_text(limit)
+    (inner / "memory.limit_in_bytes").write_text("536870912\n")
+    assert memory_limits([Hierarchy(str(inner), 2, ("memory", "cpu"))]) == [1 << 30]
+    assert memory_limits([Hierarchy(str(inner), 1, ("memory",))]) == [1 << 29]
+    assert memory_limits([Hierarchy(str(inner), 1, ("cpu",)), Hierarchy(str(tmp_path / "none"), 2, ("memory",))]) == []
+    assert 0 < host_memory_mb() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 20)

@@ -39,8 +39,16 @@ def resolve(
     trust: Trust,
     network: Network | None,
     limits: Mapping[str, float],
+    host_memory_mb: int,
 ) -> Resolved:
     """What a sandbox that is asked for like this gets. Raises where this host, or its operator, does not allow it."""
+    memory_mb = limits.get("memory_mb")
+    if memory_mb is not None and memory_mb > host_memory_mb:
+        raise InvalidRequest(
+            f"{memory_mb} MB of memory were asked for, and this host has {host_memory_mb} MB",
+            field="limits.memory_mb",
+            hint="ask for less",
+        )
     chosen = choose(dict(providers), provider if provider != "auto" else settings.sandbox.provider, trust)
     if chosen.unsafe and not settings.sandbox.allow_process:
         raise InvalidRequest(

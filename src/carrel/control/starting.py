@@ -20,6 +20,7 @@ from carrel.control.ownership import Ownership
 from carrel.control.terms import changes, launch, plan
 from carrel.control.workspaces import Provided, Workspaces
 from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
+from carrel.isolation.cgroups import host_memory_mb
 from carrel.models import Limits, Network, SandboxInfo, SandboxRequest
 from carrel.providers import Masks
 from carrel.providers.base import Capability, Handle, Provider
@@ -79,6 +80,7 @@ class Starting:
         self._ownership = ownership
         self._providers = dict(providers)
         self._live = live
+        self._host_memory_mb = host_memory_mb()
         self._under_way = 0
         self.closing = False
         """Set when the server ends: what is being started then is taken back."""
@@ -114,7 +116,9 @@ class Starting:
         began = time.monotonic()
         node = self._ownership.node
         request = await self.recipe(request, previous)
-        record, provider = plan(request, existing, key, self._settings, self._providers, node)
+        record, provider = plan(
+            request, existing, key, self._settings, self._providers, node, host_memory_mb=self._host_memory_mb
+        )
         record = replace(record, acts_for=acts_for)
         record = await self.fit(record, request.limits)
         record = await self.network(record, request.network, provider)

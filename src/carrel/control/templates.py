@@ -180,7 +180,7 @@ class Templates:
                     field="template",
                     hint="leave the field out, or take another context",
                 )
-            kept = request.template
+            return (await self.get(request.template)).fill(request)
         if kept is None:
             return request
         await self.layer(kept)

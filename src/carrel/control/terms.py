@@ -30,6 +30,8 @@ def plan(
     settings: Settings,
     providers: Mapping[str, Provider],
     node: str,
+    *,
+    host_memory_mb: int,
 ) -> tuple[SessionRecord, Provider]:
     """The record of a sandbox to be started and its provider. Everything that can be refused is refused here."""
     if existing is None and _SANDBOX.fullmatch(request.context_id or ""):
@@ -47,6 +49,7 @@ def plan(
         trust=trust,
         network=request.network or (None if existing is None else existing.network),
         limits=explicit,
+        host_memory_mb=host_memory_mb,
     )
     provider = resolved.provider
     now = time.time()

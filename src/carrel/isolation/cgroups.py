@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from carrel.errors import PlatformError
@@ -95,6 +97,32 @@ def _nearest_writable(point: str, own: str) -> str:
     while len(path) >= len(point) and os.access(path, os.W_OK) and os.access(f"{path}/cgroup.procs", os.W_OK):
         best, path = path, os.path.dirname(path)
     return best
+
+
+def host_memory_mb() -> int:
+    """The most memory that sandboxes of this host can have together: its own, or less where this server runs in a
+    container that has less.
+    """
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal:"))
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        mounts = file.read()
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        own = file.read()
+    return min([total, *memory_limits(hierarchies(mounts, own))]) // (1024 * 1024)
+
+
+def memory_limits(found: Iterable[Hierarchy]) -> list[int]:
+    """The limits in bytes that hold for groups made in these hierarchies."""
+    limits = []
+    for hierarchy in found:
+        path, name = hierarchy.path, "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes"
+        while "memory" in hierarchy.controllers and os.path.exists(f"{path}/cgroup.procs"):
+            # The top of all groups has no limit, and `max` is none.
+            with suppress(OSError, ValueError), open(f"{path}/{name}", encoding="ascii") as file:
+                limits.append(int(file.read()))
+            path = os.path.dirname(path)
+    return limits
 
 
 class Cgroups:
