@@ -10,17 +10,20 @@ import ctypes
 import gc
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from carrel.errors import PlatformError
+from carrel.workspaces.volumes.directory import remove_tree
 
 _GROUP = re.compile(r"^carrel-(\d+)-(\d+)$")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -92,7 +95,8 @@ class Leaks:
 
     def remove_directory(self) -> None:
         """Remove the temporary files of this run."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        with suppress(OSError, PlatformError):
+            remove_tree(str(self.directory))  # however deep a test nested directories in it
 
     def _compare(self, before: State) -> list[str]:
         _reap_orphans(before)

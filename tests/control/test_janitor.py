@@ -8,11 +8,13 @@ import pytest
 
 from carrel.audit import AuditLog, Entry, Filter, SigningKey, chain_of, verify
 from carrel.config import Settings
+from carrel.control import janitor
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, LimitExceeded
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+from carrel.workspaces.usage import Usage, measure
 
 
 async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlPlane) -> None:
@@ -35,6 +37,31 @@ async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlP
         while live.over_quota is not None:
             await asyncio.sleep(0.02)
     assert (await do.write_file(info.id, "x", b"x")).size == 1
+
+
+async def test_a_full_workspace_is_logged_once(
+    plane: ControlPlane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    async def counted(path: str, **bounds: int) -> Usage:
+        nonlocal looks
+        looks += 1
+        return await measure(path, **bounds)
+
+    monkeypatch.setattr(janitor, "measure", counted)
+    monkeypatch.setattr(janitor, "BUSY_EVERY", 0.01)
+    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(limits=Limits(disk_mb=1)))
+    fill = "for each in 1 2 3 4; do head -c 700000 /dev/zero > $each; done"
+    await plane.operations.run_command(info.id, CommandRequest(command=fill))
+    live = await plane.sessions.find(info.id)
+    async with asyncio.timeout(30):
+        while live.over_quota is None:
+            await asyncio.sleep(0.02)
+        over = looks
+        while looks < over + 4:
+            await asyncio.sleep(0.02)
+    assert [record.levelname for record in caplog.records if "its commands are ended" in record.message] == ["WARNING"]
 
 
 async def test_activity_is_written_down_and_upkeep_is_none(plane: ControlPlane) -> None:

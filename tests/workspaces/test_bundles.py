@@ -16,7 +16,7 @@ from carrel.workspaces.volumes.objects import digest
 
 MB = 1 << 20
 PREFIX = "bundles/v/" + "a" * 16
-KNOWN = {"": Folder(b"t" * 32, (1, 2, 3), None, {}, [])}
+KNOWN = {b"": Folder(b"t" * 32, (1, 2, 3), None, {}, [])}
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_an_index_that_is_torn_here_is_read_again_and_a_damaged_bundle_has_none(
 def test_what_was_known_and_distrusted_is_kept_pruned_and_forgotten(cache: Cache, remote: Remote) -> None:
     assert cache.known("v") == {}
     cache.keep_known("v", KNOWN)
-    found = cache.known("v")[""]
-    assert (found.tree, found.signature) == (KNOWN[""].tree, KNOWN[""].signature)
+    found = cache.known("v")[b""]
+    assert (found.tree, found.signature) == (KNOWN[b""].tree, KNOWN[b""].signature)
     [(bundle, index)] = send(cache, remote, b"one")
     cache.keep_index(bundle, index)
     assert not cache.distrusts(bundle.name)

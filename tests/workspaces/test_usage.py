@@ -3,7 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from carrel.workspaces.usage import MAX_DEPTH, Usage, max_entries, measure, scan, verdict
+from carrel.workspaces.usage import Usage, max_entries, measure, scan, verdict
+from nesting import nested
 
 
 def test_counts_blocks_and_entries(tmp_path: Path) -> None:
@@ -42,15 +43,10 @@ def test_stops_early(tmp_path: Path) -> None:
     assert not usage.complete
 
 
-def test_what_is_too_deep_is_said(tmp_path: Path) -> None:
-    fd = os.open(tmp_path, os.O_RDONLY)
-    for _ in range(MAX_DEPTH + 50):
-        os.mkdir("d", dir_fd=fd)
-        below = os.open("d", os.O_RDONLY, dir_fd=fd)
-        os.close(fd)
-        fd = below
-    os.close(fd)
-    assert not scan(str(tmp_path)).complete
+def test_scan_counts_what_lies_deeper_than_any_path(tmp_path: Path) -> None:
+    with nested(tmp_path, 2000, beside=True):
+        usage = scan(str(tmp_path))
+    assert (usage.entries, usage.complete) == (4000, True)
 
 
 async def test_leaves_no_descriptor(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ class Janitor:
         now = time.monotonic()
         watch.next_busy = now + max(BUSY_EVERY, COST_FACTOR * usage.seconds)
         watch.next_idle = now + max(IDLE_EVERY, COST_FACTOR * usage.seconds)
-        why = verdict(usage, disk_mb)
+        why, before = verdict(usage, disk_mb), box.over_quota
         box.over_quota = why
         if why is None:
             watch.seen = watch.growing = 0
@@ -286,7 +286,8 @@ class Janitor:
             return
         watch.growing = watch.growing + 1 if usage.bytes + usage.entries > watch.seen else 0
         watch.seen = usage.bytes + usage.entries
-        log.warning("sandbox %s: %s; its commands are ended", box.record.id, why)
+        if why != before:  # told once, not at every look
+            log.warning("sandbox %s: %s; its commands are ended until it is not", box.record.id, why)
         await self._end_commands(box)
         if watch.growing > GIVE_UP_AFTER:
             await self._sessions.stop(box.record.id, "disk", error=f"{why}, and it kept growing")

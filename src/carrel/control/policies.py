@@ -429,7 +429,10 @@ def read_below(workspace: str, path: str) -> str | None:
         try:
             directories = Directories(root)
             try:
-                file = open_for_reading(name, directories.get(folder))
+                number = 0
+                for above in filter(None, folder.split("/")):
+                    number = directories.add(number, above)
+                file = open_for_reading(name, directories.get(number))
             finally:
                 directories.close()
         finally:

@@ -197,25 +197,30 @@ class _Copy:
     def copy(self, source: int, target: int) -> int:
         """Copy everything; the bytes on disk it takes."""
         made = kernel.Directories(target)
-        times: list[tuple[str, int]] = []
+        times: list[int] = []
         try:
             for visited in kernel.visit(source):
-                here = made.get(visited.path)
-                times.append((visited.path, visited.info.st_mtime_ns))
+                if visited.path_bytes > kernel.LONGEST_PATH:
+                    raise kernel.too_deep(visited.path.split("/"))
+                if visited.number:
+                    made.add(visited.parent, visited.name)
+                here = made.get(visited.number)
+                times.append(visited.info.st_mtime_ns)
+                path = visited.path
                 for name, info in visited.entries:
-                    self._entry(visited, name, info, here)
-            for path, mtime in reversed(times):
-                fd = made.get(path)
+                    self._entry(visited.fd, path, name, info, here)
+            for number in reversed(range(len(times))):
+                fd = made.get(number)
                 os.fchmod(fd, 0o755)
-                os.utime(fd, ns=(mtime, mtime))
+                os.utime(fd, ns=(times[number], times[number]))
         except OSError as error:
             raise PlatformError(f"the environment could not be copied: {error.strerror}") from None
         finally:
             made.close()
         return self._size
 
-    def _entry(self, visited: kernel.Visited, name: str, info: os.stat_result, here: int) -> None:
-        shown = f"{visited.path}/{name}" if visited.path else name
+    def _entry(self, fd: int, folder: str, name: str, info: os.stat_result, here: int) -> None:
+        shown = f"{folder}/{name}" if folder else name
         kind = stat.S_IFMT(info.st_mode)
         self._count += 1
         self._size += _BLOCK if kind == stat.S_IFDIR else 0
@@ -230,8 +235,8 @@ class _Copy:
         if kind == stat.S_IFDIR:
             os.mkdir(name, 0o755, dir_fd=here)
         elif kind == stat.S_IFLNK:
-            points_to = os.readlink(name, dir_fd=visited.fd)
-            if not self._stays(points_to, visited.path):
+            points_to = os.readlink(name, dir_fd=fd)
+            if not self._stays(points_to, folder):
                 raise InvalidRequest(
                     f"a package of the environment leaves a link that leads out of it: {shown!r}",
                     field="requirements",
@@ -239,7 +244,7 @@ class _Copy:
                 )
             os.symlink(points_to, name, dir_fd=here)
         elif kind == stat.S_IFREG:
-            self._file(name, visited.fd, here)
+            self._file(name, fd, here)
         else:
             raise InvalidRequest(
                 f"a package of the environment leaves something that is no file: {shown!r}",

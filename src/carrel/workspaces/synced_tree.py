@@ -123,13 +123,19 @@ class SyncedTree:
     # reading
 
     def scan(self, rows: Mapping[str, Row]) -> Scan:
-        """Every file that is synced. Nothing is read: what differs from the facts in `rows` is left for `read`."""
+        """Every file that is synced. Nothing is read: what differs from the facts in `rows` is left for `read`.
+
+        What is nested so deep that no path can name it is not synced, and counted in `skipped`.
+        """
         found = Scan()
         linked: set[int] = set()
         try:
             for visited in kernel.visit(self._root):
-                kept = NOT_SYNCED.isdisjoint(visited.path.split("/"))
-                prefix = f"{visited.path}/" if visited.path else ""
+                nested = visited.path_bytes > kernel.LONGEST_PATH
+                path = "" if nested else visited.path
+                kept = not nested and NOT_SYNCED.isdisjoint(path.split("/"))
+                found.skipped += len(visited.entries) if nested else 0
+                prefix = f"{path}/" if path else ""
                 for name, info in visited.entries:
                     if info.st_nlink == 1 or stat.S_ISDIR(info.st_mode) or info.st_ino not in linked:
                         found.allocated += info.st_blocks * 512
@@ -295,15 +301,19 @@ class SyncedTree:
     def _remove_empty(self, parent: int, name: str) -> None:
         top = kernel.open_for_reading(name, parent, kernel.DIRECTORY)
         try:
-            found = [(visited.path, len(visited.entries)) for visited in kernel.visit(top)]
-            beneath = sum(count for _, count in found)
+            found: list[tuple[int, str]] = []
+            beneath = 0
+            for visited in kernel.visit(top):
+                found.append((visited.parent, visited.name))
+                beneath += len(visited.entries)
             if beneath != len(found) - 1:  # something in there is no directory
                 raise Obstructed
             directories = kernel.Directories(top)
             try:
-                for path, _ in reversed(found[1:]):
-                    head, _, last = path.rpartition("/")
-                    os.rmdir(last, dir_fd=directories.get(head))
+                for place in found[1:]:
+                    directories.add(*place)
+                for above, last in reversed(found[1:]):
+                    os.rmdir(last, dir_fd=directories.get(above))
             finally:
                 directories.close()
         finally:

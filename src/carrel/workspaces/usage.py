@@ -7,13 +7,14 @@ Blocking: `measure` is the form for the event loop.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_DEPTH = 200
+from carrel.workspaces.volumes import kernel
+
 ENTRIES_PER_MB = 200
 MIN_ENTRIES = 10_000
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -30,58 +31,58 @@ class Usage:
 
 
 def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None = None) -> Usage:
-    """Allocated bytes and entries beneath `path`; stops once one of the bounds is passed."""
+    """Allocated bytes and entries beneath `path`, at every depth; stops once one of the bounds is passed."""
     began = time.monotonic()
     total = entries = 0
-    complete = True
     linked: set[int] = set()
     try:
         top = os.open(path, _DIRECTORY)
     except OSError:
         return Usage(0, 0, False, time.monotonic() - began)
-    device = os.fstat(top).st_dev
-    stack: list[tuple[int, Iterator[os.DirEntry[str]]]] = []
+    unseen = False
+
+    def enter(name: str, parent: int) -> int:
+        nonlocal unseen
+        try:
+            return os.open(name, _DIRECTORY, dir_fd=parent)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # passed over like one that has vanished, but told
+            unseen = True
+            raise FileNotFoundError(errno.ENOENT, error.strerror) from None
+
+    chain = kernel.Chain(top, enter)
     try:
-        stack.append((top, os.scandir(top)))
-        while stack:
-            fd, entry_iterator = stack[-1]
-            entry = next(entry_iterator, None)
-            if entry is None:
-                stack.pop()
-                os.close(fd)
-                continue
-            entries += 1
-            try:
-                info = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
-            except OSError:
-                continue
-            if info.st_dev != device:
-                continue
-            if info.st_nlink == 1 or stat.S_ISDIR(info.st_mode):
-                total += info.st_blocks * 512
-            elif info.st_ino not in linked:
-                linked.add(info.st_ino)
-                total += info.st_blocks * 512
-            if (stop_bytes is not None and total > stop_bytes) or (stop_entries is not None and entries > stop_entries):
-                complete = False
-                break
-            if stat.S_ISDIR(info.st_mode):
-                if len(stack) >= MAX_DEPTH:
-                    complete = False
-                    continue
-                try:
-                    child = os.open(entry.name, _DIRECTORY, dir_fd=fd)
-                except FileNotFoundError:
-                    continue
-                except OSError:
-                    complete = False
-                    continue
-                stack.append((child, os.scandir(child)))
+        more = True
+        while more:
+            here = chain.levels[-1]
+            with os.scandir(here.fd) as listing:
+                for entry in listing:
+                    entries += 1
+                    try:
+                        info = os.stat(entry.name, dir_fd=here.fd, follow_symlinks=False)
+                    except OSError:
+                        continue
+                    if info.st_dev != chain.device:
+                        continue
+                    if info.st_nlink == 1 or stat.S_ISDIR(info.st_mode):
+                        total += info.st_blocks * 512
+                    elif info.st_ino not in linked:
+                        linked.add(info.st_ino)
+                        total += info.st_blocks * 512
+                    if stat.S_ISDIR(info.st_mode):
+                        here.waiting.append(entry.name)
+                    if (stop_bytes is not None and total > stop_bytes) or (
+                        stop_entries is not None and entries > stop_entries
+                    ):
+                        return Usage(total, entries, False, time.monotonic() - began)
+            more = chain.next() is not None
+    except OSError:  # directories kept being moved meanwhile
+        unseen = True
     finally:
-        for fd, iterator in stack:
-            iterator.close()  # type: ignore[attr-defined]
-            os.close(fd)
-    return Usage(total, entries, complete, time.monotonic() - began)
+        chain.close()
+        os.close(top)
+    return Usage(total, entries, not unseen, time.monotonic() - began)
 
 
 async def measure(path: str, *, stop_bytes: int | None = None, stop_entries: int | None = None) -> Usage:
@@ -101,5 +102,5 @@ def verdict(usage: Usage, disk_mb: int) -> str | None:
     if usage.entries > max_entries(disk_mb):
         return f"the workspace has more than {max_entries(disk_mb)} files and directories"
     if not usage.complete:
-        return "the workspace has directories that are nested too deep or cannot be read"
+        return "the workspace has directories that cannot be read"
     return None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from pathlib import Path
 
 import pytest
 
+from carrel.errors import LimitExceeded
 from carrel.workspaces.volumes import kernel
+from nesting import nested
 
 
 def test_two_directories_change_places_in_one_step(tmp_path: Path) -> None:
@@ -32,7 +35,7 @@ def test_links_are_never_followed(tmp_path: Path) -> None:
     directories = kernel.Directories(root)
     try:
         with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
-            directories.get("away")
+            directories.get(directories.add(0, "away"))
         with pytest.raises(OSError, match="Too many levels"):
             kernel.open_for_reading("file", root)
         assert [visited.path for visited in kernel.visit(root)] == [""]
@@ -100,3 +103,67 @@ def test_who_writes_back_is_gone_afterwards_also_when_it_failed(tmp_path: Path) 
     finally:
         os.close(fd)
     assert not [each for each in threading.enumerate() if each.name == "carrel-write-back"]
+
+
+def test_visit_goes_on_after_a_deep_directory_was_moved(tmp_path: Path) -> None:
+    """The way back up does not lead through where the directory is now; what is beside its old parents is not lost."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    with nested(tree, 300, "d", beside=True):
+        root = os.open(tree, kernel.DIRECTORY)
+        beside: set[int] = set()
+        moved = False
+        try:
+            for visited in kernel.visit(root):
+                depth = visited.path.count("/") + 1 if visited.path else 0
+                if visited.name == "beside":
+                    beside.add(depth)
+                if depth == 250 and not moved:
+                    os.rename(tree.joinpath(*["d"] * 150), tree / "moved")
+                    moved = True
+        finally:
+            os.close(root)
+    assert moved
+    assert beside >= set(range(1, 151))
+
+
+def test_directories_of_a_deep_tree_are_found_from_one_another(tmp_path: Path) -> None:
+    with nested(tmp_path, 400, "d", beside=True):
+        root = os.open(tmp_path, kernel.DIRECTORY)
+        directories = kernel.Directories(root)
+        inodes = {}
+        try:
+            for visited in kernel.visit(root):
+                if visited.number:
+                    directories.add(visited.parent, visited.name)
+                inodes[visited.number] = visited.info.st_ino
+            numbers = list(inodes)
+            for number in (*numbers, *reversed(numbers), *random.Random(3).sample(numbers, 100)):
+                assert os.fstat(directories.get(number)).st_ino == inodes[number]
+            directories.close()
+            assert os.fstat(directories.get(numbers[-1])).st_ino == inodes[numbers[-1]]
+        finally:
+            directories.close()
+            os.close(root)
+
+
+def test_directories_far_apart_again_and_again_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_SPARE_STEPS", 1000)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    with nested(tmp_path / "one", 300, "d"), nested(tmp_path / "other", 300, "d"):
+        root = os.open(tmp_path, kernel.DIRECTORY)
+        directories = kernel.Directories(root)
+        try:
+            ends = []
+            for name in ("one", "other"):
+                number = directories.add(0, name)
+                for _ in range(300):
+                    number = directories.add(number, "d")
+                ends.append(number)
+            with pytest.raises(LimitExceeded, match="nested too deep"):
+                for number in ends * 1000:
+                    directories.get(number)
+        finally:
+            directories.close()
+            os.close(root)

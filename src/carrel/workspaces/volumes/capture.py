@@ -79,7 +79,16 @@ class Folder:
     packed: bytes = b""
 
 
-Known = dict[str, Folder]
+Known = dict[bytes, Folder]
+"""What is known of the directories of a tree, each by its place: a hash, because paths would take more room than
+everything else in a tree that an agent nests on purpose."""
+ROOT = b""
+_FORMAT = 2
+
+
+def place_of(parent: bytes, name: str) -> bytes:
+    """The place of a directory, from that of its parent and its name."""
+    return digest(parent + b"/" + os.fsencode(name))
 
 
 def signature(info: os.stat_result) -> tuple[int, int, int]:
@@ -91,18 +100,21 @@ def signature(info: os.stat_result) -> tuple[int, int, int]:
 
 def pack_known(known: Known, generation: str) -> bytes:
     """For the disk, with a check sum: a torn file must not be believed."""
-    value = [(path, folder.packed or _pack_folder(folder)) for path, folder in known.items()]
-    body: bytes = msgpack.packb((generation, value), unicode_errors="surrogateescape")
+    value = [(place, folder.packed or _pack_folder(folder)) for place, folder in known.items()]
+    body: bytes = msgpack.packb((_FORMAT, generation, value), unicode_errors="surrogateescape")
     return digest(body) + body
 
 
 def unpack_known(raw: bytes) -> tuple[Known, str]:
-    """What `pack_known` wrote; nothing when it is damaged."""
+    """What `pack_known` wrote; nothing when it is damaged, or was written by another version."""
     body = memoryview(raw)[32:]
     if len(raw) < 32 or digest(body) != raw[:32]:
         return {}, ""
-    generation, value = msgpack.unpackb(body, use_list=False, unicode_errors="surrogateescape")
-    return {path: _unpack_folder(packed) for path, packed in value}, generation
+    written = msgpack.unpackb(body, use_list=False, unicode_errors="surrogateescape")
+    if written[0] != _FORMAT:
+        return {}, ""
+    _, generation, value = written
+    return {place: _unpack_folder(packed) for place, packed in value}, generation
 
 
 def _pack_folder(folder: Folder) -> bytes:
@@ -141,17 +153,21 @@ def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, truste
 
     Without `trusted`, objects may have been removed since, and each is looked up.
     """
-    seen: dict[str, _Seen] = {}
-    linked: dict[int, list[tuple[str, str]]] = {}
-    jobs: list[tuple[str, Future[list[tuple[str, Row]]]]] = []
+    seen: dict[bytes, _Seen] = {}
+    places: dict[int, bytes] = {}
+    linked: dict[int, list[tuple[bytes, str]]] = {}
+    jobs: list[tuple[bytes, Future[list[tuple[str, Row]]]]] = []
     found = Captured(b"")
     slots = BoundedSemaphore(_AT_ONCE)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="carrel-capture") as pool:
         try:
             for visited in kernel.visit(root):
-                jobs += _look(visited, known, seen, linked, found, store if not trusted else None, batch, pool, slots)
-            for path, job in jobs:
-                seen[path].rows.update(job.result())
+                place = place_of(places[visited.parent], visited.name) if visited.number else ROOT
+                places[visited.number] = place
+                doubt = store if not trusted else None
+                jobs += _look(visited, place, known, seen, linked, found, doubt, batch, pool, slots)
+            for place, job in jobs:
+                seen[place].rows.update(job.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -162,17 +178,18 @@ def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, truste
 
 def _look(
     visited: kernel.Visited,
-    known: Mapping[str, Folder],
-    seen: dict[str, _Seen],
-    linked: dict[int, list[tuple[str, str]]],
+    place: bytes,
+    known: Mapping[bytes, Folder],
+    seen: dict[bytes, _Seen],
+    linked: dict[int, list[tuple[bytes, str]]],
     found: Captured,
     doubt: ObjectStore | None,
     batch: Batch,
     pool: ThreadPoolExecutor,
     slots: BoundedSemaphore,
-) -> list[tuple[str, Future[list[tuple[str, Row]]]]]:
-    path, fd = visited.path, visited.fd
-    before = known.get(path)
+) -> list[tuple[bytes, Future[list[tuple[str, Row]]]]]:
+    fd = visited.fd
+    before = known.get(place)
     old = before.rows if before is not None else {}
     rows: dict[str, PlainRow] = {}
     folders: list[str] = []
@@ -193,7 +210,7 @@ def _look(
             if row[8] is not None:  # a link has no content of its own
                 continue
             if info.st_nlink > 1:
-                linked.setdefault(info.st_ino, []).append((path, name))
+                linked.setdefault(info.st_ino, []).append((place, name))
             else:
                 size += row[2]
             continue
@@ -203,7 +220,7 @@ def _look(
         elif kind == stat.S_IFREG:
             todo.append((name, info))
             if info.st_nlink > 1:
-                linked.setdefault(info.st_ino, []).append((path, name))
+                linked.setdefault(info.st_ino, []).append((place, name))
             else:
                 size += info.st_size
         elif kind == stat.S_IFLNK:
@@ -221,10 +238,10 @@ def _look(
     else:
         changed = True
         xattrs = kernel.user_xattrs(fd) or None
-    seen[path] = _Seen(visited.info, xattrs, rows, folders, changed)
+    seen[place] = _Seen(visited.info, xattrs, rows, folders, changed)
     found.files += len(rows) + len(todo)
     found.bytes += size
-    return [(path, job) for job in _submit(todo, fd, batch, pool, slots)]
+    return [(place, job) for job in _submit(todo, fd, batch, pool, slots)]
 
 
 def _submit(
@@ -335,18 +352,17 @@ def _read_extents(fd: int, info: os.stat_result, batch: Batch) -> tuple[list[tup
     return extents, size
 
 
-def _group_links(seen: dict[str, _Seen], linked: dict[int, list[tuple[str, str]]], found: Captured) -> None:
+def _group_links(seen: dict[bytes, _Seen], linked: dict[int, list[tuple[bytes, str]]], found: Captured) -> None:
     """Names of one file in this tree get one group, named after the first of them: equal trees stay equal."""
     for members in linked.values():
-        there = sorted((os.fsencode(f"{path}/{name}"), path, name) for path, name in members if name in seen[path].rows)
+        there = sorted((place, name) for place, name in members if name in seen[place].rows)
         if not there:
             continue
-        _, first_path, first_name = there[0]
-        first = Row._make(seen[first_path].rows[first_name])
+        first = Row._make(seen[there[0][0]].rows[there[0][1]])
         found.bytes += first.size
-        group = digest(there[0][0])[:16] if len(there) > 1 else b""
-        for _, path, name in there:
-            folder = seen[path]
+        group = place_of(*there[0])[:16] if len(there) > 1 else b""
+        for place, name in there:
+            folder = seen[place]
             row = folder.rows[name]
             wanted = first._replace(group=group)
             if row != wanted:
@@ -355,33 +371,33 @@ def _group_links(seen: dict[str, _Seen], linked: dict[int, list[tuple[str, str]]
 
 
 def _build(
-    store: ObjectStore, batch: Batch, seen: dict[str, _Seen], known: Known, found: Captured, *, trusted: bool
+    store: ObjectStore, batch: Batch, seen: dict[bytes, _Seen], known: Known, found: Captured, *, trusted: bool
 ) -> None:
     """From the leaves up: a directory is written only when it or something beneath it changed."""
-    for path in reversed(list(seen)):
-        here = seen[path]
-        before = known.get(path)
-        prefix = f"{path}/" if path else ""
-        names = [name for name in here.folders if prefix + name in found.known]
+    for place in reversed(list(seen)):
+        here = seen[place]
+        before = known.get(place)
+        below = {name: place_of(place, name) for name in here.folders}
+        names = [name for name in here.folders if below[name] in found.known]
         if (
             before is not None
             and not here.changed
             and names == here.folders
-            and all(_tree_of(known, prefix + name) == found.known[prefix + name].tree for name in names)
+            and all(_tree_of(known, below[name]) == found.known[below[name]].tree for name in names)
             and (trusted or store.has(before.tree, 0))
         ):
-            found.known[path] = before
+            found.known[place] = before
             continue
         tree = Tree(stat.S_IMODE(here.info.st_mode), here.info.st_mtime_ns, here.fd_xattrs)
         for name, row in here.rows.items():
             tree.entries[os.fsencode(name)] = Row._make(row).node()
         for name in names:
-            tree.entries[os.fsencode(name)] = Node(Kind.DIRECTORY, tree=found.known[prefix + name].tree)
+            tree.entries[os.fsencode(name)] = Node(Kind.DIRECTORY, tree=found.known[below[name]].tree)
         key = batch.put_packed(pack_tree(tree))
-        found.known[path] = Folder(key, signature(here.info), here.fd_xattrs, here.rows, here.folders)
-    found.tree = found.known[""].tree
+        found.known[place] = Folder(key, signature(here.info), here.fd_xattrs, here.rows, here.folders)
+    found.tree = found.known[ROOT].tree
 
 
-def _tree_of(known: Known, path: str) -> bytes | None:
-    folder = known.get(path)
+def _tree_of(known: Known, place: bytes) -> bytes | None:
+    folder = known.get(place)
     return folder.tree if folder is not None else None

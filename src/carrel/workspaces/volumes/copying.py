@@ -18,12 +18,14 @@ _PIECE = 8 << 20
 def copy_tree(source: int, target: int, owner: int | None) -> None:
     """Copy everything beneath one open directory into another, and the directory's own attributes."""
     made = kernel.Directories(target)
-    firsts: dict[int, tuple[str, str]] = {}
-    done: list[tuple[str, os.stat_result, dict[str, bytes]]] = []
+    firsts: dict[int, tuple[int, str]] = {}
+    done: list[tuple[os.stat_result, dict[str, bytes]]] = []
     try:
         for visited in kernel.visit(source):
-            here = made.get(visited.path)
-            done.append((visited.path, visited.info, kernel.user_xattrs(visited.fd)))
+            if visited.number:
+                made.add(visited.parent, visited.name)
+            here = made.get(visited.number)
+            done.append((visited.info, kernel.user_xattrs(visited.fd)))
             for name, info in visited.entries:
                 kind = stat.S_IFMT(info.st_mode)
                 if kind == stat.S_IFDIR:
@@ -33,21 +35,21 @@ def copy_tree(source: int, target: int, owner: int | None) -> None:
                 elif kind == stat.S_IFREG:
                     first = firsts.get(info.st_ino)
                     if first is not None:
-                        _link(made, first, visited.path, name)
+                        _link(made, first, visited.number, name)
                         continue
                     _copy_file(name, visited.fd, here, owner)
                     if info.st_nlink > 1:
-                        firsts[info.st_ino] = visited.path, name
-        for path, info, xattrs in reversed(done):
-            _attributes(made.get(path), info, xattrs, owner)
+                        firsts[info.st_ino] = visited.number, name
+        for number in reversed(range(len(done))):
+            _attributes(made.get(number), *done[number], owner)
     finally:
         made.close()
 
 
-def _link(made: kernel.Directories, first: tuple[str, str], path: str, name: str) -> None:
+def _link(made: kernel.Directories, first: tuple[int, str], number: int, name: str) -> None:
     origin = os.dup(made.get(first[0]))
     try:
-        os.link(first[1], name, src_dir_fd=origin, dst_dir_fd=made.get(path), follow_symlinks=False)
+        os.link(first[1], name, src_dir_fd=origin, dst_dir_fd=made.get(number), follow_symlinks=False)
     finally:
         os.close(origin)
 

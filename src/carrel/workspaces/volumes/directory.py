@@ -34,7 +34,7 @@ from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, sync_d
 from carrel.workspaces.volumes.rebuild import rebuild
 from carrel.workspaces.volumes.records import Records, write_file
 from carrel.workspaces.volumes.sweeping import newest_ns, sweep
-from carrel.workspaces.volumes.trees import Kind, Node, compare, unpack_tree
+from carrel.workspaces.volumes.trees import Kind, Node, Where, compare, unpack_tree
 
 _NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"
 
@@ -213,24 +213,25 @@ class DirectoryDriver(VolumeDriver):
         return self._tar(top)
 
     def _tar(self, top: bytes) -> Iterator[bytes]:
-        firsts: dict[bytes, bytes] = {}
+        firsts: dict[bytes, Where] = {}
         with self._store.shared(), Reader(self._store) as reader:
-            pending = [(b"", top)]
+            pending = [(Where(), top)]
             while pending:
-                prefix, key = pending.pop()
+                here, key = pending.pop()
                 tree = unpack_tree(reader.read(key))
                 folder = Node(Kind.DIRECTORY, tree.mode, tree.mtime_ns, xattrs=tree.xattrs)
+                prefix = here.path() + b"/" if here.above else b""
                 yield tarball.header(prefix or b"./", folder)
                 for name, node in tree.entries.items():
-                    path = prefix + name
+                    where = here.below(name)
                     if node.kind is Kind.DIRECTORY:
-                        pending.append((path + b"/", node.tree))
+                        pending.append((where, node.tree))
                         continue
-                    first = firsts.setdefault(node.group, path) if node.group is not None else path
-                    if first != path:
-                        yield tarball.header(path, node, hard_link_to=first)
+                    first = firsts.setdefault(node.group, where) if node.group is not None else where
+                    if first is not where:
+                        yield tarball.header(prefix + name, node, hard_link_to=first.path())
                         continue
-                    yield tarball.header(path, node)
+                    yield tarball.header(prefix + name, node)
                     if node.kind is Kind.FILE:
                         pieces = ((offset, reader.read(part)) for offset, _, part in node.extents)
                         yield from tarball.content(node.size, pieces)

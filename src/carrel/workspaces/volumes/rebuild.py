@@ -13,9 +13,9 @@ from threading import BoundedSemaphore
 
 from carrel.errors import SnapshotDamaged
 from carrel.workspaces.volumes import kernel
-from carrel.workspaces.volumes.capture import FRESH_NS, WORKERS, Folder, Known, PlainRow, Row, signature
+from carrel.workspaces.volumes.capture import FRESH_NS, ROOT, WORKERS, Folder, Known, PlainRow, Row, place_of, signature
 from carrel.workspaces.volumes.objects import ObjectStore, Reader, digest, write_whole
-from carrel.workspaces.volumes.trees import Kind, Node, Tree, unpack_tree
+from carrel.workspaces.volumes.trees import Kind, Node, unpack_tree
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AT_ONCE = 48
@@ -34,32 +34,33 @@ class _Rebuild:
     def __init__(self, store: ObjectStore, reader: Reader, root: int, owner: int | None):
         self._store = store
         self._reader = reader
-        self._root = root
         self._owner = owner
         self._slots = BoundedSemaphore(_AT_ONCE)
-        self._trees: dict[str, tuple[bytes, Tree]] = {}
-        self._firsts: dict[bytes, tuple[str, str]] = {}
-        self._links: list[tuple[str, str, bytes]] = []
+        self._directories = kernel.Directories(root)
+        self._places: list[bytes] = [ROOT]
+        self._attributes: list[tuple[int, int, dict[str, bytes] | None]] = []
+        self._firsts: dict[bytes, tuple[int, str]] = {}
+        self._links: list[tuple[int, str, bytes]] = []
         self._known: Known = {}
 
     def run(self, tree: bytes) -> Known:
-        directories = kernel.Directories(self._root)
-        jobs: list[tuple[str, _Job]] = []
+        directories = self._directories
+        jobs: list[tuple[bytes, _Job]] = []
         try:
             with ThreadPoolExecutor(WORKERS, thread_name_prefix="carrel-restore") as pool:
                 try:
-                    pending = [("", tree)]
+                    pending = [(0, "", tree)]
                     while pending:
-                        path, key = pending.pop()
-                        pending += self._make(path, key, directories.get(path), pool, jobs)
+                        parent, name, key = pending.pop()
+                        pending += self._make(parent, name, key, pool, jobs)
                         if jobs and (broken := jobs[-1][1]).done():
                             broken.result()
-                    for path, job in jobs:
-                        self._known[path].rows.update(job.result())
+                    for place, job in jobs:
+                        self._known[place].rows.update(job.result())
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
-            for path, name, group in self._links:
+            for number, name, group in self._links:
                 first, first_name = self._firsts[group]
                 source = os.dup(directories.get(first))
                 try:
@@ -67,32 +68,36 @@ class _Rebuild:
                         first_name,
                         name,
                         src_dir_fd=source,
-                        dst_dir_fd=directories.get(path),
+                        dst_dir_fd=directories.get(number),
                         follow_symlinks=False,
                     )
                 finally:
                     os.close(source)
-            for path in reversed(list(self._trees)):
-                self._finish(path, directories.get(path))
+            for number in reversed(range(len(self._places))):
+                self._finish(number, directories.get(number))
         finally:
             directories.close()
         self._forget_fresh()
         return self._known
 
     def _make(
-        self, path: str, key: bytes, fd: int, pool: ThreadPoolExecutor, jobs: list[tuple[str, _Job]]
-    ) -> list[tuple[str, bytes]]:
+        self, parent: int, name: str, key: bytes, pool: ThreadPoolExecutor, jobs: list[tuple[bytes, _Job]]
+    ) -> list[tuple[int, str, bytes]]:
+        number, place = 0, ROOT
+        if name:
+            number, place = self._directories.add(parent, name), place_of(self._places[parent], name)
+            self._places.append(place)
+        fd = self._directories.get(number)
         tree = unpack_tree(self._reader.read(key))
-        self._trees[path] = key, tree
-        prefix = f"{path}/" if path else ""
-        below: list[tuple[str, bytes]] = []
+        self._attributes.append((tree.mode, tree.mtime_ns, tree.xattrs))
+        below: list[tuple[int, str, bytes]] = []
         rows: dict[str, PlainRow] = {}
         todo: list[tuple[str, Node]] = []
         for raw, node in tree.entries.items():
             name = os.fsdecode(raw)
             if node.kind is Kind.DIRECTORY:
                 os.mkdir(name, 0o700, dir_fd=fd)
-                below.append((prefix + name, node.tree))
+                below.append((number, name, node.tree))
             elif node.kind is Kind.LINK:
                 os.symlink(node.target, raw, dir_fd=fd)
                 os.utime(name, ns=(node.mtime_ns, node.mtime_ns), dir_fd=fd, follow_symlinks=False)
@@ -103,15 +108,15 @@ class _Rebuild:
                     info.st_ino, info.st_ctime_ns, info.st_size, node.mtime_ns, 0, (), None, b"", node.target
                 )
             elif node.group is not None and node.group in self._firsts:
-                self._links.append((path, name, node.group))
+                self._links.append((number, name, node.group))
             else:
                 if node.group is not None:
-                    self._firsts[node.group] = path, name
+                    self._firsts[node.group] = number, name
                 todo.append((name, node))
-        self._known[path] = Folder(
+        self._known[place] = Folder(
             key, (0, 0, 0), tree.xattrs, rows, sorted(os.fsdecode(n) for n, e in tree.entries.items() if e.tree)
         )
-        jobs += [(path, job) for job in self._submit(todo, fd, pool)]
+        jobs += [(place, job) for job in self._submit(todo, fd, pool)]
         return below
 
     def _submit(self, todo: list[tuple[str, Node]], fd: int, pool: ThreadPoolExecutor) -> list[_Job]:
@@ -196,16 +201,16 @@ class _Rebuild:
         finally:
             os.close(source)
 
-    def _finish(self, path: str, fd: int) -> None:
-        _, tree = self._trees[path]
+    def _finish(self, number: int, fd: int) -> None:
+        mode, mtime_ns, xattrs = self._attributes[number]
         if self._owner is not None:
             os.fchown(fd, self._owner, self._owner)
-        for key, value in (tree.xattrs or {}).items():
+        for key, value in (xattrs or {}).items():
             with suppress(OSError):
                 os.setxattr(fd, key, value)
-        os.fchmod(fd, tree.mode)
-        os.utime(fd, ns=(tree.mtime_ns, tree.mtime_ns))
-        self._known[path].signature = signature(os.fstat(fd))
+        os.fchmod(fd, mode)
+        os.utime(fd, ns=(mtime_ns, mtime_ns))
+        self._known[self._places[number]].signature = signature(os.fstat(fd))
 
     def _forget_fresh(self) -> None:
         """What was written in the last moment may change again without its times showing it."""

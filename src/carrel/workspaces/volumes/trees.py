@@ -6,15 +6,20 @@ Pure: no files are touched here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import msgpack
 
-from carrel.errors import SnapshotDamaged
+from carrel.errors import LimitExceeded, SnapshotDamaged
 from carrel.workspaces.volumes.base import Change, ChangeKind
+from carrel.workspaces.volumes.kernel import LONGEST_NAME, LONGEST_PATH, too_deep
 
+MOST_CHANGED_BYTES = 256 << 20
+"""What the list of changes between two snapshots may take in memory."""
+_CHANGE_BYTES = 128
 _VERSION = 1
 
 
@@ -107,47 +112,98 @@ def unpack_tree(raw: bytes) -> Tree:
     return tree
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Where:
+    """A place in a tree: the directory it lies in, and its name. The path is made only where somebody needs it, for
+    the paths of a deep tree take far more room than the tree itself."""
+
+    above: Where | None = None
+    name: bytes = b""
+    length: int = 0
+
+    def below(self, name: bytes) -> Where:
+        """An entry of this directory. `LimitExceeded` when its path is longer than that of any file of a workspace."""
+        length = self.length + len(name) + 1
+        if length > LONGEST_PATH + LONGEST_NAME + 1:
+            raise too_deep([os.fsdecode(part) for part in self.path().split(b"/")])
+        return Where(self, name, length)
+
+    def path(self) -> bytes:
+        """The path from the top of the tree."""
+        names = []
+        here: Where | None = self
+        while here is not None and here.above is not None:
+            names.append(here.name)
+            here = here.above
+        return b"/".join(reversed(names))
+
+
+class Changes:
+    """Collects what differs between two trees. `LimitExceeded` once the paths take more room than a person reads."""
+
+    def __init__(self) -> None:
+        self._found: list[Change] = []
+        self._bytes = 0
+
+    def add(self, path: bytes, kind: ChangeKind) -> None:
+        """One more."""
+        self._bytes += len(path) + _CHANGE_BYTES
+        if self._bytes > MOST_CHANGED_BYTES:
+            raise LimitExceeded(
+                f"the snapshots differ in more than {len(self._found)} paths, too many to list",
+                field="after",
+                hint="export both snapshots and compare the files",
+            )
+        self._found.append(Change(path, kind))
+
+    def sorted(self) -> list[Change]:
+        """All of them by path."""
+        return sorted(self._found, key=lambda change: (change.path, change.kind))
+
+
 def _sorted(xattrs: dict[str, bytes] | None) -> list[tuple[str, bytes]]:
     return sorted(xattrs.items()) if xattrs else []
 
 
 def compare(a: bytes, b: bytes, load: Callable[[bytes], Tree]) -> list[Change]:
     """What leads from one tree to the other, sorted by path."""
-    changes: list[Change] = []
-    pending = [(b"", a, b)]
+    changes = Changes()
+    pending = [(Where(), a, b)]
     while pending:
-        prefix, left, right = pending.pop()
+        here, left, right = pending.pop()
         if left == right:
             continue
         old, new = load(left), load(right)
-        if prefix and ((old.mode, old.xattrs or {}) != (new.mode, new.xattrs or {})):
-            changes.append(Change(prefix[:-1], ChangeKind.CHANGED))
+        if here.above is not None and ((old.mode, old.xattrs or {}) != (new.mode, new.xattrs or {})):
+            changes.add(here.path(), ChangeKind.CHANGED)
         for name in old.entries.keys() | new.entries.keys():
             before, after = old.entries.get(name), new.entries.get(name)
-            path = prefix + name
+            where = here.below(name)
             if before is not None and after is not None:
                 if before.kind is Kind.DIRECTORY and after.kind is Kind.DIRECTORY:
-                    pending.append((path + b"/", before.tree, after.tree))
+                    pending.append((where, before.tree, after.tree))
                 elif before.kind is Kind.DIRECTORY or after.kind is Kind.DIRECTORY:
-                    changes.append(Change(path, ChangeKind.CHANGED))
-                    changes += _all_beneath(path, before, ChangeKind.REMOVED, load)
-                    changes += _all_beneath(path, after, ChangeKind.ADDED, load)
+                    changes.add(where.path(), ChangeKind.CHANGED)
+                    _all_beneath(where, before, ChangeKind.REMOVED, load, changes)
+                    _all_beneath(where, after, ChangeKind.ADDED, load, changes)
                 elif not before.same(after):
-                    changes.append(Change(path, ChangeKind.CHANGED))
+                    changes.add(where.path(), ChangeKind.CHANGED)
                 continue
             kind = ChangeKind.ADDED if before is None else ChangeKind.REMOVED
-            changes.append(Change(path, kind))
-            changes += _all_beneath(path, before or after, kind, load)
-    return sorted(changes, key=lambda change: (change.path, change.kind))
+            changes.add(where.path(), kind)
+            _all_beneath(where, before or after, kind, load, changes)
+    return changes.sorted()
 
 
-def _all_beneath(path: bytes, node: Node | None, kind: ChangeKind, load: Callable[[bytes], Tree]) -> list[Change]:
-    found: list[Change] = []
-    pending = [(path, node)]
+def _all_beneath(
+    where: Where, node: Node | None, kind: ChangeKind, load: Callable[[bytes], Tree], changes: Changes
+) -> None:
+    pending = [(where, node)]
     while pending:
         at, here = pending.pop()
         if here is not None and here.kind is Kind.DIRECTORY:
             for name, child in load(here.tree).entries.items():
-                found.append(Change(at + b"/" + name, kind))
-                pending.append((at + b"/" + name, child))
-    return found
+                below = at.below(name)
+                changes.add(below.path(), kind)
+                if child.kind is Kind.DIRECTORY:
+                    pending.append((below, child))

@@ -9,54 +9,90 @@ from dataclasses import dataclass
 
 from carrel.workspaces.volumes import kernel, tarball
 from carrel.workspaces.volumes.base import Change, ChangeKind
-from carrel.workspaces.volumes.trees import Kind, Node
+from carrel.workspaces.volumes.capture import ROOT, place_of
+from carrel.workspaces.volumes.trees import Changes, Kind, Node, Where
 
+_KEPT = {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}
 _PIECE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    info: os.stat_result
-    folder: str
+class _Folder:
+    number: int
+    where: Where
+    entries: dict[str, os.stat_result]
 
 
-def _entries(root: int) -> dict[str, _Entry]:
-    found = {}
+_NONE: dict[str, os.stat_result] = {}
+
+
+def _folders(root: int, directories: kernel.Directories) -> dict[bytes, _Folder]:
+    """Every directory by its place, with what a snapshot keeps of it."""
+    found: dict[bytes, _Folder] = {}
+    places: list[bytes] = []
     for visited in kernel.visit(root):
-        prefix = f"{visited.path}/" if visited.path else ""
-        for name, info in visited.entries:
-            if stat.S_IFMT(info.st_mode) in {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}:
-                found[prefix + name] = _Entry(info, visited.path)
+        place, where = ROOT, Where()
+        if visited.number:
+            directories.add(visited.parent, visited.name)
+            place = place_of(places[visited.parent], visited.name)
+            where = found[places[visited.parent]].where.below(os.fsencode(visited.name))
+        places.append(place)
+        kept = {name: info for name, info in visited.entries if stat.S_IFMT(info.st_mode) in _KEPT}
+        found[place] = _Folder(visited.number, where, kept)
     return found
 
 
 def compare(one: int, other: int) -> list[Change]:
     """What leads from one tree to the other, sorted by path."""
-    old, new = _entries(one), _entries(other)
     left, right = kernel.Directories(one), kernel.Directories(other)
-    changes = []
+    changes = Changes()
     try:
-        for path in old.keys() | new.keys():
-            before, after = old.get(path), new.get(path)
-            if before is None or after is None:
-                kind = ChangeKind.ADDED if before is None else ChangeKind.REMOVED
-                changes.append(Change(os.fsencode(path), kind))
-            elif _differ(path, before, after, left, right):
-                changes.append(Change(os.fsencode(path), ChangeKind.CHANGED))
+        old, new = _folders(one, left), _folders(other, right)
+        for place in old.keys() | new.keys():
+            before, after = old.get(place), new.get(place)
+            _compare(before, after, left, right, changes)
     finally:
         left.close()
         right.close()
-    return sorted(changes, key=lambda change: (change.path, change.kind))
+    return changes.sorted()
 
 
-def _differ(path: str, before: _Entry, after: _Entry, left: kernel.Directories, right: kernel.Directories) -> bool:
-    a, b = before.info, after.info
+def _compare(
+    before: _Folder | None,
+    after: _Folder | None,
+    left: kernel.Directories,
+    right: kernel.Directories,
+    changes: Changes,
+) -> None:
+    folder = before or after
+    assert folder is not None
+    old, new = before.entries if before else _NONE, after.entries if after else _NONE
+    for name in old.keys() | new.keys():
+        if name not in new:
+            kind = ChangeKind.REMOVED
+        elif name not in old:
+            kind = ChangeKind.ADDED
+        elif before and after and _differ(name, old[name], new[name], left, right, before.number, after.number):
+            kind = ChangeKind.CHANGED
+        else:
+            continue
+        changes.add(folder.where.below(os.fsencode(name)).path(), kind)
+
+
+def _differ(
+    name: str,
+    a: os.stat_result,
+    b: os.stat_result,
+    left: kernel.Directories,
+    right: kernel.Directories,
+    in_left: int,
+    in_right: int,
+) -> bool:
     if (a.st_ino, a.st_ctime_ns, a.st_mode, a.st_size) == (b.st_ino, b.st_ctime_ns, b.st_mode, b.st_size):
         return False
     if stat.S_IFMT(a.st_mode) != stat.S_IFMT(b.st_mode):
         return True
-    name = path.rpartition("/")[2]
-    here, there = left.get(before.folder), right.get(after.folder)
+    here, there = left.get(in_left), right.get(in_right)
     if stat.S_ISLNK(a.st_mode):
         return os.readlink(name, dir_fd=here) != os.readlink(name, dir_fd=there)
     if a.st_mode != b.st_mode or (stat.S_ISREG(a.st_mode) and a.st_size != b.st_size):
@@ -84,9 +120,12 @@ def _pieces(fd: int) -> Iterator[bytes]:
 
 def tar(root: int) -> Iterator[bytes]:
     """A tree as a tar stream."""
-    firsts: dict[int, bytes] = {}
+    firsts: dict[int, Where] = {}
+    folders: list[Where] = []
     for visited in kernel.visit(root):
-        folder = os.fsencode(visited.path) + b"/" if visited.path else b""
+        here = folders[visited.parent].below(os.fsencode(visited.name)) if visited.number else Where()
+        folders.append(here)
+        folder = here.path() + b"/" if visited.number else b""
         info = visited.info
         attributes = kernel.user_xattrs(visited.fd) or None
         node = Node(Kind.DIRECTORY, stat.S_IMODE(info.st_mode), info.st_mtime_ns, xattrs=attributes)
@@ -97,8 +136,12 @@ def tar(root: int) -> Iterator[bytes]:
                 target = os.fsencode(os.readlink(name, dir_fd=visited.fd))
                 yield tarball.header(path, Node(Kind.LINK, mtime_ns=entry.st_mtime_ns, target=target))
             elif stat.S_ISREG(entry.st_mode):
-                first = firsts.setdefault(entry.st_ino, path) if entry.st_nlink > 1 else path
-                yield from _tar_file(path, name, visited.fd, entry, None if first == path else first)
+                first = None
+                if entry.st_nlink > 1:
+                    first = firsts.get(entry.st_ino)
+                    if first is None:
+                        firsts[entry.st_ino] = here.below(os.fsencode(name))
+                yield from _tar_file(path, name, visited.fd, entry, first.path() if first else None)
     yield tarball.END
 
 
