@@ -1,4 +1,5 @@
-"""Runs the tests that failed once more, by themselves; says which of them were unsteady. Part of `scripts/test`.
+"""Runs each test that failed once more, alone, however many there are; names those that then pass. Part of
+`scripts/test`.
 
 Takes for each run its exit code and its cache, as `1:/tmp/x/first`. Ends with 0 if in the end every test has passed.
 """
@@ -10,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST = 3  # tests that may be tried again
 SOME_FAILED = 1  # pytest's exit code; any other says that the run itself went wrong
 
 
@@ -28,14 +28,18 @@ def main(runs: list[str]) -> int:
             failed += names
     if not failed:
         return 0
-    if len(failed) > MOST:
-        print(f"{len(failed)} tests failed; at most {MOST} are tried again", flush=True)
-        return SOME_FAILED
-    print("failed, tried once more alone:", *failed, sep="\n  ", flush=True)
-    ended = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *failed], check=False).returncode
-    if ended == 0:
-        print("UNSTEADY (failed in the run, passed alone), to be mended:", *failed, sep="\n  ", flush=True)
-    return ended
+    print(f"{len(failed)} failed, each is tried once more alone", flush=True)
+    steady = [name for name in failed if _fails_alone(name)]
+    unsteady = [name for name in failed if name not in steady]
+    if unsteady:
+        print("UNSTEADY (failed in the run, passed alone), to be mended:", *unsteady, sep="\n  ", flush=True)
+    if steady:
+        print("FAILED in the run and alone:", *steady, sep="\n  ", flush=True)
+    return SOME_FAILED if steady else 0
+
+
+def _fails_alone(name: str) -> bool:
+    return subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", name], check=False).returncode != 0
 
 
 if __name__ == "__main__":

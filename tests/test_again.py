@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,22 +48,31 @@ def test_a_test_that_passes_alone_is_named_as_unsteady(tmp_path: Path) -> None:
     "suite",
     [
         "def test_bad(): assert False",
-        UNSTEADY + "def test_bad(): assert False",
         "import pytest\n@pytest.fixture\ndef it():\n    yield\n    assert False\ndef test_leaks(it): pass",
         "import no_such_module",
     ],
-    ids=["failure", "failure beside an unsteady one", "error of a fixture", "a file that cannot be read"],
+    ids=["failure", "error of a fixture", "a file that cannot be read"],
 )
 def test_what_fails_twice_fails_the_run(tmp_path: Path, suite: str) -> None:
     code, said = tried(tmp_path, suite)
     assert code != 0 and "UNSTEADY" not in said
 
 
-def test_many_failures_are_no_luck(tmp_path: Path) -> None:
-    suite = "".join(UNSTEADY.replace("unsteady", f"{n}").replace('"ran"', f'"ran{n}"') for n in range(4))
+def test_each_of_many_failures_is_tried_alone_and_named(tmp_path: Path) -> None:
+    suite = "".join(UNSTEADY.replace("unsteady", f"{n}").replace('"ran"', f'"ran{n}"') for n in range(5))
+    code, said = tried(tmp_path, suite + "def test_bad(): assert False")
+    assert code == 1
+    unsteady, bad = said.partition("UNSTEADY")[2].split("FAILED in the run and alone:\n")
+    assert re.findall(r"test_it\.py::(\w+)", unsteady) == [f"test_{n}" for n in range(5)]
+    assert bad == "  test_it.py::test_bad\n"
+
+
+def test_a_test_that_fails_only_after_another_passes_alone(tmp_path: Path) -> None:
+    """Two that failed are not company for one another."""
+    suite = "done = []\ndef test_a(): done.append(1); assert len(done) == 2\ndef test_b(): assert not done\n"
     code, said = tried(tmp_path, suite)
-    assert (code, said) == (1, "4 tests failed; at most 3 are tried again\n")
-    assert not (tmp_path / "ran4").exists()
+    assert code == 1
+    assert said.endswith("to be mended:\n  test_it.py::test_b\nFAILED in the run and alone:\n  test_it.py::test_a\n")
 
 
 def test_a_run_that_broke_off_is_not_mended_by_a_second_try(tmp_path: Path) -> None:
