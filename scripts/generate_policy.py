@@ -51,6 +51,9 @@ _RULES = """\
   port when one is given.
 - **mcp** means a tool of a server.
 - `${WORKSPACE}` and `${CONTEXT_ID}` stand for the workspace and the context.
+- A command whose text is longer than 65,536 characters, or takes too many steps to decide (about 32 for each
+  character: texts inside texts, functions that call functions, very many rules), asks. So does a path of more than
+  4,096 characters.
 - Allow rules that allow everything (`shell(*)`, `network(outbound:*)`, `network(outbound:*.com)`, `file(write:/**)`)
   are refused. Allow rules for programs that run anything, rules that never count and rules given twice are warned
   about.

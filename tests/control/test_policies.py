@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from carrel.control.deciding import read_below
 from carrel.control.door import Operation
 from carrel.control.plane import ControlPlane
-from carrel.control.policies import Policies, read_below
+from carrel.control.policies import Policies
 from carrel.errors import Conflict, Denied, InvalidRequest, LimitExceeded, PlatformError
 from carrel.models import CommandRequest, ExecuteRequest, Limits, PolicyDocuments, SandboxRequest
 from carrel.store import Database

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from real_shell import RealShell
 
 from carrel.policy.arguments import Argument, Unknown, _pattern, arguments, literal, shown, text_of, value
+from carrel.policy.effort import Effort
 from carrel.policy.grammar import read
 from carrel.policy.syntax import Facts, Simple, Unreadable, Word
 
@@ -20,7 +21,7 @@ def words(text: str) -> tuple[Word, ...]:
 
 
 def made(text: str) -> list[Argument]:
-    return [argument for word in words(text) for argument in arguments(word)]
+    return [argument for word in words(text) for argument in arguments(word, Effort())]
 
 
 def test_braces_expand_as_bash_expands_them(real_shell: RealShell) -> None:

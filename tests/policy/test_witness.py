@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from carrel.policy.effort import Effort
 from carrel.policy.grammar import read
 from carrel.policy.syntax import Facts
 from carrel.policy.witness import objections
@@ -8,7 +9,7 @@ from carrel.policy.witness import objections
 def said(text: str) -> list[str]:
     facts = Facts()
     read(text, facts)
-    return list(objections(text, facts.starts))
+    return list(objections(text, facts.starts, facts.effort))
 
 
 def test_both_readings_agree_on_ordinary_text() -> None:
@@ -24,11 +25,11 @@ def test_both_readings_agree_on_ordinary_text() -> None:
 
 
 def test_a_command_that_only_the_second_sees_is_told() -> None:
-    (reason,) = objections("a; curl x", {0})
+    (reason,) = objections("a; curl x", {0}, Effort())
     assert "curl x" in reason
-    (reason,) = objections("é; curl x", {0})
+    (reason,) = objections("é; curl x", {0}, Effort())
     assert "curl x" in reason
 
 
 def test_what_its_grammar_refuses_is_told() -> None:
-    assert list(objections("a (", {0})) == ["the text does not follow the grammar of Bash"]
+    assert list(objections("a (", {0}, Effort())) == ["the text does not follow the grammar of Bash"]

@@ -7,7 +7,6 @@ itself. Decides by `policy` alone; whoever asks acts on it.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,53 +15,27 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.caller import caller
+from carrel.control.deciding import Decider
 from carrel.control.door import Decision, Operation
 from carrel.control.environment_terms import INDEX_LABEL, building_layer
 from carrel.control.masking import unmasked
 from carrel.control.mcp_terms import discovers, whose
+from carrel.egress.threads import whole
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, LimitExceeded, PlatformError
 from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy import settings as settings_document
 from carrel.policy import sources as sources_document
-from carrel.policy.decide import (
-    ALLOWED,
-    Verdict,
-    decide_environment,
-    decide_file,
-    decide_mcp,
-    decide_network,
-    decide_shell,
-    decide_tree,
-)
+from carrel.policy.decide import ALLOWED, Verdict, decide_environment
 from carrel.policy.layers import Layer, Policy
-from carrel.policy.syntax import Dialect
 from carrel.store import SessionRecord
 from carrel.store.policies import PolicyRecord, PolicyStore
-from carrel.workspaces.volumes.kernel import Directories, open_for_reading
 
-DIALECT: Dialect = "sh"
-"""A command that is a text runs under `/bin/sh -c`."""
 FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
 MOST_CACHED, MOST_TEMPLATES = 4096, 1024
-MOST_REQUIREMENTS = 1 << 20
 TRIES = 10
-_COMMANDS = frozenset(
-    {
-        "run_command", "start_command", "execute", "build_env", "attach_env", "python_exec", "start_python", "run_cell",
-        "add_mcp_server", "start_mcp_server",
-    }
-)  # fmt: skip
-_FILE_OPERATIONS = {
-    "read": "read", "stat": "read", "list": "read", "filespace_read": "read", "filespace_list": "read",
-    "export": "read",
-    "write": "write", "edit": "write", "mkdir": "write", "filespace_write": "write",
-    "delete": "delete", "filespace_delete": "delete", "filespace_forget": "delete",
-}  # fmt: skip
-_WHOLE = frozenset({"export", "filespace_forget"})
-"""Operations on all files of a context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +80,7 @@ class Policies:
         self._default = self._compile(None, None, None)
         self._shared: dict[int, tuple[Layer, Policy]] = {}
         self._changes = 0
+        self._decider = Decider()
 
     @staticmethod
     def server_layer(settings_file: str | None, sources_file: str | None) -> Layer | None:
@@ -157,7 +131,9 @@ class Policies:
         elif record is None and not _names_context((*self._server, layer)):
             policy = self._without_documents(layer)
         else:
-            policy = self._compile(context_id, layer, record)
+            policy = await whole(lambda: self._compile(context_id, layer, record))
+            if changes != self._changes:
+                return await self._of(context_id, template)
         self._cache[context_id] = _Compiled(version, layer, policy, now)
         self._cache.move_to_end(context_id)
         while len(self._cache) > MOST_CACHED:
@@ -183,7 +159,7 @@ class Policies:
             policy = await self.of(operation.context_id, operation.sandbox_id)
             if not policy.governed and not policy.sources:
                 return Decision()
-            verdict = _verdict(policy, operation, workspace)
+            verdict = await self._decider.decide(policy, operation, workspace)
         return Decision(verdict.verdict, verdict.rule, verdict.source, verdict.reason, verdict.hint)
 
     async def _of_start(self, operation: Operation) -> Verdict:
@@ -220,7 +196,7 @@ class Policies:
 
     async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
         """What the policy says of a command, part by part."""
-        verdict = decide_shell(await self.of(context_id), command, cwd=_absolute(cwd), dialect=DIALECT)
+        verdict = await self._decider.explain(await self.of(context_id), command, cwd)
         return Explanation(
             verdict=verdict.verdict,
             reason=verdict.reason,
@@ -244,7 +220,8 @@ class Policies:
     async def get(self, context_id: str) -> PolicyInfo:
         """The policy of a context as it was given, with what should be known about its rules."""
         record = await self._store.get(context_id)
-        return self._info(context_id, record, await self._layer(context_id))
+        layer = await self._layer(context_id)
+        return await whole(lambda: self._info(context_id, record, layer))
 
     async def put(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
         """Change the policy of a context; refused whole when a rule cannot be read or would defeat it."""
@@ -253,7 +230,8 @@ class Policies:
         settings = given.settings if "settings" in fields else before.settings if before else None
         sources = given.sources if "sources" in fields else before.sources if before else None
         record = PolicyRecord(context_id, settings, sources, 0, time.time(), by)
-        self._compile(context_id, await self._layer(context_id), record)
+        layer = await self._layer(context_id)
+        await whole(lambda: self._compile(context_id, layer, record))
         expected = given.version if given.version is not None else before.version if before else 0
         await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
         self._forget(context_id)
@@ -305,8 +283,8 @@ class Policies:
                 field="rule",
                 hint="approve it for the context, or give the context settings first",
             )
-        record = _with_rule(context_id, await self._store.get(context_id), rule)
-        self._compile(context_id, await self._layer(context_id), record)
+        before, layer = await self._store.get(context_id), await self._layer(context_id)
+        await whole(lambda: self._compile(context_id, layer, _with_rule(context_id, before, rule)))
 
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:
         """Allow something in a context from now on."""
@@ -360,89 +338,6 @@ def _names_context(layers: Sequence[Layer | None]) -> bool:
     """Whether a rule means something else in every context."""
     given = [layer.settings.permissions for layer in layers if layer is not None and layer.settings is not None]
     return any("${CONTEXT_ID}" in text for each in given for text in (*each.allow, *each.deny))
-
-
-def _verdict(policy: Policy, operation: Operation, workspace: str | None) -> Verdict:
-    arguments = operation.arguments
-    if operation.kind == "shell" and operation.name in _COMMANDS:
-        command = arguments.get("command")
-        given = command if isinstance(command, str) else [str(part) for part in command or ()]  # type: ignore[attr-defined]
-        cwd = arguments.get("cwd")
-
-        def read(path: str) -> str | None:
-            return None if workspace is None else read_below(workspace, path)
-
-        most, timeout = policy.limits.max_execution_time_seconds, arguments.get("timeout")
-        if most is not None and isinstance(timeout, int | float) and not 0 < timeout <= most:
-            reason = f"a command of this agent may take {most} seconds at most"
-            hint = f"ask for {most} seconds or less, or leave the deadline out"
-            return Verdict("deny", reason, "runtime.max_execution_time_seconds", policy.sources[-1][0], hint)
-        place = _absolute(cwd if isinstance(cwd, str) else None)
-        verdict = decide_shell(policy, given, cwd=place, dialect=DIALECT, read_file=read)
-        env = arguments.get("env")
-        parts = [verdict, decide_environment(policy, env if isinstance(env, Mapping) else ())]
-        files = arguments.get("files")
-        if isinstance(files, list):  # put into the workspace before the command runs
-            parts += [decide_file(policy, "write", _absolute(str(path))) for path in files]
-        installs = arguments.get("install")
-        if isinstance(installs, list):  # what is installed before it runs
-            parts += [decide_shell(policy, each, dialect=DIALECT, read_file=read) for each in installs]
-        worst = max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
-        if operation.name == "start_mcp_server" and worst.verdict == "ask":
-            return Verdict("allow", "it was let in when it was added")
-        return worst
-    if operation.kind == "file" and operation.name == "move":
-        source = _absolute(str(arguments.get("path", "")))
-        parts = [
-            decide_tree(policy, "read", source, surely=True),  # what is moved can be read where it goes
-            decide_tree(policy, "delete", source, surely=True),
-            decide_file(policy, "write", _absolute(str(arguments.get("destination", "")))),
-        ]
-        return max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
-    if operation.kind == "file":
-        what = _FILE_OPERATIONS.get(operation.name, "write")
-        whole = operation.name in _WHOLE or arguments.get("recursive") is True
-        decide = decide_tree if whole else decide_file
-        return decide(policy, what, _absolute(str(arguments.get("path", ""))))  # type: ignore[arg-type]
-    if operation.kind == "network":
-        port = arguments.get("port")
-        return decide_network(policy, str(arguments.get("host", "")), port if isinstance(port, int) else None)
-    if operation.kind == "mcp":
-        return decide_mcp(policy, str(arguments.get("server", "")), str(arguments.get("tool", "")))
-    return Verdict("allow")
-
-
-def _absolute(path: str | None) -> str:
-    return WORKSPACE if not path else os.path.join(WORKSPACE, path)
-
-
-def read_below(workspace: str, path: str) -> str | None:
-    """The text of a small file of a workspace, given its path in the sandbox; None when it cannot be had. No link in
-    the agent's tree is followed.
-    """
-    relative = os.path.relpath(os.path.normpath(_absolute(path)), WORKSPACE)
-    if relative.startswith(".."):
-        return None
-    folder, name = os.path.split(relative)
-    with suppress(OSError):
-        root = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            directories = Directories(root)
-            try:
-                number = 0
-                for above in filter(None, folder.split("/")):
-                    number = directories.add(number, above)
-                file = open_for_reading(name, directories.get(number))
-            finally:
-                directories.close()
-        finally:
-            os.close(root)
-        try:
-            data = os.read(file, MOST_REQUIREMENTS + 1)
-        finally:
-            os.close(file)
-        return None if len(data) > MOST_REQUIREMENTS else data.decode(errors="replace")
-    return None
 
 
 def _text(path: str) -> bytes:

@@ -10,6 +10,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
+from carrel.policy.effort import Effort
 from carrel.policy.syntax import Expansion, Text, Unreadable, Word
 
 MOST_WORDS = 1000
@@ -52,12 +53,13 @@ _SEQUENCE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?")
 _EMPTY: _Cell = ("", True)
 
 
-def arguments(word: Word) -> list[Argument]:
+def arguments(word: Word, effort: Effort) -> list[Argument]:
     """What a word of a command becomes."""
+    effort.spend(1 + len(word.source) // 8)
     if (plain := word.plain) is not None and not any(mark in plain for mark in "{*?[~"):
         return [plain]
     # A word that braces leave empty is none, unless quotes say that it is.
-    return [_argument(cells, word.source) for cells in expand_braces(_cells(word)) if cells]
+    return [_argument(cells, word.source) for cells in expand_braces(_cells(word), effort) if cells]
 
 
 def value(word: Word) -> Argument:
@@ -120,9 +122,10 @@ def _pattern(text: str) -> int | None:
 
 
 @dataclass(slots=True)
-class _Effort:
+class _Bounds:
     """What may still be looked at in one word, and made of it."""
 
+    effort: Effort
     looks: int
     words: int = MOST_WORDS
 
@@ -132,35 +135,40 @@ class _Effort:
             raise Unreadable("braces that expand to very many words")
 
     def look(self, characters: int) -> None:
+        self.effort.spend(1 + characters // 4)
         self.looks -= characters
         if self.looks < 0:
             raise Unreadable("very many braces in a long word")
 
 
-def expand_braces(cells: list[_Cell]) -> list[list[_Cell]]:
+def expand_braces(cells: list[_Cell], effort: Effort) -> list[list[_Cell]]:
     """Every word that brace expansion makes of one."""
-    return _expand(cells, _Effort(SPARE_LOOKS + LOOKS * len(cells)))
+    return _expand(cells, _Bounds(effort, SPARE_LOOKS + LOOKS * len(cells)))
 
 
-def _expand(cells: list[_Cell], effort: _Effort) -> list[list[_Cell]]:
-    effort.look(len(cells))
-    opening = _opening(cells, effort)
+def _expand(cells: list[_Cell], bounds: _Bounds) -> list[list[_Cell]]:
+    bounds.look(len(cells))
+    opening = _opening(cells, bounds)
     if opening is None:
         return [cells]
     start, end = opening
     before, inside, behind = cells[:start], cells[start + 1 : end], cells[end + 1 :]
     if any(cell == (",", False) for cell in inside):
-        middle = [each for piece in _pieces(inside) for each in _expand(piece, effort)]
+        middle = [each for piece in _pieces(inside) for each in _expand(piece, bounds)]
     elif (sequence := _sequence(inside)) is not None:
         middle = sequence
     else:
         middle = [cells[start : end + 1]]
-    rest = _expand(behind, effort) if behind else [[]]
-    effort.make(len(middle) * len(rest))
+    rest = _expand(behind, bounds) if behind else [[]]
+    bounds.make(len(middle) * len(rest))
+    bounds.effort.spend(
+        (len(middle) * len(rest) * len(before) + len(rest) * sum(map(len, middle)) + len(middle) * sum(map(len, rest)))
+        // 4
+    )
     return [[*before, *each, *tail] for each in middle for tail in rest]
 
 
-def _opening(cells: list[_Cell], effort: _Effort) -> tuple[int, int] | None:
+def _opening(cells: list[_Cell], bounds: _Bounds) -> tuple[int, int] | None:
     """Where the first braces that expand begin and end."""
     for start, cell in enumerate(cells):
         if cell != ("{", False):
@@ -168,7 +176,7 @@ def _opening(cells: list[_Cell], effort: _Effort) -> tuple[int, int] | None:
         if start == 0 and (len(cells) == 1 or cells[1] == ("}", False)):
             continue
         end = _closing(cells, start + 1)
-        effort.look((len(cells) if end is None else end) - start)
+        bounds.look((len(cells) if end is None else end) - start)
         if end is not None:
             return start, end
     return None

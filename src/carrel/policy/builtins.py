@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from carrel.policy.arguments import Argument, Unknown, arguments, shown
+from carrel.policy.effort import Effort
 from carrel.policy.grammar import DECLARATIONS
 from carrel.policy.lines import after, skeleton
 from carrel.policy.syntax import Dialect, Expansion, Facts, Function, Unreadable, Word
@@ -315,11 +316,11 @@ SHELL_WORDS = frozenset(BUILTINS) | frozenset(
 """Every command of the shell itself: a function of such a name changes what later words mean."""
 
 
-def expanded(words: Sequence[Word], dialect: Dialect) -> list[tuple[Argument, Word]]:
+def expanded(words: Sequence[Word], dialect: Dialect, effort: Effort) -> list[tuple[Argument, Word]]:
     """The arguments of words, each with the word it comes from."""
     made = []
     for word in words:
-        found = arguments(word)
+        found = arguments(word, effort)
         if dialect != "bash" and (len(found) != 1 or "{" in skeleton(word)):
             raise Unreadable("braces are read differently by sh and by Bash")
         made += [(argument, word) for argument in found]

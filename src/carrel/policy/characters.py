@@ -50,6 +50,8 @@ class Characters:
         self.at = 0
         self.pending: list[Redirect] = []  # here-documents whose body comes after the line
         self._origin = origin
+        self._effort = facts.effort
+        self._effort.spend(1 + len(text) // 8)
 
     def place(self, at: int) -> int:
         """The position in the text that was given first."""
@@ -59,10 +61,16 @@ class Characters:
 
     def char(self) -> str:
         """The next character, line continuations skipped; empty at the end."""
-        text = self.text
-        if text.startswith("\\\n", self.at):
+        text, at = self.text, self.at
+        self._effort.spend()
+        if at >= len(text):
+            return ""
+        if (char := text[at]) != "\\":
+            return char
+        if text.startswith("\\\n", at):
             before = text[self.at - 1 : self.at]
             while text.startswith("\\\n", self.at):
+                self._effort.spend()
                 self.at += 2
             behind = text[self.at : self.at + 1]
             if before not in _ENDS and (before in _JOINS_ON or behind not in _PLAIN):
@@ -74,6 +82,7 @@ class Characters:
         at = self.at + 1
         if self.text.startswith("\\\n", at):
             while self.text.startswith("\\\n", at):
+                self._effort.spend()
                 at += 2
             if self.text.startswith("(", at):
                 raise Unreadable("a line continuation in front of a parenthesis")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from carrel.policy import interpreters, packages, remotes
-from carrel.policy.arguments import Argument
+from carrel.policy.arguments import Argument, Unknown
+from carrel.policy.effort import SPARE_STEPS, Effort, TooComplex, size_of
 from carrel.policy.findings import Command, FileUse, HostUse, normal
 from carrel.policy.layers import Policy
 from carrel.policy.packages import ReadFile
@@ -19,10 +20,16 @@ from carrel.policy.reach import Reach
 from carrel.policy.remarks import Answer, Remark, strictest, strictness
 from carrel.policy.rules import Kind, Rule, behind_options, match_words
 from carrel.policy.shell import find
+from carrel.policy.sources import Sources
 from carrel.policy.syntax import Dialect
 from carrel.policy.variables import changes_what_runs
 
 Operation = Literal["read", "write", "delete"]
+
+STEPS_PER_RULE = 20
+"""How many more steps a decision may take for each rule of the policy."""
+LONGEST_PATH, LONGEST_HOST = 4096, 255
+"""Longer ones mean nothing to the kernel or to DNS; a decision about one would take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +77,17 @@ def decide_shell(
         return ALLOWED
     found = find(command, dialect=dialect, cwd=cwd or policy.workspace)
     reading = None if read_file is None else packages.sparingly(read_file)
-    parts = [_command(policy, each, reading) for each in found.commands]
-    parts += [_file_use(policy, each) for each in found.files]
-    parts += [_host_use(policy, each) for each in found.hosts]
+    effort = Effort(size_of(command), spare=SPARE_STEPS + STEPS_PER_RULE * policy.size)
     shown = command if isinstance(command, str) else " ".join(command)
+    parts: list[Decided] = []
+    try:
+        parts += (_command(policy, each, reading, effort) for each in found.commands)
+        parts += (_file_use(policy, each, effort) for each in found.files)
+        if found.hosts:
+            reach = Reach(policy)
+            parts += (_host_use(policy, each, reach, effort) for each in found.hosts)
+    except TooComplex as reason:
+        parts.append(Decided("shell", shown[:200], "ask", f"the command is too complex to decide: {reason}"))
     if policy.governed:
         parts += [Decided("shell", shown[:200], "ask", reason) for reason in found.asks]
     return _whole(parts)
@@ -111,7 +125,7 @@ def decide_network(policy: Policy, host: str, port: int | None = None) -> Verdic
     """What the policy says of a connection to a host."""
     if not policy.governed and not policy.sources:
         return ALLOWED
-    return _whole([_host(policy, host, port)])
+    return _whole([_host(policy, Reach(policy), host, port)])
 
 
 def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
@@ -159,12 +173,13 @@ def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Remark:
     return Remark("ask", f"no rule allows or denies {what}", hint="a person can approve it")
 
 
-def _command(policy: Policy, command: Command, read_file: ReadFile | None) -> Decided:
+def _command(policy: Policy, command: Command, read_file: ReadFile | None, effort: Effort) -> Decided:
     argv = command.arguments
     remarks: list[Remark] = []
     if policy.governed:
-        remarks.append(_by_shell_rules(policy, argv))
+        remarks.append(_by_shell_rules(policy, argv, effort))
     for name, sources in policy.sources:
+        effort.spend(len(argv) * _length(sources))
         remarks += packages.judge(sources, argv, name, read_file)
         remarks += remotes.judge(sources.git, argv, name)
         remarks += interpreters.judge(sources.runtime, argv, name)
@@ -172,11 +187,21 @@ def _command(policy: Policy, command: Command, read_file: ReadFile | None) -> De
     return _decided("shell", command.text[:500], remark, command.via)
 
 
-def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...]) -> Remark:
+def _length(sources: Sources) -> int:
+    """How many entries an argument may be compared with."""
+    allowed = () if sources.git is None else sources.git.allowed_remotes or ()
+    registries = [len(each.registries or ()) for _, each in sources.package_managers if each is not None]
+    return 1 + len(allowed) + max(registries, default=0)
+
+
+def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) -> Remark:
     name = str(argv[0]) if isinstance(argv[0], str) else "the command"
     denied: list[Rule] = []
     perhaps: list[Rule] = []
+    width = len(argv) if any(isinstance(each, Unknown) and each.count != "one" for each in argv) else 1
+    effort.spend(len(argv))
     for rule in policy.deny.shell(argv, gaps=True):
+        effort.spend(2 + len(rule.words) * width)
         match match_words(rule, argv, deny=True):
             case "yes":
                 denied.append(rule)
@@ -189,34 +214,44 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...]) -> Remark:
         return Remark(
             "ask", f"it may be what {rule.text} denies", rule.text, rule.source, "write it so that it surely is not"
         )
-    allowed = (
-        () if denied else (rule for rule in policy.allow.shell(argv) if match_words(rule, argv, deny=False) == "yes")
-    )
+    allowed: list[Rule] = []
+    for rule in () if denied else policy.allow.shell(argv):
+        effort.spend(2 + len(rule.words) * width)
+        if match_words(rule, argv, deny=False) == "yes":
+            allowed.append(rule)
     return _by_rules(_first(denied), _first(allowed), name)
 
 
-def _file_use(policy: Policy, use: FileUse) -> Decided:
+def _file_use(policy: Policy, use: FileUse, effort: Effort) -> Decided:
     text = f"{use.operation} {use.path or use.source}"
     if not policy.governed:
         return Decided("file", text, "allow", "no settings")
+    effort.spend(1 + 8 * (use.path or "").count("/") + policy.size // 8)
     if use.path is None:
         return Decided("file", text, "ask", f"which file is opened is known only at run time: {use.source[:80]}")
     return _file(policy, use.operation, use.path)
 
 
 def _file(policy: Policy, operation: Operation, path: str) -> Decided:
+    if len(path) > LONGEST_PATH:
+        reason = f"the path is longer than {LONGEST_PATH} characters"
+        return Decided("file", f"{operation} {path[:200]}", "ask", reason, hint="use a shorter path")
     denied, allowed = _first(policy.deny.file(operation, path)), _first(policy.allow.file(operation, path))
     verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]
     return _decided("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
 
 
-def _host_use(policy: Policy, use: HostUse) -> Decided:
-    return _host(policy, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
+def _host_use(policy: Policy, use: HostUse, reach: Reach, effort: Effort) -> Decided:
+    effort.spend(1 + policy.size // 8)
+    return _host(policy, reach, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
 
 
-def _host(policy: Policy, host: str, port: int | None) -> Decided:
+def _host(policy: Policy, reach: Reach, host: str, port: int | None) -> Decided:
     what = (host if port is None else f"{host}:{port}")[:200]
-    remark = Reach(policy).host(host, port)
+    if len(host) > LONGEST_HOST:
+        reason = f"the name of the host is longer than {LONGEST_HOST} characters"
+        return Decided("network", what, "deny", reason)
+    remark = reach.host(host, port)
     if remark is None:
         remark = _by_rules(None, None, f"connecting to {what}") if policy.governed else Remark("allow", "no settings")
     return _decided("network", what, remark)

@@ -106,7 +106,7 @@ class _Reader(LineReader):
                 self.at += 1
             elif char == "&" and not self.follows("&&"):
                 self.at += 1
-                nodes = [*nodes[:-1], Block((nodes[-1],), "sub")] if nodes else nodes
+                nodes[-1] = Block((nodes[-1],), "sub")
             elif char == "\n" or self.glimpse() in stops:
                 pass
             elif char and char not in (closing or ")"):

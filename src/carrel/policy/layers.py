@@ -77,6 +77,8 @@ class Policy:
     workspace: str | None = None
     governed: bool = False
     """Whether any layer has settings: without any, every operation is allowed that sources do not refuse."""
+    size: int = 0
+    """How many rules it has."""
 
     @classmethod
     def open(cls) -> Policy:
@@ -107,7 +109,7 @@ class Policy:
                         _refuse_too_broad(rule, at, allowed=name == "allow")
                     (allow if name == "allow" else deny).add(rule)
                     rules.add(rule, allowed=name == "allow")
-        return cls(tuple(layers), allow, deny, tuple(rules.warnings(deny)), place, governed)
+        return cls(tuple(layers), allow, deny, tuple(rules.warnings(deny)), place, governed, rules.count)
 
     @property
     def sources(self) -> tuple[tuple[str, Sources], ...]:

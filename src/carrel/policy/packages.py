@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from carrel.policy import remotes
@@ -65,6 +66,12 @@ _FILES = frozenset({"-r", "--requirement", "--requirements", "-c", "--constraint
 def normalised(name: str) -> str:
     """A package name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@lru_cache(maxsize=64)
+def _all_normalised(names: tuple[str, ...]) -> frozenset[str]:
+    """The names of a list: one command may name thousands of packages."""
+    return frozenset(normalised(each) for each in names)
 
 
 @dataclass(slots=True)
@@ -198,10 +205,10 @@ class _Judge:
 
     def blocked(self, name: str) -> Iterator[Remark]:
         """Whether a package is blocked, or is none of those that are allowed."""
-        if normalised(name) in {normalised(each) for each in self.manager.blocked_packages}:
+        if normalised(name) in _all_normalised(tuple(self.manager.blocked_packages)):
             yield self.deny(f"the package {name} is blocked for this agent", f"blocked_packages: {name}")
         allowed = self.manager.allowed_packages
-        if allowed is not None and normalised(name) not in {normalised(each) for each in allowed}:
+        if allowed is not None and normalised(name) not in _all_normalised(tuple(allowed)):
             hint = "allowed are " + ", ".join(allowed[:10]) if allowed else None
             yield self.deny(f"the package {name} is not among those of this agent", "allowed_packages", hint)
 

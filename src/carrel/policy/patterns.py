@@ -22,11 +22,15 @@ class Pattern:
     literal: str | None
     prefix: str
     tokens: tuple[_Token, ...]
+    pieces: tuple[str, ...] | None = None
+    """The texts between the stars; None where `?` is among the tokens."""
 
     def matches(self, text: str) -> bool:
         """Whether the whole text is meant."""
         if self.literal is not None:
             return text == self.literal
+        if self.pieces is not None:
+            return _stand_in(self.pieces, text)
         return text.startswith(self.prefix) and _matches(self.tokens, text)
 
 
@@ -44,7 +48,32 @@ def pattern(text: str, quoted: Sequence[bool] | None = None, *, one: bool = Fals
     fixed = next((index for index, token in enumerate(tokens) if not isinstance(token, str)), None)
     if fixed is None:
         return Pattern(text, text, text, ())
-    return Pattern(text, None, "".join(str(token) for token in tokens[:fixed]), tuple(tokens))
+    prefix = "".join(str(token) for token in tokens[:fixed])
+    return Pattern(text, None, prefix, tuple(tokens), None if _ONE in tokens else _between_stars(tokens))
+
+
+def _between_stars(tokens: Sequence[_Token]) -> tuple[str, ...]:
+    pieces: list[list[str]] = [[]]
+    for token in tokens:
+        if isinstance(token, str):
+            pieces[-1].append(token)
+        else:
+            pieces.append([])
+    return tuple("".join(each) for each in pieces)
+
+
+def _stand_in(pieces: tuple[str, ...], text: str) -> bool:
+    """Whether a text begins with the first piece, ends with the last, and has the others between them in order."""
+    first, last = pieces[0], pieces[-1]
+    at, end = len(first), len(text) - len(last)
+    if at > end or not text.startswith(first) or not text.endswith(last):
+        return False
+    for piece in pieces[1:-1]:
+        found = text.find(piece, at, end)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True
 
 
 def _matches(tokens: tuple[_Token, ...], text: str) -> bool:

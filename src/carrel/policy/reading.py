@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import groupby
 
 from carrel.policy.characters import Characters
 from carrel.policy.syntax import Block, Expansion, Part, Text, Unreadable, Word, prints_a_number
@@ -30,6 +31,8 @@ _NUMBERS = frozenset("#?$!") | {
     "SHLVL",
 }
 _HOSTILE = frozenset({"_", "PWD", "OLDPWD", "BASH_COMMAND", "BASH_ARGV", "BASH_EXECUTION_STRING", "BASH_REMATCH"})
+_PLAIN_RUN = re.compile(r"[A-Za-z0-9_./:,+@%^=~*?!#{}\]-]+")
+_QUOTED_RUN = re.compile(r'[^"\\$`]+')
 _ARITHMETIC = frozenset(" \t\n+-*/%<>=!&|^~?:,#_.") | frozenset(
     "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 )
@@ -90,8 +93,9 @@ class WordReader(Characters, ABC):
                 parts += self._subscript()
                 plain.append("]")
             else:
-                plain.append(char)
-                self.at += 1
+                run = _PLAIN_RUN.match(self.text, self.at)
+                plain.append(char if run is None else run[0])
+                self.at += len(plain[-1])
         flush()
         if self.at == start or not parts:
             return None
@@ -124,8 +128,10 @@ class WordReader(Characters, ABC):
             return self._dollar(quoted=True)
         if char == "`":
             return [self._backquote(quoted=True)]
-        self.at += 1
-        return [Text(char, quoted=True)]
+        run = _QUOTED_RUN.match(self.text, self.at)
+        assert run is not None
+        self.at = run.end()
+        return [Text(run[0], quoted=True)]
 
     # --- expansions
 
@@ -395,9 +401,9 @@ class WordReader(Characters, ABC):
                 self.at += 1
                 break
             if char in {"$", "`"}:
-                before = "".join(plain)
+                before = plain[-1] if plain else ""
                 for part in self._dollar(quoted=True) if char == "$" else [self._backquote(quoted=True)]:
-                    if isinstance(part, Text) or (before and (before[-1].isalnum() or before[-1] == "_")):
+                    if isinstance(part, Text) or before.isalnum() or before == "_":
                         raise Unreadable("arithmetic that is not understood")
                     self.facts.evaluate(part.names, part.source)
                     programs += part.programs
@@ -434,12 +440,11 @@ class WordReader(Characters, ABC):
 def merged(parts: Sequence[Part]) -> tuple[Part, ...]:
     """The same parts with neighbours of one kind made one."""
     made: list[Part] = []
-    for part in parts:
-        last = made[-1] if made else None
-        if isinstance(part, Text) and isinstance(last, Text) and part.quoted == last.quoted:
-            made[-1] = Text(last.text + part.text, part.quoted)
+    for quoted, alike in groupby(parts, key=lambda part: part.quoted if isinstance(part, Text) else None):
+        if quoted is None:
+            made += alike
         else:
-            made.append(part)
+            made.append(Text("".join(part.text for part in alike if isinstance(part, Text)), quoted))
     return tuple(made)
 
 

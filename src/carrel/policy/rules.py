@@ -191,42 +191,73 @@ def match_words(rule: Rule, arguments: Sequence[Argument], *, deny: bool) -> Mat
         in_system = any(first == folder + base(first) for folder in SYSTEM)
         if deny or in_system:
             arguments = (base(first), *arguments[1:])
-    can, cannot = _outcome(rule, arguments, 0, 0, {})
+    can, cannot = _outcome(rule, arguments)
     if can and not cannot:
         return "yes"
     return "maybe" if can else "no"
 
 
 _Outcome = tuple[bool, bool]
+"""Whether words can match, and whether they can fail to."""
 
 
-def _outcome(
-    rule: Rule, arguments: Sequence[Argument], i: int, j: int, seen: dict[tuple[int, int], _Outcome]
-) -> _Outcome:
-    """Whether words from `i` can, and can fail to, match arguments from `j`."""
-    if i == len(rule.words):
-        if rule.open or j == len(arguments):
-            return True, False
-        return all(isinstance(each, Unknown) and each.count == "any" for each in arguments[j:]), True
-    if j == len(arguments):
-        return False, True
-    if (i, j) in seen:
-        return seen[i, j]
-    argument = arguments[j]
-    hit = word_match(rule.words[i], argument)
-    if isinstance(argument, Unknown) and argument.count == "any":
-        none, more = _outcome(rule, arguments, i, j + 1, seen), _outcome(rule, arguments, i + 1, j, seen)
-        result = none[0] or more[0], hit != "yes" or none[1] or more[1]
-    elif hit == "no":
-        result = False, True
+def _outcome(rule: Rule, arguments: Sequence[Argument]) -> _Outcome:
+    """Whether the words of a rule can, and can fail to, match arguments."""
+    sure = True
+    for index, word in enumerate(rule.words):
+        if index == len(arguments):
+            return False, True
+        argument = arguments[index]
+        if isinstance(argument, Unknown) and argument.count != "one":
+            can, cannot = _of_any_number(rule, arguments, index)
+            return can, cannot or not sure
+        hit = word_match(word, argument)
+        if hit == "no":
+            return False, True
+        sure = sure and hit == "yes"
+    can, cannot = _behind_words(rule, arguments, len(rule.words))
+    return can, cannot or not sure
+
+
+def _behind_words(rule: Rule, arguments: Sequence[Argument], at: int) -> _Outcome:
+    """What the arguments behind the last word say."""
+    if rule.open or at == len(arguments):
+        return True, False
+    return all(isinstance(each, Unknown) and each.count == "any" for each in arguments[at:]), True
+
+
+def _of_any_number(rule: Rule, arguments: Sequence[Argument], first: int) -> _Outcome:
+    """The outcome from a word and an argument on that may stand for any number of arguments.
+
+    `row[at]` is the outcome of the words so far taken, from the last, against the arguments from `first + at`.
+    """
+    count = len(arguments) - first
+    if rule.open:
+        row: list[_Outcome] = [(True, False)] * (count + 1)
     else:
-        can, cannot = _outcome(rule, arguments, i + 1, j + 1, seen)
-        if isinstance(argument, Unknown) and argument.count == "each":
-            more = _outcome(rule, arguments, i + 1, j, seen)
-            can, cannot = can or more[0], cannot or more[1]
-        result = can, cannot or hit == "maybe"
-    seen[i, j] = result
-    return result
+        row, open_end = [(True, False)], True
+        for argument in reversed(arguments[first:]):
+            open_end = open_end and isinstance(argument, Unknown) and argument.count == "any"
+            row.append((open_end, True))
+        row.reverse()
+    for word in reversed(rule.words[first:]):
+        made: list[_Outcome] = [(False, True)]
+        for at in range(count - 1, -1, -1):
+            argument = arguments[first + at]
+            hit = word_match(word, argument)
+            if isinstance(argument, Unknown) and argument.count == "any":
+                none, more = made[-1], row[at]
+                made.append((none[0] or more[0], hit != "yes" or none[1] or more[1]))
+            elif hit == "no":
+                made.append((False, True))
+            else:
+                can, cannot = row[at + 1]
+                if isinstance(argument, Unknown) and argument.count == "each":
+                    can, cannot = can or row[at][0], cannot or row[at][1]
+                made.append((can, cannot or hit == "maybe"))
+        made.reverse()
+        row = made
+    return row[0]
 
 
 def behind_options(rule: Rule, arguments: Sequence[Argument]) -> bool:

@@ -15,6 +15,7 @@ from carrel.policy.arguments import Argument, Unknown, literal, shown, value
 from carrel.policy.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
 from carrel.policy.characters import check
 from carrel.policy.doubts import Doubts
+from carrel.policy.effort import Effort, TooComplex, size_of
 from carrel.policy.findings import Command, FileUse, Found, HostUse, normal
 from carrel.policy.syntax import (
     COUNTERS,
@@ -44,11 +45,12 @@ _SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
 
 def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | None = None) -> Found:
     """What a shell text, or a program with its arguments, could run."""
-    finder = _Finder(dialect, cwd)
+    effort = Effort(size_of(command))
+    finder = _Finder(dialect, cwd, effort)
     finder.start(command)
     if finder.unset & finder.defined:
         # A function that is removed somewhere is nowhere certain: read again, knowing that.
-        finder = _Finder(dialect, cwd, frozenset(finder.unset))
+        finder = _Finder(dialect, cwd, effort, frozenset(finder.unset))
         finder.start(command)
     return Found(
         tuple(dict.fromkeys(finder.commands)),
@@ -62,8 +64,9 @@ def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | 
 class _Finder:
     """Walks what was read. One object for a text and every text inside it."""
 
-    def __init__(self, dialect: Dialect, cwd: str | None, removed: frozenset[str] = frozenset()):
-        self.facts = Facts()
+    def __init__(self, dialect: Dialect, cwd: str | None, effort: Effort, removed: frozenset[str] = frozenset()):
+        self.facts = Facts(effort)
+        self._spend = effort.spend
         self.dialect: Dialect = dialect
         self.commands: list[Command] = []
         self.files: list[FileUse] = []
@@ -80,6 +83,7 @@ class _Finder:
         self._removed = removed
         self._definitions: list[tuple[Function, dict[str, Function]]] = []
         self._walked: set[tuple[object, ...]] = set()
+        self._walked_once: set[int] = set()
         self._calling: list[str] = []
         self._later: list[tuple[str, dict[str, Function], Dialect]] = []
         self._excused: Counter[str] = Counter()
@@ -106,6 +110,8 @@ class _Finder:
             self._conclude()
         except Unreadable as reason:
             self.facts.ask(f"the text cannot be read with certainty: {reason}")
+        except TooComplex as reason:
+            self.facts.ask(f"the text is too complex to decide: {reason}")
         except RecursionError:
             self.facts.ask("the text is nested too deeply")
 
@@ -119,7 +125,7 @@ class _Finder:
         if self._depth > MAX_DEPTH:
             raise Unreadable("texts inside texts, too deep")
         block = grammar.read(text, self.facts, dialect)
-        for objection in witness.objections(text, self.facts.starts):
+        for objection in witness.objections(text, self.facts.starts, self.facts.effort):
             self.facts.ask(objection)
         self._block(block)
         self._depth -= 1
@@ -128,6 +134,7 @@ class _Finder:
     def text(self, text: str, *, later: bool = False) -> None:
         """A text that `eval` or `trap` runs in this shell."""
         if later:
+            self._spend_on_functions()
             self._later.append((text, dict(self.functions), self.dialect))
             return
         kept = dict(self.functions), self._directories
@@ -137,6 +144,8 @@ class _Finder:
     def _conclude(self) -> None:
         """What is left once the text has been walked: traps, functions nobody surely called, odd variables."""
         done = 0
+        named: set[Argument] = set()
+        seen = 0
         while self._later or done < len(self._definitions):
             self._directories = None
             if self._later:
@@ -145,8 +154,10 @@ class _Finder:
                 continue
             function, self.functions = self._definitions[done]
             done += 1
-            named = any(command.arguments[0] == function.name for command in self.commands)
-            if named or not any(each[0] == id(function) for each in self._walked):
+            self._spend()
+            named.update(command.arguments[0] for command in self.commands[seen:])
+            seen = len(self.commands)
+            if function.name in named or id(function) not in self._walked_once:
                 self._body(function)
         for name, count in self.facts.changed.items():
             if count > self._excused[name]:
@@ -158,6 +169,7 @@ class _Finder:
     # --- nodes
 
     def _block(self, block: Block) -> None:
+        self._spend_on_functions()
         functions, directories, seen = dict(self.functions), self._directories, len(self.files)
         self._redirects(block.redirects)
         doubtful = Doubts(block)
@@ -179,8 +191,13 @@ class _Finder:
                     self.facts.ask("files are opened in a loop that changes its directory")
             self._rejoin(functions, directories)
 
+    def _spend_on_functions(self) -> None:
+        """Take the steps that copying the known functions costs."""
+        self._spend(2 + len(self.functions) // 8)
+
     def _rejoin(self, functions: dict[str, Function], directories: frozenset[str] | None) -> None:
         """After what perhaps ran: only what holds either way is certain."""
+        self._spend_on_functions()
         self.functions = {name: each for name, each in functions.items() if name in self.functions}
         if directories is None or self._directories is None:
             self._directories = None
@@ -190,6 +207,7 @@ class _Finder:
                 self._directories = None
 
     def _node(self, node: Node) -> None:
+        self._spend()
         match node:
             case Simple():
                 self._simple(node)
@@ -205,18 +223,21 @@ class _Finder:
             self.facts.ask(f"a function takes the name of a command that others rely on: {function.name}")
         if function.name not in self._removed:
             self.functions[function.name] = function
+        self._spend_on_functions()
         self._definitions.append((function, dict(self.functions)))
 
     def _body(self, function: Function) -> None:
         if function.name in self._calling:
             self.facts.ask(f"a function calls itself: {function.name}")
             return
+        self._spend_on_functions()
         # Walked again only where other functions or directories would make a difference.
         known = frozenset((name, id(each)) for name, each in self.functions.items())
         key = (id(function), known, self._directories)
         if key in self._walked:
             return
         self._walked.add(key)
+        self._walked_once.add(id(function))
         self._calling.append(function.name)
         self._block(function.body)
         self._calling.pop()
@@ -311,7 +332,7 @@ class _Finder:
         self._assignments(node.arrays)
         self._words(node.words)
         self._redirects(node.redirects)
-        pairs = expanded(node.words, self.dialect)
+        pairs = expanded(node.words, self.dialect, self.facts.effort)
         if not node.words:
             return
         names = tuple(each.name for each in node.assignments)
@@ -333,8 +354,10 @@ class _Finder:
         *,
         plain: bool,
         functions: bool = True,
+        prefixes: int = 0,
     ) -> None:
-        """A command of a shell: a function, a builtin or a program."""
+        """A command of a shell: a function, a builtin or a program. `prefixes`: how many `command` stand before it."""
+        self._spend(1 + len(pairs))
         argv = tuple(argument for argument, _ in pairs)
         name = argv[0]
         assert isinstance(name, str)
@@ -344,7 +367,9 @@ class _Finder:
             return
         if name in {"exec", "command", "builtin"}:
             self._note(argv, names)
-            self._prefix(name, pairs, redirects)
+            if prefixes == MAX_DEPTH:
+                raise Unreadable("programs that run programs, too deep")
+            self._prefix(name, pairs, redirects, prefixes)
             return
         if name in {"source", "."}:
             self.opaque.append(Command(argv).text)
@@ -355,7 +380,9 @@ class _Finder:
             return
         self.program(argv, self._via, names, redirects)
 
-    def _prefix(self, name: str, pairs: list[tuple[Argument, Word]], redirects: Sequence[Redirect]) -> None:
+    def _prefix(
+        self, name: str, pairs: list[tuple[Argument, Word]], redirects: Sequence[Redirect], prefixes: int
+    ) -> None:
         """`exec`, `command` and `builtin` run what follows, each in its own way."""
         at = 1
         while at < len(pairs):
@@ -386,7 +413,7 @@ class _Finder:
         elif name == "exec":
             self.program(tuple(argument for argument, _ in rest), (*self._via, name), (), redirects)
         else:
-            self._command(rest, (), redirects, plain=False, functions=False)
+            self._command(rest, (), redirects, plain=False, functions=False, prefixes=prefixes + 1)
 
     def _note(self, argv: tuple[Argument, ...], names: tuple[str, ...]) -> None:
         if len(self.commands) >= MOST_COMMANDS:
@@ -403,6 +430,7 @@ class _Finder:
         """A program, and what it runs."""
         if len(via) > MAX_DEPTH:
             raise Unreadable("programs that run programs, too deep")
+        self._spend(1 + len(argv))
         outer = self._via
         self._via = via
         self._note(argv, names)

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from carrel.policy.effort import Effort
+
 Dialect = Literal["bash", "sh"]
 """`bash`: read as Bash does. `sh`: what Bash and a POSIX shell such as dash would read differently is not accepted."""
 
@@ -132,6 +134,8 @@ class Facts:
     substitution. So arithmetic on a value that may hold `$` or a backquote can run anything.
     """
 
+    effort: Effort = field(default_factory=Effort)
+    """The steps that reading the text has taken, and may take."""
     dangerous: dict[str, str] = field(default_factory=dict)
     """Variables whose value may hold anything, and why."""
     links: dict[str, set[str]] = field(default_factory=dict)
@@ -190,6 +194,7 @@ class Facts:
         pending, seen = list(self.evaluated), set(self.evaluated)
         while pending:
             name = pending.pop()
+            self.effort.spend()
             if name in self.dangerous:
                 self.ask(
                     f"'{name}' is evaluated, and a value known only at run time may hold commands: "

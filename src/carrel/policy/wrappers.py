@@ -269,8 +269,11 @@ _ENV = _Options(
 _SPLIT = re.compile(r"[A-Za-z0-9_./=:,+@%-]+(?: +[A-Za-z0-9_./=:,+@%-]+)*")
 
 
+_MOST_SPLITS = 20
+
+
 def _env(name: str, rest: Arguments, found: Inside) -> None:
-    at = 0
+    at, splits = 0, 0
     while at < len(rest):
         argument = rest[at]
         if not isinstance(argument, str):
@@ -288,6 +291,9 @@ def _env(name: str, rest: Arguments, found: Inside) -> None:
         if text is not None:
             if not _SPLIT.fullmatch(text):
                 raise _NotKnown("the text env splits is not understood")
+            splits += 1
+            if splits > _MOST_SPLITS:
+                raise _NotKnown("env is told to split very many texts")
             rest = (*rest[:at], *text.split(), *rest[at + width :])
             continue
         if argument in {"-", "--"}:
@@ -362,10 +368,11 @@ _FIND_RUNS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 
 def _find(name: str, rest: Arguments, found: Inside) -> None:
     at = 0
+    last = max((number for number, each in enumerate(rest) if _is(";", each) or _is("+", each)), default=-1)
     while at < len(rest):
         argument = rest[at]
         if isinstance(argument, Unknown):
-            if _may_run(argument, rest[at + 1 :]):
+            if _may_run(argument, rest[at + 1 : at + 2], ends=at < last):
                 raise _NotKnown(f"what find runs may be named only at run time: {argument.source}")
         elif argument in _FIND_RUNS:
             end = at + 1
@@ -383,15 +390,15 @@ def _find(name: str, rest: Arguments, found: Inside) -> None:
         at += 1
 
 
-def _may_run(argument: Unknown, behind: Arguments) -> bool:
-    """Whether an argument of find may be an `-exec` with a program and an end behind it."""
+def _may_run(argument: Unknown, following: Arguments, *, ends: bool) -> bool:
+    """Whether an argument of find may be an `-exec` with a program behind it, and an end (`ends`)."""
     if not any(argument.may_be(each) for each in _FIND_RUNS):
         return False
     if argument.count != "one":
         return True
     # What begins with a dash is a test of find, and no program has such a name.
-    named = bool(behind) and not (isinstance(behind[0], str) and behind[0].startswith("-"))
-    return named and any(_is(";", each) or _is("+", each) for each in behind)
+    named = bool(following) and not (isinstance(following[0], str) and following[0].startswith("-"))
+    return named and ends
 
 
 def _is(text: str, argument: Argument) -> bool:
