@@ -106,10 +106,10 @@ async def test_a_denied_host_is_refused_with_the_rule(plane: ControlPlane, origi
     assert (record.decision, record.result) == ("deny", "denied_by_policy")
 
 
-async def test_nothing_listens_without_the_network(plane: ControlPlane) -> None:
+async def test_without_the_network_no_proxy_is_started(plane: ControlPlane) -> None:
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-    result = await fetch(plane, "c", "http://127.0.0.1:3128/")
-    assert result.exit_code == 7
+    result = await fetch(plane, "c", "http://docs.example.org/")
+    assert "this sandbox has no network" in result.stdout
     assert plane.egress.pid == 0
 
 
@@ -156,7 +156,7 @@ async def test_a_sandbox_cannot_fill_the_inbox(away: ControlPlane) -> None:
         for each in page:
             await away.approvals.decide(each.id, ApprovalDecision(approve=False), PERSON)
         result = await running
-        assert result.stdout.count("too many hosts") == 20
+        assert result.stdout.count('"reason": "a person was asked about too many hosts') == 20
     finally:
         running.cancel()
 
@@ -165,7 +165,7 @@ async def test_who_names_ever_more_hosts_is_not_asked_for_any_more(away: Control
     await start(away, "c")
     script = f"for n in $(seq {MOST_HOSTS + 5}); do curl -s http://h$n.example/; done"
     result = await away.operations.run_command("c", CommandRequest(command=script, timeout=90))
-    assert result.stdout.count("too many hosts") == 5
+    assert result.stdout.count('"reason": "a person was asked about too many hosts') == 5
 
 
 def _pending(plane: ControlPlane, count: int = 1):  # type: ignore[no-untyped-def]

@@ -22,8 +22,11 @@ ON = EgressSettings(allow_bridge=True, allow_host=True)
 PROVIDER = Promising(Capability.NETWORK_ALLOWLIST)
 
 
-def policy(*, web: str | None = None, git: str | None = None, rules: str | None = None) -> Policy:
-    parts = [f'"{key}": {value}' for key, value in (("web_access", web), ("git", git)) if value]
+def policy(
+    *, web: str | None = None, git: str | None = None, rules: str | None = None, managers: str | None = None
+) -> Policy:
+    given_parts = (("web_access", web), ("git", git), ("package_managers", managers))
+    parts = [f'"{key}": {value}' for key, value in given_parts if value]
     given = sources.load("{" + ", ".join(parts) + "}")
     allowed = None if rules is None else settings.load(f'{{"permissions": {rules}}}')
     return Policy.of([Layer("settings.json", allowed, given)], context_id="c", workspace="/workspace")
@@ -50,9 +53,17 @@ def test_who_may_reach_hosts_gets_the_proxy_without_asking(by: Policy) -> None:
 
 
 @pytest.mark.parametrize(
+    "managers", ['{"pip": {}}', '{"npm": {"registries": [{"name": "a", "url": "https://a.example/"}]}}']
+)
+def test_package_managers_alone_get_the_proxy(managers: str) -> None:
+    assert fitted(RECORD, None, policy(managers=managers)) is Network.ALLOWLIST
+
+
+@pytest.mark.parametrize(
     "by",
     [
         Policy.open(),
+        policy(managers='{"pip": {"enabled": false}}'),
         policy(rules='{"allow": ["shell(ls:*)"]}'),
         policy(web='{"blocked_domains": ["a.example"]}'),
         policy(git='{"enabled": false, "allowed_remotes": ["https://a.example/*"]}'),

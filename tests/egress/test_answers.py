@@ -29,9 +29,9 @@ def test_a_refusal_says_why_whatever_the_policy_says(reason: str, status: int) -
     refused = Refused(reason, status=status, rule="network(outbound:x)", hint="ask")
     response, body = parsed(answers.refusal(refused))
     assert response.status_code == status
-    assert json.loads(body) == refused.shown()
+    assert json.loads(body).items() >= refused.shown().items()
     headers = dict(response.headers)
-    assert headers[b"content-type"] == b"application/json"
+    assert headers[b"content-type"] == b"application/problem+json"
     assert headers[b"connection"] == b"close"
     assert headers[b"proxy-status"].startswith(b"carrel; error=")
 
@@ -43,6 +43,15 @@ def test_readable_reasons_are_in_the_first_line() -> None:
     assert b"Retry-After: 1" in answers.refusal(answers.failed())
 
 
+def test_what_to_do_reaches_what_tools_print() -> None:
+    refused = Refused("a.example:443 waits for approval a1", hint="carrel approve a1, then try again", approval="a1")
+    words = "a.example:443 waits for approval a1: carrel approve a1, then try again"
+    answer = answers.refusal(refused)
+    assert answer.startswith(f"HTTP/1.1 403 Forbidden ({words})\r\n".encode()), "what pip, wget, npm and apt show"
+    body = json.loads(parsed(answer)[1])
+    assert (body["title"], body["detail"]) == ("Forbidden", words), "what uv shows"
+
+
 def test_a_head_gets_no_body() -> None:
     for data in (answers.refusal(Refused("no"), body=False), answers.page(body=False)):
         assert data.endswith(b"\r\n\r\n")
@@ -52,7 +61,9 @@ def test_a_head_gets_no_body() -> None:
 def test_the_page_says_what_this_port_is() -> None:
     response, body = parsed(answers.page())
     assert response.status_code == 404
-    assert b"carrel" in body
+    assert b"carrel" in body and b"refusals" not in body
+    told = parsed(answers.page(["a.example:443: it is\r\nnot allowed"]))[1]
+    assert told.endswith(b"The last refusals:\n- a.example:443: it is??not allowed\n")
 
 
 def test_alerts_and_numbers() -> None:

@@ -72,11 +72,13 @@ async def test_refusals_are_readable() -> None:
             assert "HTTP/1.1 403 Forbidden (" in said
         answer = await out.say(b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\n\r\n")
         head, _, body = answer.partition(b"\r\n\r\n")
-        assert b"content-type: application/json" in head.lower()
+        assert b"content-type: application/problem+json" in head.lower()
         assert b"connection: close" in head.lower()
         refusal = json.loads(body)
         assert (refusal["code"], refusal["operation"]) == ("denied_by_policy", "network")
         assert refusal["rule"] == "network(outbound:a.test)"
+        page = await out.say(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert b"a.test:443: connecting to a.test:443 is denied for this agent" in page
         _, said = await curl("-x", f"socks5h://127.0.0.1:{out.port}", "http://a.test/")
         assert "SOCKS5" in said
         done = await out.records.settled(4)

@@ -225,3 +225,64 @@ def test_internet_leaves_denials_and_domains_of_layers_in_force() -> None:
     assert said(only.host("b.example", 443)) == ("deny", "web_access.allowed_domains")
     ports = Reach(Policy.of([Layer("s", None, of(web_access={"allowed_ports": [443]}))]), internet=True)
     assert said(ports.host("a.example", 22)) == ("deny", "web_access.allowed_ports")
+
+
+NPM = ("npm", "npm.example", 443)
+
+
+def with_managers(managers: dict[str, object], web: dict[str, object] | None = None) -> Reach:
+    given = of(package_managers=managers, **({} if web is None else {"web_access": web}))
+    return Reach(Policy.of([Layer("s", None, given, "sources.json")]), registries=[NPM, ("go", "go.example", 8443)])
+
+
+def test_registries_of_the_host_are_open_where_nothing_is_said_of_them() -> None:
+    reach = Reach(Policy.open(), registries=[NPM, ("go", "go.example", 8443)])
+    assert said(reach.host("npm.example", 443)) == ("allow", "package_managers.npm")
+    assert said(reach.host("go.example", 8443)) == ("allow", "package_managers.go")
+    assert reach.host("npm.example", 80) is None, "another port is another place"
+    assert reach.host("other.example", 443) is None
+
+
+@pytest.mark.parametrize(
+    "manager",
+    [
+        {"enabled": False},
+        {"blocked_packages": ["left-pad"]},
+        {"allowed_packages": []},
+        {"max_install_size_mb": 1},
+        {"registries": [{"name": "ours", "url": "https://ours.example/"}]},
+    ],
+)
+def test_registries_of_the_host_stay_closed_where_a_layer_limits_their_manager(manager: dict[str, object]) -> None:
+    reach = with_managers({"npm": manager})
+    assert reach.host("npm.example", 443) is None
+    assert said(reach.host("go.example", 8443)) == ("allow", "package_managers.go")
+
+
+def test_registries_that_a_layer_names_are_open_even_beside_its_domains() -> None:
+    named = {"npm": {"registries": [{"name": "ours", "url": "https://ours.example:4873/npm/"}]}}
+    for web in (None, {"allowed_domains": ["a.example"]}):
+        reach = with_managers(named, web)
+        assert said(reach.host("ours.example", 4873)) == ("allow", "package_managers.npm.registries: ours")
+    limited = {"npm": {"registries": named["npm"]["registries"], "blocked_packages": ["left-pad"]}}
+    assert with_managers(limited).host("ours.example", 443) is None
+
+
+def test_domains_and_denials_of_a_layer_hold_for_registries_of_the_host() -> None:
+    only = with_managers({}, {"allowed_domains": ["a.example"]})
+    assert said(only.host("npm.example", 443)) == ("deny", "web_access.allowed_domains")
+    blocked = with_managers({}, {"blocked_domains": ["npm.example"]})
+    assert said(blocked.host("npm.example", 443)) == ("deny", "web_access.blocked_domains: npm.example")
+
+
+@pytest.mark.parametrize(
+    ("address", "verdict"),
+    [("10.1.2.3", "allow"), ("fd12::1", "allow"), ("127.0.0.1", "deny"), ("169.254.169.254", "deny"),
+     ("fd00:ec2::254", "deny"), ("::1", "deny"), ("::ffff:127.0.0.1", "deny"), ("fe80::1", "deny")],
+)  # fmt: skip
+def test_registry_of_the_host_may_be_internal_but_never_this_machine_or_metadata(address: str, verdict: str) -> None:
+    reach = with_managers({})
+    assert reach.address(ip_address(address), 443, "npm.example").verdict == verdict
+    assert reach.address(ip_address(address), 443, "other.example").verdict == "deny"
+    named = with_managers({"npm": {"registries": [{"name": "ours", "url": "https://ours.example/"}]}})
+    assert named.address(ip_address(address), 443, "ours.example").verdict == "deny", "only the host's configuration"

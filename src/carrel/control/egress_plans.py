@@ -19,7 +19,8 @@ from carrel.egress.authority import bundle, make_authority
 from carrel.egress.credentials import placeholder
 from carrel.egress.handshakes import read_way
 from carrel.egress.index.host import host_index
-from carrel.egress.plan import Index, Injected, Plan, Upstream
+from carrel.egress.index.registries import host_registries
+from carrel.egress.plan import HostRegistry, Index, Injected, Plan, Upstream
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network
 from carrel.policy.layers import Layer, Policy
@@ -98,6 +99,7 @@ class Plans:
         self._policy_of = policy_of
         self._values = values
         self._indexes: tuple[Index, ...] | None = None
+        self._registries: tuple[HostRegistry, ...] = ()
 
     async def of(self, record: SessionRecord) -> Plan:
         """The plan of a sandbox, by the policy its context has now."""
@@ -111,6 +113,7 @@ class Plans:
     async def make(self, record: SessionRecord, policy: Policy, values: Mapping[str, bytes]) -> Plan:
         """The plan of a sandbox by a policy. Raises `CarrelError` and `OSError` when it cannot be carried out here."""
         if self._indexes is None:
+            self._registries = await asyncio.to_thread(host_registries)
             self._indexes = tuple(await asyncio.to_thread(host_index))
         wanted = credentials(policy)
         upstreams, internet = self._chosen(policy), record.network is Network.INTERNET
@@ -129,6 +132,7 @@ class Plans:
             indexes=self._indexes,
             authority=await asyncio.to_thread(self._authority, record.id) if inspects(policy) else None,
             internet=internet,
+            registries=self._registries,
         )
 
     async def shown(self, record: SessionRecord, values: Mapping[str, bytes]) -> dict[str, bytes]:

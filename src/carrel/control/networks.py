@@ -12,6 +12,7 @@ from carrel.control.egress_plans import web_access
 from carrel.errors import Denied, InvalidRequest
 from carrel.models import Network
 from carrel.policy.layers import Policy
+from carrel.policy.sources import Sources
 from carrel.providers.base import NETWORK_CAPABILITY, Provider
 from carrel.store import SessionRecord
 
@@ -30,10 +31,16 @@ def opens_hosts(policy: Policy) -> bool:
     if policy.allow.hosts or policy.allow.networks:
         return True
     return any(
-        (sources.web_access is not None and bool(sources.web_access.allowed_domains))
+        _installs(sources)
+        or (sources.web_access is not None and bool(sources.web_access.allowed_domains))
         or (sources.git is not None and sources.git.enabled and bool(sources.git.allowed_remotes))
         for _, sources in policy.sources
     )
+
+
+def _installs(sources: Sources) -> bool:
+    """Whether package managers are named, whose registries are then to be reached."""
+    return any(manager.enabled for manager in sources.package_managers.named().values())
 
 
 def fit_network(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from http import HTTPStatus
 
 from carrel.egress.heads import Header, write_response
@@ -10,7 +11,8 @@ from carrel.egress.terms import Refused
 
 CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
-_MOST_REASON = 200
+PROBLEM = b"application/problem+json"
+_MOST_REASON = 300
 _ACCESS_DENIED, _UNRECOGNIZED_NAME = 49, 112
 _SOCKS_FAILED, _SOCKS_DENIED, _SOCKS_UNREACHABLE = 1, 2, 4
 
@@ -29,17 +31,33 @@ def failed() -> Refused:
 
 def refusal(refused: Refused, *, body: bool = True) -> bytes:
     """A refusal as a whole HTTP answer, after which the connection ends. `body` False: the answer to a HEAD."""
-    content = (json.dumps(refused.shown()) + "\n").encode()
-    headers = [_length(content), (b"Content-Type", b"application/json")]
+    content = body_of(refused)
+    headers = [_length(content), (b"Content-Type", PROBLEM)]
     if refused.retry:
         headers.append((b"Retry-After", b"1"))
     headers += [(b"Cache-Control", b"no-store"), (b"Proxy-Status", _proxy_status(refused)), (b"Connection", b"close")]
     return write_response(refused.status, _phrase(refused), headers) + (content if body else b"")
 
 
-def page(*, body: bool = True) -> bytes:
-    """The answer to a request that is for nobody else, after which the connection ends."""
-    content = _PAGE.encode()
+def body_of(refused: Refused) -> bytes:
+    """A refusal as a body: the object that every part of carrel shows, with the names of RFC 9457 that
+    uv shows to its users.
+    """
+    told = {"title": _standard(refused.status), "status": refused.status, "detail": words_of(refused)}
+    return (json.dumps({**refused.shown(), **told}) + "\n").encode()
+
+
+def words_of(refused: Refused) -> str:
+    """A refusal as one sentence, with what to do about it."""
+    return refused.reason if refused.hint is None else f"{refused.reason}: {refused.hint}"
+
+
+def page(refusals: Iterable[str] = (), *, body: bool = True) -> bytes:
+    """The answer to a request that is for nobody else, after which the connection ends. Shows the last refusals: some
+    tools do not show what they were told.
+    """
+    lines = [f"- {_plain(each)}\n" for each in refusals]
+    content = "".join((_PAGE, "\nThe last refusals:\n" if lines else "", *lines)).encode()
     headers = [_length(content), (b"Content-Type", b"text/plain; charset=utf-8"), (b"Connection", b"close")]
     return write_response(404, b"Not Found", headers) + (content if body else b"")
 
@@ -62,11 +80,14 @@ def _length(content: bytes) -> Header:
 
 
 def _phrase(refused: Refused) -> bytes:
+    return f"{_standard(refused.status)} ({_plain(words_of(refused))})".encode()
+
+
+def _standard(status: int) -> str:
     try:
-        standard = HTTPStatus(refused.status).phrase
+        return HTTPStatus(status).phrase
     except ValueError:
-        standard = "Refused"
-    return f"{standard} ({_plain(refused.reason)})".encode()
+        return "Refused"
 
 
 def _proxy_status(refused: Refused) -> bytes:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Protocol
 
+from carrel.egress import answers
 from carrel.egress.budget import Budget, Meter
 from carrel.egress.index.front import Front
 from carrel.egress.index.packages import InstallBudget, Packages
@@ -24,6 +26,7 @@ from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.policy import addresses
 
 _MOST_REMEMBERED = 4096
+_MOST_REFUSALS = 10
 
 
 class Inspect(Protocol):
@@ -71,6 +74,8 @@ class Passage:
         self._own_port = own_port
         self._installs = InstallBudget()
         self._running: dict[int, _Running] = {}
+        self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
+        """The last ones, in words, for whoever asks inside the sandbox."""
         self._remembered: dict[tuple[str, int, Address | None], Said] = {}
 
     async def open(self, access: Access, target: Target) -> socket.socket:
@@ -153,6 +158,8 @@ class Passage:
         access.result = _code(error)
         if isinstance(error, Refused) and not (access.said.verdict == "deny" and access.said.reason):
             access.said = _denied(error)
+        if isinstance(error, Refused):
+            self.refusals.append(f"{access.target or 'a request'}: {answers.words_of(error)}")
         access.ended = time.time()
         unwritten = self.budget.write_refusal()
         if unwritten is None:
@@ -302,7 +309,7 @@ class Passage:
 
 
 def _rules(plan: Plan) -> Rules:
-    return Rules(plan.policy(), indexes=plan.indexes, internet=plan.internet)
+    return Rules(plan.policy(), indexes=plan.indexes, internet=plan.internet, registries=plan.registries)
 
 
 def _newly_seen(target: Target, before: Rules, now: Rules) -> bool:

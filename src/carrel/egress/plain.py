@@ -340,9 +340,9 @@ class Plain:
     async def _ask_front(self, request: Request) -> bool:
         """A request that is for the proxy itself: for its package index, if for anything."""
         passage, bodiless = self._passage, request.method == "HEAD"
-        if passage.front is None:
+        if passage.front is None or request.target == "/":
             self._begun = True
-            await send(self._client, answers.page(body=not bodiless))
+            await send(self._client, answers.page(passage.refusals, body=not bodiless))
             return False
         if request.body:
             raise _bad("the package index takes no bodies")

@@ -51,6 +51,15 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRegistry:
+    """Where a package manager of the host gets its packages: `manager` is a key of `package_managers`."""
+
+    manager: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One sandbox."""
 
@@ -66,6 +75,8 @@ class Plan:
     """The key and certificate, as PEM, that the TLS of inspected hosts is answered with."""
     internet: bool = False
     """Whether every public host may be reached that the policy does not deny."""
+    registries: tuple[HostRegistry, ...] = ()
+    """Of the host's own package managers, other than pip and uv."""
 
     def policy(self) -> Policy:
         """The policy, read."""
@@ -90,6 +101,7 @@ class Plan:
             "indexes": [asdict(each) for each in self.indexes],
             "authority": self.authority,
             "internet": self.internet,
+            "registries": [asdict(each) for each in self.registries],
         }
         return json.dumps(value).encode()
 
@@ -109,6 +121,7 @@ class Plan:
             tuple(Index(**each) for each in value["indexes"]),
             value["authority"],
             value["internet"],
+            tuple(HostRegistry(**each) for each in value["registries"]),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from carrel.egress.plan import Index
+from carrel.egress.plan import HostRegistry, Index
 from carrel.egress.terms import Address, Said, Target
 from carrel.policy.layers import Policy
 from carrel.policy.packages import normalised
@@ -47,16 +47,24 @@ class Rules:
     limits: Limits
     packages: PackageRules
 
-    def __init__(self, policy: Policy, *, indexes: Sequence[Index] = (), internet: bool = False):
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        indexes: Sequence[Index] = (),
+        internet: bool = False,
+        registries: Sequence[HostRegistry] = (),
+    ):
         """`indexes` are those the front uses where the policy names none. With `internet`, what the policy does not
-        speak of is allowed where it is public.
+        speak of is allowed where it is public. `registries` are those of the host's other package managers.
         """
         sources = [each for _, each in policy.sources]
         webs = [each.web_access for each in sources if each.web_access is not None]
         self.limits = _limits(webs)
         self.packages = _packages(sources)
         own = [] if self.packages.registries is not None else [each.url for each in indexes]
-        self._reach = Reach(policy, indexes=own, internet=internet)
+        places = [(each.manager, each.host, each.port) for each in registries]
+        self._reach = Reach(policy, indexes=own, internet=internet, registries=places)
         self._opaque = _Named(each.opaque_domains for each in webs)
         self._inspected = _Named(each.inspected_domains for each in webs)
         self._credited = frozenset(each.host for web in webs for each in web.credentials)
@@ -72,7 +80,7 @@ class Rules:
 
     def check_address(self, target: Target, address: Address) -> Said:
         """What is said of an address that was found for a target; it is asked after `decide`."""
-        return _said(self._reach.address(address, target.port))
+        return _said(self._reach.address(address, target.port, target.host))
 
     def opaque(self, target: Target) -> bool:
         """Whether a connection need not say in TLS or HTTP whom it is for."""

@@ -12,6 +12,7 @@ _Network = IPv4Network | IPv6Network
 
 _METADATA = "an address of cloud metadata"
 _DOCUMENTATION = "an address for documentation"
+_INTERNAL = frozenset({"a private address", "a carrier's address", "a unique local address", _DOCUMENTATION})
 _KINDS: dict[str, str] = {
     "169.254.169.254/32": _METADATA,
     "169.254.170.2/32": _METADATA,
@@ -131,6 +132,13 @@ def private(address: Address) -> str | None:
             return words
     mapped = inner and address in _LAST_32[0]
     return None if mapped or (inner and address in _TRANSLATED) else _kind(address)
+
+
+def internal(address: Address) -> bool:
+    """Whether an address is of a network that an organisation has for itself: not public, and neither of this machine
+    nor of its link, nor a metadata service, which are often link-local or unique local too.
+    """
+    return private(address) in _INTERNAL
 
 
 def _kind(address: Address) -> str | None:

@@ -61,6 +61,7 @@ class _Web:
     blocked: Domains
     ports: frozenset[int] | None
     places: tuple[Place, ...]
+    registries: dict[tuple[str, int], Remark]
 
     @classmethod
     def of(cls, layer: Layer, sources: Sources) -> _Web:
@@ -72,6 +73,7 @@ class _Web:
             Domains(web.blocked_domains),
             None if web.allowed_ports is None else frozenset(web.allowed_ports),
             places(sources.git),
+            dict(_named_registries(layer, sources)),
         )
 
     def say(self, host: str, port: int | None, *, literal: bool) -> Remark | None:
@@ -85,6 +87,8 @@ class _Web:
             return Remark("allow", f"{host} is allowed", f"web_access.allowed_domains: {allowed}", source)
         if place := self.remote(host, port, literal=literal):
             return Remark("allow", f"{host} is a remote", f"git.allowed_remotes: {place.text}", source)
+        if port is not None and (registry := self.registries.get((host, port))):
+            return registry
         if self.allowed is None:
             return None
         return Remark("deny", f"{host} is not among the domains of this agent", "web_access.allowed_domains", source)
@@ -100,11 +104,20 @@ class _Web:
 class Reach:
     """What a policy says of hosts. `None` from `host` means that nothing is said."""
 
-    def __init__(self, policy: Policy, *, indexes: Iterable[str] = (), internet: bool = False):
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        indexes: Iterable[str] = (),
+        internet: bool = False,
+        registries: Iterable[tuple[str, str, int]] = (),
+    ):
         """`indexes` are URLs of package indexes that the front uses although no layer names them. With `internet` every
-        public host is allowed that no layer denies, at every port unless a layer names the ports.
+        public host is allowed that no layer denies, at every port unless a layer names the ports. `registries` are the
+        places (package manager, host, port) that the host's own package managers use; pip and uv have the front.
         """
         self._internet = internet
+        self._host_registries = dict(_open_registries(policy, registries))
         self._policy = policy
         self._webs = tuple(_Web.of(layer, layer.sources) for layer in policy.layers if layer.sources is not None)
         self._fronted = dict(_fronted(policy, indexes))
@@ -126,7 +139,8 @@ class Reach:
         rules = self._allowed(name, port)
         if address is not None and (words := addresses.private(address)) and self._naming(address, port) is None:
             return _private(shown, words)
-        if port is not None and (refused := self._port(shown, port, rules, literal=literal)):
+        registry = None if port is None else self._registry(name, port)
+        if registry is None and port is not None and (refused := self._port(shown, port, rules, literal=literal)):
             return refused
         if fronted := self._fronted.get(name):
             return fronted
@@ -134,15 +148,24 @@ class Reach:
             return Remark("allow", f"connecting to {shown} is allowed", rules[0].text, rules[0].source)
         if said:
             return said[0]
+        if registry is not None:
+            return registry
         return Remark("allow", f"{shown} is on the internet", "network: internet") if self._internet else None
 
-    def address(self, address: Address, port: int) -> Remark:
-        """What is said of an address that an allowed name turned out to have."""
+    def _registry(self, name: str, port: int) -> Remark | None:
+        """The permission to reach a registry: one that a layer names, else one that the host itself uses."""
+        named = (each for web in self._webs if (each := web.registries.get((name, port))) is not None)
+        return next(named, None) or self._host_registries.get((name, port))
+
+    def address(self, address: Address, port: int, host: str = "") -> Remark:
+        """What is said of an address that an allowed name, the `host`, turned out to have."""
         if denied := self._denied_address(address, port):
             return denied
         words = addresses.private(address)
         if words is None:
             return Remark("allow", f"{address} is a public address")
+        if (host, port) in self._host_registries and addresses.internal(address):
+            return self._host_registries[host, port]
         return self._naming(addresses.same(address), port) or _private(str(address), words)
 
     def remote(self, host: str, *, literal: bool = False) -> bool:
@@ -217,6 +240,44 @@ def _private(shown: str, words: str) -> Remark:
 
 def _first(rules: Iterable[Rule]) -> Rule | None:
     return min(rules, key=lambda rule: rule.order, default=None)
+
+
+_FRONTED = frozenset({"pip", "uv"})
+"""Package managers whose registries the front asks in the place of the sandbox."""
+
+
+def _named_registries(layer: Layer, sources: Sources) -> Iterable[tuple[tuple[str, int], Remark]]:
+    """The registries that a layer names. Those of limited package managers stay closed: only the front could hold the
+    limits.
+    """
+    for name, manager in sources.package_managers.named().items():
+        if name in _FRONTED or manager.limited or not manager.enabled:
+            continue
+        for each in manager.registries or ():
+            parts = urlsplit(each.url)
+            port = parts.port or (80 if parts.scheme == "http" else 443)
+            host = (parts.hostname or "").rstrip(".")
+            rule = f"package_managers.{name}.registries: {each.name}"
+            yield (host, port), Remark("allow", f"{host} is a registry of {name}", rule, layer.sources_name)
+
+
+def _open_registries(
+    policy: Policy, registries: Iterable[tuple[str, str, int]]
+) -> Iterable[tuple[tuple[str, int], Remark]]:
+    """Those of the host's registries that are open: no layer switches their package manager off, limits it or names
+    other registries for it.
+    """
+    layers = [sources.package_managers.named() for _, sources in policy.sources]
+    shut = {
+        name
+        for named in layers
+        for name, manager in named.items()
+        if not manager.enabled or manager.limited or manager.registries is not None
+    }
+    for name, host, port in registries:
+        if name not in shut:
+            words = f"{host} is a registry that {name} on this server's machine is configured with"
+            yield (host, port), Remark("allow", words, f"package_managers.{name}", "the server's own configuration")
 
 
 def _fronted(policy: Policy, indexes: Iterable[str]) -> Iterable[tuple[str, Remark]]:

@@ -42,6 +42,12 @@ class PackageManager(Part):
         default=None, strict=False, description="the only packages; without the key, every package"
     )
 
+    @property
+    def limited(self) -> bool:
+        """Whether only some packages, or only so many, may be installed."""
+        limits = (self.allowed_packages, self.max_install_size_mb)
+        return bool(self.blocked_packages) or any(each is not None for each in limits)
+
 
 class PackageManagers(Part):
     """Package managers by name; one that is not named asks."""
@@ -54,6 +60,10 @@ class PackageManagers(Part):
     cargo: PackageManager | None = Field(default=None, description="cargo")
     gem: PackageManager | None = Field(default=None, description="gem, bundle")
     go: PackageManager | None = Field(default=None, description="go get, go install")
+
+    def named(self) -> dict[str, PackageManager]:
+        """Those that are named, by name."""
+        return {name: each for name in type(self).model_fields if (each := getattr(self, name)) is not None}
 
 
 class Credential(Part):

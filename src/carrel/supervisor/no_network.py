@@ -30,11 +30,10 @@ _REFUSAL = {
     "retry": False,
     "approval": None,
     "hint": HINT,
-    # The names that uv (RFC 9457) and npm show to their users.
+    # The names of RFC 9457, which uv shows to its users.
     "title": "Forbidden",
     "status": 403,
     "detail": f"{REASON}: {HINT}",
-    "error": f"{REASON}: {HINT}",
 }
 _SOCKS, _SOCKS_REFUSED = 5, b"\x05\xff"
 _PACKAGE_PAGE = re.compile(rb"GET /simple/([A-Za-z0-9._-]{1,200})/? HTTP/1\.[01]\r\n")

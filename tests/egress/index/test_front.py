@@ -144,6 +144,9 @@ async def test_refusals(front, server):
         "retry": False,
         "approval": None,
         "hint": None,
+        "title": "Forbidden",
+        "status": 403,
+        "detail": "the package demo is blocked for this agent",
     }
     assert isinstance(answer.refused, Refused)
     answer, _ = await get(front, blocked, "/simple/demo/", {"user-agent": "pip/23"})

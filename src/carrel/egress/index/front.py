@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import html
-import json
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
+from carrel.egress.answers import PROBLEM, body_of, words_of
 from carrel.egress.index import pages, wheels
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.catalogue import Catalogue, scope, shown
@@ -68,7 +68,9 @@ class Answer:
 
 
 _WORDS_FOR_PIP = {403: "denied.by.policy", 502: "index.unavailable"}
-"""Refusals of a page that are put as a version: `pip` says of a page that fails only that there is no such package."""
+"""Refusals of a page that are put as a version: `pip` and `uv` say of a page that fails only that there is no such
+package.
+"""
 
 
 @dataclass(slots=True)
@@ -148,11 +150,8 @@ class Front:
                 try:
                     return await self._page(request, name)
                 except Refused as refused:
-                    if (
-                        request.project
-                        and request.headers.get("user-agent", "").startswith("pip/")
-                        and refused.status in _WORDS_FOR_PIP
-                    ):
+                    tool = request.headers.get("user-agent", "").startswith(("pip/", "uv/"))
+                    if request.project and tool and refused.status in _WORDS_FOR_PIP:
                         return _telling(request.project, refused)
                     raise
             case ["files", index, project, token, filename]:
@@ -362,7 +361,7 @@ def _root(packages: Packages) -> Answer:
 
 
 def _telling(project: str, refused: Refused) -> Answer:
-    """A page for `pip` with one file that cannot be had: `pip` shows why, or at least the file's version."""
+    """A page with one file that cannot be had: `pip` and `uv` show why, or at least the file's version."""
     link = Link(f"{project}-0+{_WORDS_FOR_PIP[refused.status]}.tar.gz", "")
     place = f"/files/-/{project}/x{'0' * 64}/{quote(link.filename)}"
     body = pages.write_html(Page(project, (link,)), lambda _link: place)
@@ -394,7 +393,7 @@ def _failures(index: Index) -> Iterator[None]:
 
 
 def _refusal(refused: Refused) -> Answer:
-    body = json.dumps(refused.shown()).encode() + b"\n"
-    headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("cache-control", "no-store")]
-    phrase = "".join(each if " " <= each <= "~" else "?" for each in refused.reason)[:200]
+    body = body_of(refused)
+    headers = [("content-type", PROBLEM.decode()), ("content-length", str(len(body))), ("cache-control", "no-store")]
+    phrase = "".join(each if " " <= each <= "~" else "?" for each in words_of(refused))[:300]
     return Answer(refused.status, headers, body, phrase, refused)
