@@ -107,8 +107,10 @@ def cli_page() -> str:
         HEAD,
         "# Command line\n\n",
         "Every command exits with 0 on success, 1 on failure, 2 on wrong usage, 130 on Ctrl-C. `run`,\n"
-        "`exec` and `sh` exit with the code of what they ran, 128+n for a signal, 124 at a deadline.\n"
+        "`exec`, `python` and `sh` exit with the code of what they ran, 128+n for a signal, 124 at a deadline.\n"
         "Failures are one or two lines on stderr.\n\n",
+        "With `--json` a list is one JSON array, one thing is one object, and what goes on (`--follow`, `--watch`,\n"
+        "logs) is one object a line. A removal prints what it removed: `{\"removed\": \"NAME\"}`.\n\n",
         "`carrel --install-completion` completes commands, options and contexts in the shell.\n",
     ]
     group = typer.main.get_command(build())

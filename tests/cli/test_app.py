@@ -5,10 +5,11 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 import carrel as package
 from carrel.cli import main
@@ -242,3 +243,23 @@ def test_completion_knows_the_commands() -> None:
     carrel = Path(sys.executable).with_name("carrel")
     done = subprocess.run([carrel], env={**os.environ, **asked}, capture_output=True, check=True)
     assert done.stdout.split() == [b"serve", b"sh", b"sync", b"stop", b"snapshot", b"snapshots", b"secret"]
+
+
+NO_JSON = {"serve", "agent", "mcp", "sh", "audit export"}
+"""What runs until it is ended, is a terminal, or writes a file of its own form."""
+
+
+def commands(group: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:
+    """Every command that does something, with its full name."""
+    for name, each in getattr(group, "commands", {}).items():
+        if getattr(each, "commands", None):
+            yield from commands(each, (*path, name))
+        else:
+            yield " ".join((*path, name)), each
+
+
+def test_every_command_prints_json() -> None:
+    found = dict(commands(typer.main.get_command(build())))
+    assert len(found) > 40
+    without = {name for name, each in found.items() if not any("--json" in option.opts for option in each.params)}
+    assert without == NO_JSON

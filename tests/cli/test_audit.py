@@ -51,16 +51,16 @@ def test_tail_and_search(carrel: Carrel) -> None:
     assert shown.returncode == 0 and len(lines) == 4 and lines[0].startswith("TIME")
     assert "denied_by_policy" in lines[3] and "/x" in lines[3] and "echo 29" in lines[2]
     assert b"\x1b[31m" not in shown.stdout
-    found = carrel("search", "ECHO 7", "--context", "c1", "--json").stdout.splitlines()
-    assert [json.loads(line)["arguments"] for line in found] == [{"command": "echo 7\x1b[31m"}]
-    assert len(carrel("search", "--actor", "agent:a", "--limit", "7", "--json").stdout.splitlines()) == 7
-    denied = carrel("search", "--decision", "deny", "--since", "1h", "--json").stdout.splitlines()
-    assert [json.loads(line)["context_id"] for line in denied] == ["c2"]
+    found = json.loads(carrel("search", "ECHO 7", "--context", "c1", "--json").stdout)
+    assert [each["arguments"] for each in found] == [{"command": "echo 7\x1b[31m"}]
+    assert len(json.loads(carrel("search", "--actor", "agent:a", "--limit", "7", "--json").stdout)) == 7
+    denied = json.loads(carrel("search", "--decision", "deny", "--since", "1h", "--json").stdout)
+    assert [each["context_id"] for each in denied] == ["c2"]
     assert carrel("search", "--since", "1h", "--until", "2h").stdout == b""
     for option, known in (("--kind", b"'network'"), ("--decision", b"'deny'")):
         wrong = carrel("search", option, "nonsense")
         assert wrong.returncode == 2 and known in wrong.stderr
-    assert len(carrel("search", "--kind", "file", "--json").stdout.splitlines()) == 1
+    assert len(json.loads(carrel("search", "--kind", "file", "--json").stdout)) == 1
     wrong = carrel("search", "--since", "yesterday")
     assert wrong.returncode == 2 and b"no time such as" in wrong.stderr
 

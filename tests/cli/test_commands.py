@@ -52,6 +52,14 @@ def test_run_feeds_standard_input(carrel: Carrel) -> None:
     assert carrel("run", "--", "true", stdin=data).returncode == 0
 
 
+def test_json_has_the_output_and_how_it_ended(carrel: Carrel, alone: Carrel) -> None:
+    for command in (carrel, alone):
+        done = command("run", "--json", "printf out; printf err >&2; exit 7")
+        told = json.loads(done.stdout)
+        assert (told["stdout"], told["stderr"], told["exit_code"], told["timed_out"]) == ("out", "err", 7, False)
+        assert (done.stderr, done.returncode) == (b"", 7)
+
+
 def test_signals_and_deadlines_have_their_codes(carrel: Carrel) -> None:
     assert carrel("run", "kill -TERM $$").returncode == 128 + signal.SIGTERM
     for refused in ("nan", "-1"):

@@ -54,5 +54,5 @@ def test_connections_are_shown_and_nothing_else(carrel: Carrel) -> None:
 
 
 def test_one_context_as_json(carrel: Carrel) -> None:
-    lines = [json.loads(line) for line in carrel("tail", "--context", "c", "--json").stdout.splitlines()]
+    lines = json.loads(carrel("tail", "--context", "c", "--json").stdout)
     assert [(line["name"], line["result"], line["bytes_in"]) for line in lines] == [("connect", "ok", 5_000_000)]

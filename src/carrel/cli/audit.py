@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -53,7 +53,7 @@ def tail(
 
     with Client(administrator=True) as client:
         for records in newest(client, count, follow=follow, context_id=context):
-            _show(records, json)
+            _show(records, json, follow=follow)
 
 
 def newest(
@@ -248,12 +248,23 @@ def _tell(verdict: Verdict, *, trusted: bool) -> None:
             note(f"signed by {plain(each)}: compare it with `carrel audit key`, or give it as --key")
 
 
-def _show(records: list[AuditRecord], json: bool) -> None:
-    from carrel.cli.shown import coloured, print_line, print_table
+def show_json(records: Sequence[AuditRecord], *, follow: bool) -> None:
+    """Records as a list, or one a line where more will come."""
+    from carrel.cli.shown import print_json, print_line
+
+    values = [record.model_dump(mode="json") for record in records]
+    if not follow:
+        print_json(values)
+        return
+    for value in values:
+        print_line(value)
+
+
+def _show(records: list[AuditRecord], json: bool, *, follow: bool = False) -> None:
+    from carrel.cli.shown import coloured, print_table
 
     if json:
-        for record in records:
-            print_line(record.model_dump(mode="json"))
+        show_json(records, follow=follow)
         return
     if not records:
         return

@@ -24,6 +24,7 @@ def run(
     interactive: options.Interactive = False,
     tty: options.Tty = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running (needs a server).")] = False,
+    json: options.Json = False,
 ) -> None:
     """Run one command in a fresh sandbox that is gone afterwards. No server is needed beforehand.
 
@@ -50,7 +51,7 @@ def run(
             if keep:
                 note(f"carrel: kept as {box.id}; `carrel rm {box.id}` removes it")
             return await attended(
-                box, program, cwd=None, env=environment, timeout=timeout, interactive=interactive, tty=tty
+                box, program, cwd=None, env=environment, timeout=timeout, interactive=interactive, tty=tty, json=json
             )
 
     raise typer.Exit(to_the_end(work()))
@@ -69,6 +70,7 @@ def execute(
     tty: options.Tty = False,
     approval: options.Approval = None,
     wait: options.Wait = None,
+    json: options.Json = False,
 ) -> None:
     """Run a command in a context's sandbox, which is made or resumed when needed and stays.
 
@@ -96,6 +98,7 @@ def execute(
                 timeout=timeout,
                 interactive=interactive,
                 tty=tty,
+                json=json,
             )
 
     try:

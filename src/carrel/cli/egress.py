@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.audit import Context, newest
+from carrel.cli.audit import Context, newest, show_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,14 +38,12 @@ def tail(
     carrel egress tail
     carrel egress tail -f --context conversation-42
     """
-    from carrel.cli.shown import print_line
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         for records in newest(client, count, follow=follow, context_id=context, kind="network"):
             if json:
-                for record in records:
-                    print_line(record.model_dump(mode="json"))
+                show_json(records, follow=follow)
             elif records:
                 _show(records)
 

@@ -113,16 +113,21 @@ def attach(
 
 
 @app.command("rm")
-def rm(name: Annotated[str, typer.Argument(metavar="ENV", help="A name or a label.")]) -> None:
+def rm(
+    name: Annotated[str, typer.Argument(metavar="ENV", help="A name or a label.")], json: options.Json = False
+) -> None:
     """Remove an environment that no session has.
 
     \b
     carrel envs rm data-analysis
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         client.envs.delete(name)
+    if json:
+        print_done(removed=name)
 
 
 def _tell(info: EnvironmentInfo, json: bool) -> None:

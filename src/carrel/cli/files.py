@@ -79,6 +79,7 @@ def cp(
     *,
     wanted: options.Wanted,
     wait: options.Wait = None,
+    json: options.Json = False,
 ) -> None:
     """Copy a file or a directory into a workspace or out of it.
 
@@ -90,7 +91,11 @@ def cp(
     carrel cp conversation-42:output/report.txt - | less
     """
     from carrel.cli.reach import attempt, existing, made
+    from carrel.cli.shown import print_done
     from carrel.client import Client
+
+    if json and destination == "-":
+        raise typer.BadParameter("standard output has the file already", param_hint="--json")
 
     (from_context, from_path), (to_context, to_path) = split_target(source), split_target(destination)
     if (from_context is None) == (to_context is None):
@@ -105,6 +110,8 @@ def cp(
             _upload(attempt(made(client, to_context, wanted), None, wait), from_path, to_path)
         elif from_context is not None:
             _download(attempt(existing(client, from_context), None, wait), from_path, to_path)
+    if json:
+        print_done(copied=source, to=destination)
 
 
 def _upload(box: Sandbox, local: str, path: str) -> None:

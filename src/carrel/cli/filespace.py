@@ -84,6 +84,7 @@ def get(
     context: Owner,
     path: Remote,
     local: Annotated[str, typer.Argument(metavar="FILE", help="Where to; without one, or with -, stdout.")] = "-",
+    json: options.Json = False,
 ) -> None:
     """Copy a file out of a filespace.
 
@@ -91,9 +92,12 @@ def get(
     carrel filespace get conversation-42 output/report.txt
     carrel filespace get conversation-42 output/report.txt report.txt
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
     from carrel.client._sync.files import save_as
 
+    if json and local == "-":
+        raise typer.BadParameter("standard output has the file already", param_hint="--json")
     with Client(administrator=True) as client:
         pieces = client.filespace(context).stream(path)
         if local == "-":
@@ -105,6 +109,8 @@ def get(
         if target.is_dir():
             target /= PurePosixPath(path).name
         save_as(pieces, target, 0o666, None)
+    if json:
+        print_done(copied=path, to=str(target))
 
 
 @app.command("put")
@@ -146,6 +152,7 @@ def remove(
     path: Annotated[str | None, typer.Argument(metavar="PATH", help="A path in the filespace.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete the whole filespace, for good.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: options.Json = False,
 ) -> None:
     """Delete a file of a filespace, or all of it. The workspace follows a single file with its next pull.
 
@@ -154,6 +161,7 @@ def remove(
     carrel filespace rm conversation-42 --all
     carrel filespace rm conversation-42 --all --yes
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
     if (path is None) is not everything:
@@ -165,6 +173,8 @@ def remove(
             client.filespace(context).delete_all()
         else:
             client.filespace(context).delete(path)
+    if json:
+        print_done(removed=path)
 
 
 def _confirm(context: str) -> None:

@@ -161,59 +161,74 @@ def call(
 
 
 @app.command("start")
-def start(context: options.Context, server: Name) -> None:
+def start(context: options.Context, server: Name, json: options.Json = False) -> None:
     """Start an MCP server now; a stopped sandbox is resumed.
 
     \b
     carrel mcp-servers start conversation-42 clock
     """
+    from carrel.cli.shown import print_json
     from carrel.client import Client
 
     with Client(administrator=True) as client:
-        print(client.attach(client.find(context)).mcp.start(server).state)
+        info = client.attach(client.find(context)).mcp.start(server)
+    if json:
+        print_json(info.model_dump(mode="json"))
+    else:
+        print(info.state)
 
 
 @app.command("stop")
-def stop(context: options.Context, server: Name) -> None:
+def stop(context: options.Context, server: Name, json: options.Json = False) -> None:
     """Stop an MCP server; calls are refused until it is started again.
 
     \b
     carrel mcp-servers stop conversation-42 clock
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         client.attach(client.find(context)).mcp.stop(server)
+    if json:
+        print_done(stopped=server)
 
 
 @app.command("log")
-def log(context: options.Context, server: Name) -> None:
+def log(context: options.Context, server: Name, json: options.Json = False) -> None:
     """Show what an MCP server wrote to its standard error.
 
     \b
     carrel mcp-servers log conversation-42 clock
     """
+    from carrel.cli.shown import print_line
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         box = client.attach(client.find(context))
         offset = 0
         while (page := box.mcp.log(server, offset)).text:
-            sys.stdout.write(_lines(page.text))
+            if json:
+                print_line(page.model_dump(mode="json"))
+            else:
+                sys.stdout.write(_lines(page.text))
             offset = page.next
 
 
 @app.command("rm")
-def rm(context: options.Context, server: Name) -> None:
+def rm(context: options.Context, server: Name, json: options.Json = False) -> None:
     """End an MCP server and forget it.
 
     \b
     carrel mcp-servers rm conversation-42 clock
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         client.attach(client.find(context)).mcp.remove(server)
+    if json:
+        print_done(removed=server)
 
 
 def _lines(text: str) -> str:

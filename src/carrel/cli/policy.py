@@ -163,16 +163,19 @@ def set_(
 
 
 @app.command("rm")
-def rm(context: options.Context) -> None:
+def rm(context: options.Context, json: options.Json = False) -> None:
     """Forget the policy documents of a context: the server's own policy holds.
 
     \b
     carrel policy rm conversation-42
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         client.policy(context).delete()
+    if json:
+        print_done(removed=context)
 
 
 def _held(context: str, command: str) -> Explanation:

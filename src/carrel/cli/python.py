@@ -44,6 +44,7 @@ def python(
     env: options.Env = None,
     approval: options.Approval = None,
     wait: options.Wait = None,
+    json: options.Json = False,
 ) -> None:
     """Run Python in a fresh sandbox, or in a context's, which is made or resumed when needed and stays.
 
@@ -79,11 +80,11 @@ def python(
         raise InvalidRequest("code contexts, --approval and --wait need a context", field="context", hint="name one")
     if not context and code is not None and not wanted and not variables and not words:
         with Client(administrator=True) as client:
-            raise typer.Exit(_stateless(client, text, environment, timeout))
+            raise typer.Exit(_stateless(client, text, environment, timeout, json=json))
     if context and cell is not None:
         with Client(administrator=True) as client, once_approved():
             box = attempt(made(client, context, wanted), approval, wait)
-            raise typer.Exit(_cell(box, cell, text, environment, variables, timeout))
+            raise typer.Exit(_cell(box, cell, text, environment, variables, timeout, json=json))
     fed = (code is not None or source not in {None, "-"}) and not sys.stdin.closed and not sys.stdin.isatty()
 
     async def work() -> int:
@@ -91,7 +92,7 @@ def python(
             handle = await attempt(box, approval, wait).python.start(
                 text, args=words, env=environment, variables=variables, timeout=timeout, interactive=fed
             )
-            return await followed(handle, fed=fed)
+            return await followed(handle, fed=fed, json=json)
 
     with once_approved():
         raise typer.Exit(to_the_end(work()))
@@ -116,27 +117,45 @@ def _read(file: str | None) -> str:
     return text
 
 
-def _stateless(client: Client, text: str, env: str | None, timeout: float | None) -> int:
+def _stateless(client: Client, text: str, env: str | None, timeout: float | None, *, json: bool) -> int:
     from carrel.cli.failures import TIMED_OUT
+    from carrel.cli.shown import print_json
     from carrel.cli.streams import signal_number, write_out
 
     done = client.python.run(text, env=env, timeout=timeout)
-    write_out("stdout", done.output.encode(errors="replace"))
-    write_out("stderr", done.stderr.encode(errors="replace"))
+    if json:
+        print_json(done.model_dump(mode="json"))
+    else:
+        write_out("stdout", done.output.encode(errors="replace"))
+        write_out("stderr", done.stderr.encode(errors="replace"))
     if done.timed_out:
         return TIMED_OUT
     return 128 + signal_number(done.signal) if done.exit_code is None else done.exit_code
 
 
-def _cell(box: Sandbox, name: str, text: str, env: str | None, variables: dict[str, str], timeout: float | None) -> int:
+def _cell(
+    box: Sandbox,
+    name: str,
+    text: str,
+    env: str | None,
+    variables: dict[str, str],
+    timeout: float | None,
+    *,
+    json: bool,
+) -> int:
+    from carrel.cli.shown import print_json
     from carrel.cli.streams import write_out
 
     stream = box.python.context(name, env=env, variables=variables).stream(
         text, timeout="default" if timeout is None else timeout
     )
     for chunk in stream:
-        write_out(chunk.stream, chunk.data)
+        if not json:
+            write_out(chunk.stream, chunk.data)
     result = stream.result()
+    if json:
+        print_json(result.model_dump(mode="json"))
+        return 0 if result.ok else 1
     for shown in result.results:
         if shown.text is not None:
             write_out("stdout", shown.text.encode(errors="replace") + b"\n")

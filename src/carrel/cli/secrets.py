@@ -32,6 +32,7 @@ def put(
     name: Name,
     template: OfTemplate = False,
     file: Annotated[str, typer.Argument(metavar="FILE", help="Where the value is; without one, stdin.")] = "-",
+    json: options.Json = False,
 ) -> None:
     """Keep a secret. The value comes from a file or from standard input, never from the command line.
 
@@ -41,6 +42,7 @@ def put(
     carrel secret set --template data-science API_KEY key.txt
     """
     from carrel.cli.failures import note
+    from carrel.cli.shown import print_json
     from carrel.client import Client
 
     if file == "-":
@@ -53,6 +55,9 @@ def put(
             raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
     with Client(administrator=True) as client:
         kept = _of(client, owner, template).put(name, value.rstrip(b"\r\n"))
+    if json:
+        print_json(kept.model_dump(mode="json"))
+        return
     note(f"{kept.name} is kept, version {kept.version}: /run/secrets/{kept.name}")
 
 
@@ -78,16 +83,19 @@ def ls(owner: Owner, template: OfTemplate = False, json: options.Json = False) -
 
 
 @app.command("rm")
-def remove(owner: Owner, name: Name, template: OfTemplate = False) -> None:
+def remove(owner: Owner, name: Name, template: OfTemplate = False, json: options.Json = False) -> None:
     """Forget a secret. A running sandbox loses it at once.
 
     \b
     carrel secret rm conversation-42 API_KEY
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         _of(client, owner, template).delete(name)
+    if json:
+        print_done(removed=name)
 
 
 @app.command("rekey")

@@ -22,6 +22,11 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=True))
 
 
+def print_done(**what: object) -> None:
+    """What was done, as JSON: for commands whose answer has nothing else to tell."""
+    print_json(what)
+
+
 def print_line(value: object) -> None:
     """A value as one line of JSON, at once."""
     print(json.dumps(value, ensure_ascii=True), flush=True)

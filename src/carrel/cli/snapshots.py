@@ -140,6 +140,7 @@ def download(
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Default SNAPSHOT.tar; - for stdout.")
     ] = None,
+    json: options.Json = False,
 ) -> None:
     """Download the files of a snapshot as a tar archive.
 
@@ -149,8 +150,11 @@ def download(
     """
     from carrel.cli.failures import note
     from carrel.cli.progress import copying
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
+    if output == "-" and json:
+        raise typer.BadParameter("standard output has the archive already", param_hint="--json")
     if output == "-" and sys.stdout.isatty():
         raise typer.BadParameter("a tar archive is nothing for a terminal", param_hint="--output")
     name = output or f"{snapshot_id}.tar"
@@ -162,4 +166,7 @@ def download(
             return
         with copying(name) as advance:
             box.download_snapshot(snapshot_id, name, progress=advance)
-    note(f"wrote {name}")
+    if json:
+        print_done(wrote=name)
+    else:
+        note(f"wrote {name}")

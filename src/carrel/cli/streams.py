@@ -65,6 +65,7 @@ async def attended(
     timeout: float | None,
     interactive: bool = False,
     tty: bool = False,
+    json: bool = False,
 ) -> int:
     """Run a command with this process's input and output as its own; gives the exit code.
 
@@ -73,6 +74,8 @@ async def attended(
     """
     from carrel.models import MAX_OUTPUT_BYTES
 
+    if tty and json:
+        raise InvalidRequest("what is on a terminal cannot be JSON", field="--json", hint="leave out -t or --json")
     at_terminal = not sys.stdin.closed and sys.stdin.isatty()
     if tty and not at_terminal:
         raise InvalidRequest(
@@ -90,19 +93,26 @@ async def attended(
         terminal=(rows, columns) if tty else None,
     )
     if not tty:
-        return await followed(handle, fed=fed)
+        return await followed(handle, fed=fed, json=json)
     with raw_mode(), following_size(handle.resize):
         return await followed(handle, fed=True)
 
 
-async def followed(handle: AsyncCommand | LocalCommand, *, fed: bool = False) -> int:
-    """Show the output of a command until it ends, pass on the input and Ctrl-C; gives the exit code."""
+async def followed(handle: AsyncCommand | LocalCommand, *, fed: bool = False, json: bool = False) -> int:
+    """Show the output of a command until it ends, pass on the input and Ctrl-C; gives the exit code.
+
+    With `json` one object is shown at the end: the output and how the command ended.
+    """
+    written = {"stdout": bytearray(), "stderr": bytearray()}
     feeding = asyncio.ensure_future(_feed(handle)) if fed else None
     try:
         with _interrupting(handle):
             stream = handle.stream()
             async for chunk in stream:
-                await asyncio.to_thread(write_out, chunk.stream, chunk.data)
+                if json:
+                    written[chunk.stream] += chunk.data
+                else:
+                    await asyncio.to_thread(write_out, chunk.stream, chunk.data)
     except BaseException:
         with contextlib.suppress(CarrelError):
             await handle.kill()
@@ -113,6 +123,11 @@ async def followed(handle: AsyncCommand | LocalCommand, *, fed: bool = False) ->
             await asyncio.gather(feeding, return_exceptions=True)
     if stream.info is None:
         raise SandboxLost("the server did not say how the command ended")
+    if json:
+        from carrel.cli.shown import print_json
+
+        texts = {name: data.decode(errors="replace") for name, data in written.items()}
+        print_json({**texts, **stream.info.model_dump(mode="json")})
     return exit_code(stream.info)
 
 

@@ -78,18 +78,25 @@ def ls(
 
 
 @app.command("revoke")
-def revoke(ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids that `carrel token ls` shows.")]) -> None:
+def revoke(
+    ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids that `carrel token ls` shows.")],
+    json: options.Json = False,
+) -> None:
     """Make tokens worthless: at once on this server, within seconds on others.
 
     \b
     carrel token revoke tok-1f2e3d4c5b6a7988
     """
+    from carrel.cli.shown import print_done
     from carrel.client import Client
 
     with Client(administrator=True) as client:
         for each in ids:
             client.tokens.revoke(each)
-            print(f"revoked {each}")
+            if not json:
+                print(f"revoked {each}")
+    if json:
+        print_done(revoked=ids)
 
 
 def _show(found: list[TokenInfo]) -> None:
