@@ -8,7 +8,7 @@ import pytest
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
-from carrel.errors import AlreadyExists, Conflict, NotFound
+from carrel.errors import AlreadyExists, Conflict, NotFound, PlatformError
 from carrel.models import CommandRequest, Limits, SandboxRequest, State
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.layout import encode
@@ -132,3 +132,18 @@ async def test_a_restart_settles_what_was_being_made(settings: Settings) -> None
         assert again is not None and (again.status, again.bytes) == (SnapshotStatus.READY, whole.bytes)
     finally:
         await plane.close()
+
+
+async def test_snapshot_of_a_workspace_that_could_not_be_made_tells_why(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_volume: str, _cap: int | None) -> None:
+        raise PlatformError("the disk that holds /data/pool.btrfs is full")
+
+    monkeypatch.setattr(plane.driver, "create", full)
+    with pytest.raises(PlatformError, match=r"/data/pool.btrfs is full"):
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    with pytest.raises(Conflict, match=r"'c' has no files on this server: the disk that holds /data/pool.btrfs is full"):
+        await plane.snapshots.take("c")
+    with pytest.raises(Conflict, match="no files"):
+        await plane.snapshots.fork("c", "d")

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 from carrel.control.caller import caller
 from carrel.control.door import Kind
+from carrel.control.keeping import context_of
 from carrel.control.operations import Operations
 from carrel.control.sessions import Sessions
 from carrel.control.workspaces import Workspaces, cap_bytes
@@ -49,6 +50,13 @@ class Snapshots:
             return _info(await self._take(record, "request"))
 
     async def _take(self, record: SessionRecord, reason: str) -> SnapshotRecord:
+        if not await self._workspaces.exists(context_of(record)):
+            why = f": {record.error}" if record.error else ""
+            raise Conflict(
+                f"the context '{record.context_id}' has no files on this server{why}",
+                field="id",
+                hint="start its sandbox first",
+            )
         taken = await self._workspaces.keeping.take(record, reason)
         await self._sessions.note(record, snapshot=taken.id)
         return taken

@@ -89,7 +89,7 @@ class Layout:
         try:
             fd = _open_directory(path)
         except OSError as error:
-            raise PlatformError(f"the workspace cannot be opened: {error.strerror}") from None
+            raise PlatformError(f"the workspace {path} cannot be opened: {error.strerror}") from None
         try:
             if new:
                 for sub in SUBDIRECTORIES:
@@ -98,7 +98,7 @@ class Layout:
             self._describe(fd, name, ephemeral, new, ttl_days, used)
         except OSError as error:
             if new or error.errno not in {errno.ENOSPC, errno.EDQUOT}:  # a full workspace can still be used
-                raise PlatformError(f"cannot make the workspace: {error.strerror}") from None
+                raise PlatformError(f"cannot make the workspace {path}: {error.strerror}") from None
         finally:
             os.close(fd)
 

@@ -70,3 +70,12 @@ def test_a_pool_that_cannot_be_mounted_is_not_left_behind(tmp_path: Path) -> Non
     done = subprocess.run([*argv, str(tmp_path)], check=True, capture_output=True, text=True)
     assert "failed" in done.stdout
     assert os.listdir(tmp_path) == ["pool"]
+
+
+def test_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(str(tmp_path / "pool.btrfs"), str(tmp_path / "pool"), 0, 0)
+    pool.require_room()
+    full = os.statvfs_result([4096, 4096, 1000, 0, 0, 1000, 0, 0, 0, 255])
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    with pytest.raises(PlatformError, match=r"the disk that holds .*/pool.btrfs is full"):
+        pool.require_room()

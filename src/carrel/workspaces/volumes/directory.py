@@ -454,7 +454,8 @@ def failing(what: str) -> Iterator[None]:
     except CarrelError:
         raise
     except OSError as error:
-        raise PlatformError(f"{what}: {error.strerror or error}", errno=error.errno) from error
+        where = f" at {error.filename}" if isinstance(error.filename, str) else ""
+        raise PlatformError(f"{what}{where}: {error.strerror or error}", errno=error.errno) from error
 
 
 def remove_tree(path: str) -> None:

@@ -139,7 +139,7 @@ class Pool:
         """Refuse what would write while the host's disk is full."""
         if self._room(0) == 0:
             raise PlatformError(
-                "the disk that holds the pool is full",
+                f"the disk that holds {self._file} is full",
                 hint=f"free at least {_HOST_RESERVE >> 20} MiB there",
                 errno=errno.ENOSPC,
             )
