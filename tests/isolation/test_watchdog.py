@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from carrel.isolation.watchdog import Watched, look
+from carrel.isolation import watchdog
+from carrel.isolation.watchdog import Shared, Watched, count, look
 
 MB = 1024 * 1024
 # A first process whose children hold as many megabytes as its arguments say, without their first thread for those below
@@ -151,3 +152,117 @@ def test_odd_names_and_vanishing_processes(tmp_path: Path) -> None:
     watched = Watched(10, 1000 * pages)
     look([watched], str(tmp_path))
     assert watched.used == (5 - 1 + 9 - 1) * pages
+
+
+# A process that shares 24 MB with a child by a map, has 16 MB in a file in memory and 8 MB in one that is only mapped.
+SHARING = """
+import mmap, os, signal
+area = mmap.mmap(-1, 24 << 20)
+area.write(b"x" * len(area))
+file = os.memfd_create("held")
+os.write(file, b"x" * (16 << 20))
+gone = os.memfd_create("mapped")
+os.write(gone, b"x" * (8 << 20))
+mapped = mmap.mmap(gone, 8 << 20)
+for name in os.listdir("/proc/self/fd"):  # the map has a descriptor of its own
+    if os.path.islink(f"/proc/self/fd/{name}") and "memfd:mapped" in os.readlink(f"/proc/self/fd/{name}"):
+        os.close(int(name))
+child = os.fork()
+if child:
+    print(child, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def sharing() -> Iterator[tuple[int, int]]:
+    """A process and its child that share memory."""
+    first = subprocess.Popen([sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    child = int(first.stdout.readline())
+    yield first.pid, child
+    os.kill(child, signal.SIGKILL)
+    first.kill()
+    first.communicate()
+
+
+def test_count_finds_shared_memory_once_whoever_holds_it(sharing: tuple[int, int]) -> None:
+    first, child = sharing
+    found = count(first, watchdog.shared_memory_device(), {})
+    assert sum(found.files([first, child]).values()) == 48 * MB
+    assert sum(found.files([child]).values()) == 48 * MB
+    assert found.files([]) == {}
+    assert found.uncountable == 0
+
+
+def test_count_remembers_the_size_of_a_file_that_is_only_mapped(sharing: tuple[int, int]) -> None:
+    first, _child = sharing
+    device = watchdog.shared_memory_device()
+    sizes = count(first, device, {}).files([first])
+    (inode,) = [inode for inode, size in sizes.items() if size == 8 * MB]
+    assert count(first, device, {inode: 100 * MB}).files([first])[inode] == 100 * MB
+
+
+def test_count_of_too_many_entries_names_the_largest_process(
+    sharing: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, child = sharing
+    monkeypatch.setattr(watchdog, "MOST_ENTRIES", 20)
+    assert count(first, watchdog.shared_memory_device(), {}).uncountable == 0, "the first process is never killed"
+    monkeypatch.setattr(watchdog, "MOST_ENTRIES", len(Path(f"/proc/{first}/maps").read_text().splitlines()) + 20)
+    assert count(first, watchdog.shared_memory_device(), {}).uncountable == child
+
+
+def test_counts_travel_as_text_and_a_broken_text_is_none(sharing: tuple[int, int]) -> None:
+    first, child = sharing
+    text = watchdog.counted([Watched(first, 1)])
+    assert sum(watchdog.parse_counted(text)[first].files([child]).values()) == 48 * MB
+    assert watchdog.parse_counted(text[:-5]) == watchdog.parse_counted(b"") == {}
+
+
+def test_nobody_is_killed_for_shared_memory_that_was_counted_earlier(tree: Tree) -> None:
+    largest = Shared({tree.children[0]: {1: 500 * MB}})
+    watched = Watched(tree.first.pid, 200 * MB)
+    watched.take_count(largest, kills=1)
+    assert look([watched]), "a new count is wanted"
+    assert (watched.kills, watched.used > 500 * MB) == (0, True)
+    watched.take_count(largest, kills=0)
+    look([watched])
+    assert watched.kills == 1
+    tree.settled([False, True, True])
+    look([watched])
+    assert (watched.kills, watched.used < 200 * MB) == (1, True), "who has ended holds nothing"
+
+
+def test_memory_file_systems_and_segments_are_counted(tree: Tree, tmp_path: Path) -> None:
+    listed = tmp_path / "shm"
+    listed.write_text("key shmid perms size cpid rss swap\n0 1 600 9 1 4096 100\n0 2 600 9 1 8192 0\n")
+    watched = Watched(tree.first.pid, 1000 * MB)
+    look([watched])
+    before = watched.used
+    watched.segments = os.open(listed, os.O_RDONLY)
+    look([watched])
+    assert 0 <= watched.used - before - 12_388 < MB
+    watched.mounts = [os.open("/dev/shm", os.O_PATH)]
+    look([watched])
+    watched.let_go()
+    assert (watched.segments, watched.mounts) == (-1, ())
+
+
+def test_sockets_are_held_by_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `/proc` of our own, and a kill that only tells whom."""
+    for pid, parent in ((10, 1), (11, 10), (12, 10)):
+        (tmp_path / str(pid) / "fd").mkdir(parents=True)
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (x) S {parent} 0")
+        (tmp_path / str(pid) / "statm").write_text("9 5 1")
+    (tmp_path / "10" / "net").mkdir()
+    sockstat = tmp_path / "10" / "net" / "sockstat"
+    for number in range(500):
+        (tmp_path / "12" / "fd" / str(number)).touch()
+    killed: list[int] = []
+    monkeypatch.setattr(watchdog, "_kill", lambda pid: not killed.append(pid))
+    watched = Watched(10, 100 * MB, own_network=True)
+    for number, victims in ((watchdog.FEWEST_SOCKETS, []), (watchdog.FEWEST_SOCKETS + 1, [12])):
+        sockstat.write_text(f"sockets: used {number}\nTCP: inuse 0\n")
+        look([watched], str(tmp_path))
+        assert killed == victims

@@ -187,3 +187,105 @@ def test_sandbox_has_no_real_time_priority_and_no_lower_nice_value(attacker):
         return "a real-time priority"
 
     attacker.attempt(attack)
+
+
+# Takes shared memory by steps of 8 MB and says after each how many megabytes it has; then waits.
+SHARE = r"""
+import ctypes, mmap, os, socket, sys, time
+
+kind, most = sys.argv[1], int(sys.argv[2])
+step = 8 * 1024 * 1024
+held = []
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+
+
+def anonymous_maps():
+    area = mmap.mmap(-1, step)
+    area.write(b"x" * step)
+    held.append(area)
+
+
+def forgotten_maps():  # pages that no process has in its tables
+    anonymous_maps()
+    held[-1].madvise(mmap.MADV_DONTNEED)
+
+
+def memory_files():
+    held.append(os.memfd_create("share"))
+    os.write(held[-1], b"x" * step)
+
+
+def mapped_memory_files():
+    file = os.memfd_create("share")
+    os.write(file, b"x" * step)
+    libc.mmap(None, ctypes.c_size_t(step), 3, 1, file, ctypes.c_long(0))
+    os.close(file)
+
+
+def segments():
+    found = libc.shmget(0, ctypes.c_size_t(step), 0o1600)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), "shmget")
+    place = libc.shmat(found, None, 0)
+    ctypes.memset(place, 1, step)
+    libc.shmdt(ctypes.c_void_p(place))
+
+
+def sockets():
+    filled = 0
+    while filled < step:
+        pair = socket.socketpair()
+        held.append(pair)
+        for one in pair:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * 1024 * 1024)
+            one.setblocking(False)
+            try:
+                while True:
+                    filled += one.send(b"x" * 65536)
+            except BlockingIOError:
+                pass
+
+
+for done in range(8, most + 1, 8):
+    globals()[kind]()
+    print(done, flush=True)
+    time.sleep(0.02)
+time.sleep(3)
+print("kept", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["anonymous_maps", "forgotten_maps", "memory_files", "mapped_memory_files", "segments", "sockets"]
+)
+def test_shared_memory_counts_towards_the_limit(attacker, kind):
+    """Hold memory that is no process's own."""
+    box = attacker.with_limits(memory_mb=128, processes=64)
+    result = box.commands.run(["/usr/bin/python3", "-I", "-c", SHARE, kind, "1024"], timeout=60)
+    told = result.stdout.split()
+    assert "kept" not in told, "1 GB was held where 128 MB were allowed"
+    assert int(told[-1]) <= 512, told
+    after = box.commands.run("echo fine", timeout=20)
+    assert after.stdout == "fine\n", after
+
+
+def test_shared_memory_within_the_limit_is_left_alone(attacker):
+    """Not an attack: several processes that share memory count it once."""
+    box = attacker.with_limits(memory_mb=256, processes=64)
+    code = """
+import mmap, os, time
+area = mmap.mmap(-1, 64 * 1024 * 1024)
+area.write(b"x" * len(area))
+children = []
+for _ in range(8):
+    child = os.fork()
+    if child == 0:
+        assert area.find(b"y") == -1  # reads all of it
+        time.sleep(3)
+        os._exit(0)
+    children.append(child)
+print([os.waitpid(child, 0)[1] for child in children])
+"""
+    result = box.commands.run(["/usr/bin/python3", "-I", "-c", code], timeout=60)
+    assert result.stdout == f"{[0] * 8}\n", result

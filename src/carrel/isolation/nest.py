@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -84,6 +84,12 @@ class Child:
             self.way_out.close()
             self.way_out = None
 
+    def take_memory(self, descriptors: Sequence[int]) -> None:
+        """Keep the descriptors by which its memory is watched: the System V segments first, then the file systems."""
+        if self.watched is None:
+            raise PlatformError("the memory of this sandbox is not watched")
+        self.watched.segments, *self.watched.mounts = descriptors
+
     @contextmanager
     def bridgehead(self) -> Iterator[tuple[int, ...]]:
         """What a bridge to the child's network is built with, once; nothing for a child that is to have none.
@@ -104,10 +110,12 @@ class Child:
             self.network_fd = -1
 
     def let_go(self) -> None:
-        """Close what was kept of the child: its way out, its bridge."""
+        """Close what was kept of the child: its way out, its bridge, the descriptors of its memory."""
         if self.way_out is not None:
             self.way_out.close()
             self.way_out = None
+        if self.watched is not None:
+            self.watched.let_go()
         for descriptor in (self.network_fd, self.lifeline):
             _close(descriptor)
         self.network_fd = self.lifeline = -1
@@ -138,8 +146,8 @@ class Nest:
         self._prepared = self._supervisor.prepare()
         if self._isolate:
             linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with a way out costs one for as long as it lives
-            self._program = seccomp.build()
             self.cgroups = cgroups.Cgroups.open()
+            self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
             self._ids = ids.HostIds() if self._root else None
             stage.enter(workspaces, root=self._root, shared=shared)
             if not self._root:
@@ -188,7 +196,8 @@ class Nest:
         """Give a hatched child what was asked for: limits, workspace, masks, and the socket it will listen on."""
         order = self._order(masks) if spec.masked else -1
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
-            child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024)
+            own_network = spec.network != "host"
+            child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
             spec = replace(spec, watched=True)
         fds = [listener]
         try:
@@ -291,6 +300,8 @@ class Nest:
                 sandbox.settle(spec, fds[1], self._program, root=self._root, order_fd=fds[-1])
                 for descriptor in fds[1:]:
                     os.close(descriptor)
+                if spec.watched:
+                    sandbox.hand_over_memory(orders)
                 workspace, home = rootfs.WORKSPACE, rootfs.HOME
             else:
                 os.setsid()

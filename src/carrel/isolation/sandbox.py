@@ -24,6 +24,7 @@ WAY_OUT_PORT = 3128
 WAY_OUT_BACKLOG = 4096
 WAY_OUT = b"way out"
 NETWORK = b"network"
+MEMORY = b"memory"
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,18 @@ def hand_over_network(orders: socket.socket) -> None:
         os.close(descriptor)
 
 
+def hand_over_memory(orders: socket.socket) -> None:
+    """Give the zygote descriptors by which it sees what this sandbox keeps in memory outside of its processes."""
+    paths = (rootfs.HOME, "/tmp", "/dev/shm")
+    fds = [os.open("/proc/sysvipc/shm", os.O_RDONLY | os.O_CLOEXEC)]
+    fds += [os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths]
+    try:
+        socket.send_fds(orders, [MEMORY], fds)
+    finally:
+        for descriptor in fds:
+            os.close(descriptor)
+
+
 def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_fd: int = -1) -> None:
     """The second half: take what was asked for, then give up every privilege for good."""
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver)
@@ -131,6 +144,8 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_f
         covers.pivot_masked(BASE, covers.read(order_fd), COVERS)
     else:
         linux.pivot_into(BASE)
+    if spec.watched and spec.memory_mb is not None:
+        budgets.limit_uncounted_memory(spec.memory_mb, own_network=spec.network != "host")
     _limit(spec)
     linux.drop_bounding_set()
     if root:

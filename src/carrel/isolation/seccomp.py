@@ -15,6 +15,7 @@ import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.isolation.syscalls import TABLES
@@ -185,12 +186,30 @@ CHECKED: Mapping[str, Check] = {
     "socketpair": _only(0, (socket.AF_UNIX,), _UNIX_SOCKET, _EAFNOSUPPORT),
 }
 
+# Where no cgroup counts the buffers of sockets, they keep the size that the kernel gives them: setting it does nothing
+# and succeeds, as beyond net.core.wmem_max.
+_BUFFER_SIZES = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+FIXED_BUFFERS: Mapping[str, Check] = {
+    "setsockopt": _only(
+        1,
+        (socket.SOL_SOCKET,),
+        Check(
+            2,
+            (*((option, _EPERM) for option in _SOCKET_FILTERS), *((option, refuse(0)) for option in _BUFFER_SIZES)),
+            RET_ALLOW,
+        ),
+        RET_ALLOW,
+    ),
+}
+
 # A tracer that skips a call sets its number to -1: nothing runs, and refusing would overwrite its answer.
 _SKIPPED_BY_TRACER = 0xFFFFFFFF
 
 
-def decision(name: str) -> Decision:
-    """What the filter says to the call of this name; unknown names do not exist."""
+def decision(name: str, more: Mapping[str, Check] = MappingProxyType({})) -> Decision:
+    """What the filter says to the call of this name, first by `more` checks; unknown names do not exist."""
+    if name in more:
+        return more[name]
     if name in ALLOWED:
         return RET_ALLOW
     if name in DENIED:
@@ -268,8 +287,8 @@ class _Assembler:
         return b"".join(_INSTRUCTION.pack(*one) for one in reversed(self._code))
 
 
-def _ranges(table: Mapping[str, int]) -> list[tuple[int, Decision]]:
-    by_number: dict[int, Decision] = {number: decision(name) for name, number in table.items()}
+def _ranges(table: Mapping[str, int], more: Mapping[str, Check]) -> list[tuple[int, Decision]]:
+    by_number: dict[int, Decision] = {number: decision(name, more) for name, number in table.items()}
     by_number[_SKIPPED_BY_TRACER] = RET_ALLOW
     found: list[tuple[int, Decision]] = [(0, by_number.get(0, _ENOSYS))]
     for number in sorted(by_number.keys() | {after + 1 for after in by_number if after < _SKIPPED_BY_TRACER}):
@@ -279,8 +298,11 @@ def _ranges(table: Mapping[str, int]) -> list[tuple[int, Decision]]:
     return found
 
 
-def build(arch: str | None = None) -> bytes:
-    """The filter program (an array of struct sock_filter) for an architecture, by default this machine's."""
+def build(arch: str | None = None, more: Mapping[str, Check] = MappingProxyType({})) -> bytes:
+    """The filter program (an array of struct sock_filter) for an architecture, by default this machine's.
+
+    `more` are checks in the place of those that hold everywhere, such as `FIXED_BUFFERS`.
+    """
     arch = arch or os.uname().machine
     table = TABLES.get(arch)
     if table is None:
@@ -289,7 +311,7 @@ def build(arch: str | None = None) -> bytes:
             field="arch",
             hint=f"carrel knows {' and '.join(TABLES)}",
         )
-    program = _Assembler().program(AUDIT_ARCH[arch], _ranges(table))
+    program = _Assembler().program(AUDIT_ARCH[arch], _ranges(table, more))
     _header(program)
     return program
 

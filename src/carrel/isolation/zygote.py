@@ -53,6 +53,9 @@ class Zygote:
         self._connections: set[socket.socket] = set()
         self._stopping = False
         self._next_look = 0.0
+        self._next_count = 0.0
+        self._counted_at = 0
+        self._counting = False
         self._shared: list[str] = []
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -121,8 +124,52 @@ class Zygote:
         if now >= self._next_look:
             watched = [child.watched for child in self._named.values() if child.watched and not child.reaped]
             if watched:
-                watchdog.look(watched)
+                if watchdog.look(watched):
+                    self._next_count = 0.0
+                self._count_shared(watched)
                 self._next_look = time.monotonic() + watchdog.INTERVAL_S
+
+    def _count_shared(self, watched: Sequence[watchdog.Watched]) -> None:
+        """Begin to count shared memory when it is time, in a fork: sandboxes can have much to look at."""
+        on_machine = watchdog.machine_shared()
+        due = time.monotonic() >= self._next_count
+        if self._counting or not (due or abs(on_machine - self._counted_at) >= watchdog.COUNT_STEP):
+            return
+        self._counted_at = on_machine
+        self._next_count = time.monotonic() + watchdog.COUNT_INTERVAL_S
+        read_end, write_end = os.pipe()
+        try:
+            if os.fork() == 0:
+                try:
+                    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
+                    os.close(read_end)
+                    os.nice(5)
+                    with open(write_end, "wb") as pipe:
+                        pipe.write(watchdog.counted(watched))
+                finally:
+                    os._exit(0)
+        except OSError:
+            os.close(read_end)
+            return
+        finally:
+            os.close(write_end)
+        self._counting = True
+        told, kills = bytearray(), {each.pid: each.kills for each in watched}
+        self._selector.register(read_end, selectors.EVENT_READ, lambda pipe: self._counted(pipe, told, kills))
+
+    def _counted(self, pipe: int, told: bytearray, kills: Mapping[int, int]) -> None:
+        """Take in what the fork counted, once it has told all."""
+        if chunk := os.read(pipe, 65536):
+            told += chunk
+            return
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        self._counting = False
+        found = watchdog.parse_counted(bytes(told))
+        for child in self._named.values():
+            if child.watched is not None and child.pid in found:
+                child.watched.take_count(found[child.pid], kills[child.pid])
+        self._next_look = 0.0
 
     def _stop(self) -> None:
         self._stopping = True
@@ -253,7 +300,7 @@ class Zygote:
 
     def _heard(self, child: Child) -> None:
         try:
-            word, fds, _flags, _address = socket.recv_fds(child.orders, 4096, 1)
+            word, fds, _flags, _address = socket.recv_fds(child.orders, 4096, 4)
         except OSError:
             word, fds = b"", []
         if word == sandbox.WAY_OUT and fds:
@@ -261,6 +308,9 @@ class Zygote:
             return
         if word == sandbox.NETWORK and fds:
             child.network_fd = fds[0]
+            return
+        if word == sandbox.MEMORY and fds:
+            child.take_memory(fds)
             return
         self._selector.unregister(child.orders)
         child.orders.close()
