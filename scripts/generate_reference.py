@@ -110,7 +110,7 @@ def cli_page() -> str:
         "`exec`, `python` and `sh` exit with the code of what they ran, 128+n for a signal, 124 at a deadline.\n"
         "Failures are one or two lines on stderr.\n\n",
         "With `--json` a list is one JSON array, one thing is one object, and what goes on (`--follow`, `--watch`,\n"
-        "logs) is one object a line. A removal prints what it removed: `{\"removed\": \"NAME\"}`.\n\n",
+        'logs) is one object a line. A removal prints what it removed: `{"removed": "NAME"}`.\n\n',
         "`carrel --install-completion` completes commands, options and contexts in the shell.\n",
     ]
     group = typer.main.get_command(build())

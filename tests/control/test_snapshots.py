@@ -143,7 +143,9 @@ async def test_snapshot_of_a_workspace_that_could_not_be_made_tells_why(
     monkeypatch.setattr(plane.driver, "create", full)
     with pytest.raises(PlatformError, match=r"/data/pool.btrfs is full"):
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    with pytest.raises(Conflict, match=r"'c' has no files on this server: the disk that holds /data/pool.btrfs is full"):
+    with pytest.raises(
+        Conflict, match=r"'c' has no files on this server: the disk that holds /data/pool.btrfs is full"
+    ):
         await plane.snapshots.take("c")
     with pytest.raises(Conflict, match="no files"):
         await plane.snapshots.fork("c", "d")

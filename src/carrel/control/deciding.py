@@ -105,7 +105,7 @@ def _is_quick(policy: Policy, texts: Sequence[str | Sequence[str]]) -> bool:
 
 
 def verdict_of(policy: Policy, operation: Operation, read: Callable[[str], str | None]) -> Verdict:
-    """What a policy says of an operation. `read` gives the text of a file of the workspace. Blocking, and may be long."""
+    """What a policy says of an operation. `read` gives the text of a file of the workspace. May block for long."""
     arguments = operation.arguments
     if operation.kind == "shell" and operation.name in _COMMANDS:
         command = arguments.get("command")
