@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.client import local_server, locate
+from carrel.client.locate import is_loopback
 from carrel.errors import CarrelError, InvalidRequest, ServerUnreachable
 from servers import ROOT, as_user, readable
 
@@ -92,6 +93,8 @@ def test_loopback() -> None:
     assert locate("http://127.8.8.8").loopback
     assert not locate("http://127.example.org").loopback
     assert not locate("https://carrel.example").loopback
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"url": 5}', "\x00"])

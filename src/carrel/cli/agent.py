@@ -46,7 +46,9 @@ def agent(
     carrel agent
     carrel agent --model openai:gpt-5.5 --database postgresql://localhost/agents
     """
+    from carrel.cli.failures import note
     from carrel.client import data_dir, locate
+    from carrel.client.locate import is_loopback
 
     if log_level not in {"debug", "info", "warning", "error"}:
         raise typer.BadParameter(f"'{log_level}' is no log level", param_hint="--log-level")
@@ -68,4 +70,6 @@ def agent(
         push_hosts=tuple(push_hosts or ()),
         keep_days=keep_days,
     )
+    if public_url is None and not is_loopback(host):
+        note("carrel: tokens travel in the clear here; put a proxy with TLS in front and name it with --public-url")
     serve(settings, log_level=log_level)

@@ -159,7 +159,8 @@ def _serve_http(workspaces: Workspaces, context: str | None, host: str, port: in
     import uvicorn
 
     from carrel.cli.failures import note
-    from carrel.integrations.mcp.http import application, is_loopback, url_of
+    from carrel.client.locate import is_loopback
+    from carrel.integrations.mcp.http import application, url_of
 
     app = application(workspaces, hosts=names, context_id=context, host=host)
     config = uvicorn.Config(

@@ -32,11 +32,15 @@ class Address:
     @property
     def loopback(self) -> bool:
         """Whether the server is on this machine, so that no proxy of the environment may stand between."""
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return host == "localhost" or ip_address(host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(urlsplit(self.url).hostname or "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is for this machine only."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def data_dir() -> Path:

@@ -67,14 +67,6 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is for this machine only."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def url_of(host: str, port: int) -> str:
     """The address a client on this machine may use."""
     name = "127.0.0.1" if is_wildcard(host) else f"[{host}]" if ":" in host else host
