@@ -39,8 +39,8 @@ def test_clean_environment_gives_the_exit_code_of_its_command() -> None:
 def test_ci_runs_everything_in_the_clean_environment() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert 'run() { scripts/clean-environment "$@"; }' in lines
-    commands = [line for line in lines if "make " in line or "scripts/test-as-user" in line]
-    assert len(commands) == 3 and all("run " in line for line in commands)
+    commands = [line.strip() for line in lines if "make " in line or "scripts/test-as-user" in line]
+    assert len(commands) == 3 and all(line.startswith("run ") for line in commands)
 
 
 def test_only_root_can_run_tests_as_another_user(tmp_path: Path) -> None:
