@@ -200,3 +200,13 @@ def test_approve_without_an_id_needs_a_terminal(carrel: Carrel) -> None:
     for words in (["approve"], ["deny"], ["approve", "--json"]):
         done = carrel(*words)
         assert done.returncode == 2 and b"carrel approvals" in done.stderr
+
+
+def test_who_asked_is_told_how_to_ask_as_an_agent(carrel: Carrel, context: str, data_dir: Path) -> None:
+    asked = [context, "--", "touch", "a"]
+    assert carrel("exec", *asked).returncode == 1
+    own = carrel("approve", waits(carrel, context))
+    assert own.returncode == 1 and b"own request" in own.stderr and b"agent-token" in own.stderr
+    agent = {"CARREL_TOKEN": (data_dir / "agent-token").read_text()}
+    assert carrel("exec", *asked, env=agent).returncode == 1
+    assert carrel("approve", waits(carrel, context)).returncode == 0

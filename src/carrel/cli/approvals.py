@@ -26,6 +26,10 @@ Message = Annotated[str | None, typer.Option("--message", "-m", help="Words for 
 app = typer.Typer(invoke_without_command=True, add_completion=False)
 _COLOURS = {"pending": "yellow", "approved": "green", "denied": "red", "expired": "bright_black"}
 _ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "s": None, "skip": None, "q": None, "quit": None}
+_OWN_HINT = (
+    "ask as an agent: with Client() in a program on the server's machine, "
+    "or with the token in `agent-token` of the data directory as CARREL_TOKEN"
+)
 _MOMENT = "%Y-%m-%d %H:%M:%S"
 
 
@@ -184,7 +188,7 @@ def _told(result: ApprovalBatchResult, json: bool) -> None:
     for info in result.decided:
         print(f"{info.state} {info.id} {plain(info.summary)}")
     for name, why in result.refused.items():
-        tell(f"{name}: {why}")
+        tell(f"{name}: {why}", _OWN_HINT if "own request" in why else None)
 
 
 def _tell(info: ApprovalInfo, json: bool) -> None:
