@@ -49,7 +49,7 @@ def use_all(metrics: Metrics) -> None:
     metrics.mcp_discovered("ok", 0.2)
     metrics.router(2, 3, 1, 4096)
     metrics.sandboxes({State.RUNNING: 3, State.TERMINATED: 9})
-    metrics.workspace("conversation-42", 4096, 1_700_000_000.5)
+    metrics.workspace("conversation-42", 4096, 1_700_000_000.5, namespace="default", agent="coder")
     metrics.volume(5_000_000, 9_000_000)
 
 
@@ -76,9 +76,12 @@ def test_every_call_shows() -> None:
     assert value(metrics, "carrel_sandboxes", state="running") == 3
     assert value(metrics, "carrel_sandboxes", state="stopped") == 0
     assert value(metrics, "carrel_sandboxes", state="terminated") is None
-    assert value(metrics, "carrel_workspace_bytes", context_id="conversation-42") == 4096
+    assert (
+        value(metrics, "carrel_workspace_bytes", context_id="conversation-42", namespace="default", agent="coder")
+        == 4096
+    )
     name = "carrel_workspace_last_accessed_timestamp_seconds"
-    assert value(metrics, name, context_id="conversation-42") == 1_700_000_000.5
+    assert value(metrics, name, context_id="conversation-42", namespace="default", agent="coder") == 1_700_000_000.5
     assert value(metrics, "carrel_volume_used_bytes") == 5_000_000
     assert value(metrics, "carrel_volume_capacity_bytes") == 9_000_000
     assert (value(metrics, "carrel_process_resident_memory_bytes") or 0) > 1_000_000
@@ -160,8 +163,9 @@ def test_label_sets_are_bounded() -> None:
 
 def test_a_label_cannot_break_the_text() -> None:
     metrics = Metrics()
-    metrics.workspace('a"} 1\nforged{x="', 1, 2.0)
-    assert value(metrics, "carrel_workspace_bytes", context_id='a"} 1\nforged{x="') == 1
+    metrics.workspace('a"} 1\nforged{x="', 1, 2.0, agent='b"} 1\n')
+    labels = {"context_id": 'a"} 1\nforged{x="', "namespace": "default", "agent": 'b"} 1\n'}
+    assert value(metrics, "carrel_workspace_bytes", **labels) == 1
 
 
 contexts = st.sampled_from([f"c{number}" for number in range(12)])

@@ -298,7 +298,7 @@ def _request(trust: str | None, limits: Mapping[str, float | None]) -> SandboxRe
 @asynccontextmanager
 async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSandbox]:
     from carrel.providers.base import Capability, Launch
-    from carrel.workspaces.layout import CANONICAL_UID, Layout
+    from carrel.workspaces.layout import CANONICAL_UID, Facts, Layout
 
     provider, limits = resolved.provider, resolved.limits
     name = f"eph-{secrets.token_hex(8)}"
@@ -306,7 +306,7 @@ async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSa
     os.mkdir(workspace, 0o700)
     if os.geteuid() == 0:
         os.chown(workspace, CANONICAL_UID, CANONICAL_UID)
-    Layout(os.path.dirname(workspaces)).furnish(workspace, name, ephemeral=True, new=True, ttl_days=None)
+    Layout(os.path.dirname(workspaces)).furnish(workspace, Facts(None, ttl_days=0), new=True)
     disk_mb = limits.disk_mb if Capability.LIMIT_DISK in provider.capabilities() else None
     launch = Launch(
         id=name,

@@ -36,7 +36,11 @@ OPENMETRICS = "application/openmetrics-text"
 _OUTCOMES = frozenset(BY_CODE) | {OK, CANCELLED, UNEXPECTED}
 _OUTCOME = "`ok`, the code of an error, `cancelled` or `unexpected`"
 _DRIVER = "the volume driver"
-_CONTEXT = "the context of the workspace"
+_WORKSPACE_LABELS = {
+    "context_id": "the context of the workspace",
+    "namespace": "what its id has before the first colon, or `default`",
+    "agent": "whom it belongs to: the agent or service whose token made it, else its template; may be empty",
+}
 _QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
 
@@ -111,13 +115,13 @@ SANDBOXES = Declaration(
     {"state": ", ".join(f"`{state}`" for state in _COUNTED)},
 )
 WORKSPACE_BYTES = Declaration(
-    "carrel_workspace_bytes", "gauge", "What a workspace held when it was last measured.", {"context_id": _CONTEXT}
+    "carrel_workspace_bytes", "gauge", "What a workspace held when it was last measured.", _WORKSPACE_LABELS
 )
 LAST_ACCESSED = Declaration(
     "carrel_workspace_last_accessed_timestamp_seconds",
     "gauge",
     "When a workspace was last used, in seconds since 1970.",
-    {"context_id": _CONTEXT},
+    _WORKSPACE_LABELS,
 )
 VOLUME_USED = Declaration("carrel_volume_used_bytes", "gauge", "Used bytes of the volume that holds the workspaces.")
 VOLUME_CAPACITY = Declaration(
@@ -206,12 +210,12 @@ class _Workspaces(Collector):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._known: dict[str, tuple[float, float]] = {}
+        self._known: dict[str, tuple[float, float, str, str]] = {}
         self._lock = threading.Lock()
 
-    def set(self, context_id: str, size: int, last_accessed: float) -> None:
+    def set(self, context_id: str, size: int, last_accessed: float, namespace: str, agent: str) -> None:
         with self._lock:
-            self._known[context_id] = (last_accessed, size)
+            self._known[context_id] = (last_accessed, size, namespace, agent)
             if len(self._known) > self._most + self._most // 10:  # a cut each time would sort for each
                 self._known = dict(self._newest())
 
@@ -219,17 +223,17 @@ class _Workspaces(Collector):
         with self._lock:
             self._known.pop(context_id, None)
 
-    def _newest(self) -> list[tuple[str, tuple[float, float]]]:
+    def _newest(self) -> list[tuple[str, tuple[float, float, str, str]]]:
         return heapq.nlargest(self._most, self._known.items(), key=lambda pair: pair[1])
 
     def collect(self) -> Iterable[Metric]:
         with self._lock:
             shown = self._newest() if len(self._known) > self._most else list(self._known.items())
-        held = GaugeMetricFamily(WORKSPACE_BYTES.name, WORKSPACE_BYTES.text, labels=["context_id"])
-        used = GaugeMetricFamily(LAST_ACCESSED.name, LAST_ACCESSED.text, labels=["context_id"])
-        for context_id, (last_accessed, size) in shown:
-            held.add_metric([context_id], size)
-            used.add_metric([context_id], last_accessed)
+        held = GaugeMetricFamily(WORKSPACE_BYTES.name, WORKSPACE_BYTES.text, labels=[*_WORKSPACE_LABELS])
+        used = GaugeMetricFamily(LAST_ACCESSED.name, LAST_ACCESSED.text, labels=[*_WORKSPACE_LABELS])
+        for context_id, (last_accessed, size, namespace, agent) in shown:
+            held.add_metric([context_id, namespace, agent], size)
+            used.add_metric([context_id, namespace, agent], last_accessed)
         return [held, used]
 
     def describe(self) -> Iterable[Metric]:
@@ -325,9 +329,11 @@ class Metrics:
         self._router_sandboxes["busy",].set(busy)
         self._router_sandboxes["idle",].set(idle)
 
-    def workspace(self, context_id: str, size: int, last_accessed: float) -> None:
+    def workspace(
+        self, context_id: str, size: int, last_accessed: float, *, namespace: str = "default", agent: str = ""
+    ) -> None:
         """What a workspace holds, and when it was last used (seconds since 1970)."""
-        self._workspaces.set(context_id, size, last_accessed)
+        self._workspaces.set(context_id, size, last_accessed, namespace, agent)
 
     def forget(self, context_id: str) -> None:
         """A workspace is gone, and its metrics with it."""

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import os
 import time
 
 import pytest
@@ -9,11 +11,14 @@ import pytest
 from carrel.audit import AuditLog, Entry, Filter, SigningKey, chain_of, verify
 from carrel.config import Settings
 from carrel.control import janitor
+from carrel.control.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, LimitExceeded
+from carrel.identity import Identity, Kind, Scope
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+from carrel.workspaces.layout import encode
 from carrel.workspaces.usage import Usage, measure
 
 
@@ -140,3 +145,53 @@ async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings
 async def test_the_audit_log_is_kept_for_ever_by_default(plane: ControlPlane) -> None:
     with pytest.raises(Conflict, match="for ever"):
         await plane.janitor.prune_audit()
+
+
+def _described(plane: ControlPlane, context: str) -> dict[str, object]:
+    with open(os.path.join(plane.driver.path(encode(context, ephemeral=False)), ".context.json")) as file:
+        found: dict[str, object] = json.load(file)
+    return found
+
+
+async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> None:
+    agent = Identity("agent:coder-1", Kind.AGENT, frozenset({Scope.OPERATE}))
+    reset = caller.set(Caller(agent))
+    try:
+        info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="team:c"))
+    finally:
+        caller.reset(reset)
+    assert info.agent == "coder-1"
+    first = _described(plane, "team:c")
+    assert (first["agent"], first["namespace"], first["disk_usage_bytes"]) == ("coder-1", "team", 0)
+    await plane.operations.run_command("team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x"))
+    box = await plane.sessions.find("team:c")
+    box.used_bytes = 3_000_000  # as the watch finds it
+    await plane.janitor.describe()
+    running = _described(plane, "team:c")
+    assert running["disk_usage_bytes"] == 3_000_000 and str(running["last_accessed_at"]) > str(
+        first["last_accessed_at"]
+    )
+    record = await plane.store.get(info.id)
+    assert record is not None and record.used_bytes == 3_000_000
+    await plane.operations.run_command(
+        "team:c", CommandRequest(command="rm data/x; rm .context.json; mkdir .context.json")
+    )
+    await plane.operations.run_command("team:c", CommandRequest(command="ln -s /etc/passwd .context.json.new"))
+    await plane.sessions.stop("team:c")
+    record = await plane.store.get(info.id)
+    assert record is not None and record.used_bytes is not None and record.used_bytes < 3_000_000
+    again, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="team:c"))
+    assert again.agent == "coder-1", "it stays whose it was"
+    await plane.operations.run_command("team:c", CommandRequest(command="rm -r .context.json"))
+    await plane.sessions.stop("team:c")
+    last, record = _described(plane, "team:c"), await plane.store.get(info.id)
+    assert record is not None
+    assert (last["agent"], last["namespace"], last["disk_usage_bytes"]) == ("coder-1", "team", record.used_bytes)
+
+
+async def test_a_workspace_that_a_person_made_belongs_to_its_template(settings: Settings, plane: ControlPlane) -> None:
+    os.makedirs(os.path.join(settings.data_dir, "templates", "research"))
+    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="research"))
+    other, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="d"))
+    assert (info.agent, other.agent) == ("research", None)
+    assert _described(plane, "c")["agent"] == "research" and _described(plane, "d")["namespace"] == "default"

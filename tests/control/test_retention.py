@@ -137,3 +137,26 @@ async def test_a_template_with_rules_outlives_the_sweep(settings: Settings, plan
     await _swept(plane, info.id)
     assert not await plane.workspaces.exists("c")
     assert await plane.templates.of("c") == "careful", "nobody gets rid of rules by waiting"
+
+
+async def test_metrics_of_stopped_workspaces_are_there_after_a_restart(settings: Settings) -> None:
+    plane = await ControlPlane.open(settings)
+    try:
+        info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="team:c"))
+        await plane.operations.run_command("team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x"))
+        await plane.sessions.stop("team:c")
+        await _unused(plane, "ended", ended=True)
+    finally:
+        await plane.close()
+    plane = await ControlPlane.open(settings)
+    try:
+        await plane.store.update(info.id, used_bytes=None)  # as an older carrel left it
+        await plane.retention.recall()
+        text = plane.metrics.render()[0].decode()
+        assert 'carrel_workspace_bytes{agent="",context_id="team:c",namespace="team"} 3' in text
+        assert 'carrel_workspace_bytes{agent="",context_id="ended",namespace="default"}' in text
+        again = await plane.store.get(info.id)
+        assert again is not None and (again.used_bytes or 0) >= 3_000_000
+        assert f'{{agent="",context_id="ended",namespace="default"}} {OLD}' in text
+    finally:
+        await plane.close()

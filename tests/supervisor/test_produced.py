@@ -189,3 +189,10 @@ def act(root: Path, steps: list[tuple[str, str, str]]) -> set[str]:
         except OSError:
             pass
     return touched
+
+
+async def test_the_description_of_the_workspace_is_not_produced(workspace: Path, watch: Produced) -> None:
+    async with watch.looking() as look:
+        (workspace / ".context.json").write_text("{}")
+        (workspace / "made").write_text("x")
+    assert look.found == ["made"]

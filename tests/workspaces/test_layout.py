@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest, PlatformError
-from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Layout, empty_directory, encode
+from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Facts, Layout, empty_directory, encode
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", fullmatch=True)
 
@@ -47,7 +48,7 @@ def workspace(layout: Layout, name: str, *, ephemeral: bool = False) -> Path:
         path.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(path, CANONICAL_UID, CANONICAL_UID)
-    layout.furnish(str(path), name, ephemeral=ephemeral, new=new, ttl_days=3, used=17)
+    layout.furnish(str(path), Facts(None if ephemeral else name, "agent", "coder", None, 3, 17), new=new)
     return path
 
 
@@ -57,6 +58,10 @@ def test_furnish(layout: Layout) -> None:
     described = json.loads((path / CONTEXT_FILE).read_text())
     assert described["context_id"] == "agent:1"
     assert (described["ttl_days"], described["disk_usage_bytes"]) == (3, 17)
+    assert (described["namespace"], described["agent"]) == ("agent", "coder")
+    layout.describe(str(path), Facts("agent:1", "agent", "coder", 86_400.0, 3, 99))
+    described = json.loads((path / CONTEXT_FILE).read_text())
+    assert (described["disk_usage_bytes"], described["last_accessed_at"]) == (99, "1970-01-02T00:00:00+00:00")
     owner = CANONICAL_UID if os.geteuid() == 0 else os.geteuid()
     for each in (path, *(path / name for name in os.listdir(path))):
         info = os.stat(each)
@@ -89,6 +94,15 @@ def test_a_context_file_that_is_a_trap_is_not_followed(layout: Layout, tmp_path:
     (path / CONTEXT_FILE).mkdir()
     ((path / CONTEXT_FILE) / "x").write_text("")
     workspace(layout, "a")
+    new = path / f"{CONTEXT_FILE}.new"
+    new.mkdir()
+    workspace(layout, "a")
+    assert new.is_dir(), "a directory in the place of the new file does not brick the workspace"
+    new.rmdir()
+    new.symlink_to(victim)
+    shutil.rmtree(path / CONTEXT_FILE)
+    workspace(layout, "a")
+    assert victim.read_text() == "untouched" and json.loads((path / CONTEXT_FILE).read_text())["agent"] == "coder"
     os.mkfifo(path / "fifo")
     assert not [name for name in os.listdir(path) if name.startswith(".context-")]
 

@@ -233,7 +233,7 @@ def _disk(*, json: bool) -> None:
     from carrel.cli.shown import print_json, print_table, size
     from carrel.client import Client
 
-    with Client() as client:
+    with Client(administrator=True) as client:
         found = client.disk()
     if json:
         print_json(found.model_dump(mode="json"))

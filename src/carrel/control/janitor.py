@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -88,6 +89,7 @@ class Janitor:
         self._store = store
         self._audit = audit
         self._flushed: dict[str, float] = {}
+        self._described: dict[str, tuple[int, float]] = {}
         self._watches: dict[str, _Watch] = {}
         self._checkpoints: dict[str, float] = {}
         self._generations: dict[str, int | None] = {}
@@ -108,6 +110,7 @@ class Janitor:
             (self.catch_up, min(CATCH_UP_EVERY, settings.checkpoint_s / 4)),
             (self.push_filespaces, PUSH_EVERY),
             (self.count, IDLE_EVERY),
+            (self.describe, IDLE_EVERY),
             (self.tend, TEND_EVERY),
             (self._retention.sweep, EXPIRE_EVERY),
             (self.collect_garbage, EXPIRE_EVERY),
@@ -120,8 +123,15 @@ class Janitor:
         if self._keep_days is not None:
             loops.append((self.prune_audit, EXPIRE_EVERY))
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._once(self._retention.recall))
             for work, seconds in loops:
                 group.create_task(self._repeat(work, seconds))
+
+    async def _once(self, work: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await work()
+        except Exception:
+            log.exception("upkeep failed")
 
     async def _repeat(self, work: Callable[[], Awaitable[object]], seconds: float) -> None:
         while True:
@@ -201,7 +211,21 @@ class Janitor:
             context = box.record.context_id
             if context is not None:
                 used = await self._workspaces.usage(box.record)
-                self._workspaces.metrics.workspace(context, used.bytes, box.last_activity)
+                box.used_bytes = used.bytes
+                self._workspaces.report(box.record, used.bytes, box.last_activity)
+
+    async def describe(self) -> None:
+        """Write down what the workspaces hold that were used since the last time, in the records and in themselves."""
+        alive = {box.record.id for box in self._sessions.live()}
+        self._described = {key: value for key, value in self._described.items() if key in alive}
+        for box in self._sessions.live():
+            used, moment = box.used_bytes, box.last_activity
+            if box.record.context_id is None or used is None or self._described.get(box.record.id) == (used, moment):
+                continue
+            await self._workspaces.describe(box.record, used, moment)
+            with suppress(Conflict):  # it is another server's by now
+                await self._store.update(box.record.id, fence=box.record.fence, used_bytes=used)
+            self._described[box.record.id] = used, moment
 
     async def count(self) -> None:
         """Count sessions, and look how full the volume is."""
@@ -273,7 +297,8 @@ class Janitor:
         if usage.bytes <= disk_mb * 1024 * 1024:  # files without a name are found only through those who hold them
             usage = replace(usage, bytes=usage.bytes + await box.provider.held_bytes(box.handle))
         if box.record.context_id is not None:
-            self._workspaces.metrics.workspace(box.record.context_id, usage.bytes, box.last_activity)
+            box.used_bytes = usage.bytes
+            self._workspaces.report(box.record, usage.bytes, box.last_activity)
         now = time.monotonic()
         watch.next_busy = now + max(BUSY_EVERY, COST_FACTOR * usage.seconds)
         watch.next_idle = now + max(IDLE_EVERY, COST_FACTOR * usage.seconds)

@@ -47,6 +47,7 @@ class LiveSandbox:
         "to_push",
         "trusting",
         "used",
+        "used_bytes",
         "workspace",
     )
 
@@ -67,6 +68,7 @@ class LiveSandbox:
         """Of a sandbox for calls without a context: whose calls it runs; nobody's while it is a spare."""
         self.in_flight = 0
         self.used = False
+        self.used_bytes: int | None = None
         """Whether it was used since its disk was last measured."""
         self.changed = True
         """Whether it may have changed its files since the last snapshot."""

@@ -57,10 +57,10 @@ class Retention:
         """Warn of workspaces that are old, delete those that were warned of, and leave what went to another server."""
         reset = caller.set(Caller(UPKEEP))
         try:
-            ended = await self._ended_here()
+            await self._leave_moved()
             if self._ttl_s is None:
                 return
-            for record in [*await self._store.in_states((State.STOPPED, State.ERROR)), *ended]:
+            for record in [*await self._store.in_states((State.STOPPED, State.ERROR)), *await self._ended_here()]:
                 try:
                     await self._look(record, self._ttl_s)
                 except CarrelError as error:  # one that cannot be deleted now must not keep the others from it
@@ -85,11 +85,31 @@ class Retention:
         found = []
         for context in await self._workspaces.contexts():
             newest = await self._store.newest_of_context(context)
-            if newest is not None and newest.node not in {None, self._workspaces.node}:
-                await self._workspaces.leave(context)  # what went to another server is of no use here
-            elif newest is not None and newest.state is State.TERMINATED:
+            if newest is not None and newest.state is State.TERMINATED:
                 found.append(newest)
         return found
+
+    async def _leave_moved(self) -> None:
+        """Remove the files of contexts that went to another server: they are of no use here."""
+        for context in await self._workspaces.contexts():
+            newest = await self._store.newest_of_context(context)
+            if newest is not None and newest.node not in {None, self._workspaces.node}:
+                await self._workspaces.leave(context)
+
+    async def recall(self) -> None:
+        """Let the metrics show the workspaces that lie here and that no sandbox uses, as after a restart. What was
+        never measured is measured now.
+        """
+        stopped = await self._store.in_states((State.STOPPED, State.ERROR))
+        for record in [*stopped, *await self._ended_here()]:
+            context, used = record.context_id, record.used_bytes
+            if context is None or record.node not in {None, self._workspaces.node}:
+                continue
+            if used is None and await self._workspaces.exists(context):
+                used = (await self._workspaces.usage(record)).bytes
+                await self._store.update(record.id, used_bytes=used)
+            if used is not None and self._sessions.find_live(context) is None:
+                self._workspaces.report(record, used, record.last_activity_at)
 
     async def _look(self, record: SessionRecord, ttl_s: float) -> None:
         now = time.time()

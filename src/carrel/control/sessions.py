@@ -106,6 +106,10 @@ class Sessions:
         """The sandboxes that run now."""
         return self._live.all()
 
+    def find_live(self, name: str) -> LiveSandbox | None:
+        """The sandbox with that id or of that context if it runs here."""
+        return self._live.find(name)
+
     async def find(self, name: str) -> LiveSandbox:
         """The running sandbox with that id or of that context; `NotFound`, or `NotRunning` if it ended."""
         box = self._live.find(name)
@@ -402,19 +406,16 @@ class Sessions:
             record = replace(record, last_activity_at=max(box.last_activity, record.last_activity_at))
         elif here and record.handle is not None and (provider := self._providers.get(record.provider)) is not None:
             await provider.remove(record.handle)
-        notice, snapshot = record.notice, record.snapshot
         if record.ephemeral:
             if harvest is not None:
                 await harvest(self._workspaces.path(record))
             await self._workspaces.discard(record)
         elif started and not kept and here:
-            snapshot, notice, failure = await self._workspaces.keeping.keep(record, self.push)
+            record, failure = await self._workspaces.keep(record, self.push)
             if failure is not None and event is Event.STOP:
                 event, error = Event.FAIL, failure
         state = next_state(record.state, event)
-        record = replace(
-            record, state=state, handle=None, end_reason=reason or None, error=error, notice=notice, snapshot=snapshot
-        )
+        record = replace(record, state=state, handle=None, end_reason=reason or None, error=error)
         await self._store.update(
             record.id,
             fence=record.fence,
@@ -423,8 +424,9 @@ class Sessions:
             handle=None,
             end_reason=record.end_reason,
             error=error,
-            notice=notice,
-            snapshot=snapshot,
+            notice=record.notice,
+            snapshot=record.snapshot,
+            used_bytes=record.used_bytes,
             last_activity_at=record.last_activity_at,
         )
         return record

@@ -17,7 +17,7 @@ from carrel.control.keeping import Sync
 from carrel.control.lifecycle import Event, next_state
 from carrel.control.live import LiveSandbox, LiveSandboxes
 from carrel.control.ownership import Ownership
-from carrel.control.terms import changes, launch, plan
+from carrel.control.terms import agent_of, changes, launch, plan
 from carrel.control.workspaces import Provided, Workspaces
 from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
 from carrel.isolation.cgroups import host_memory_mb
@@ -119,7 +119,7 @@ class Starting:
         record, provider = plan(
             request, existing, key, self._settings, self._providers, node, host_memory_mb=self._host_memory_mb
         )
-        record = replace(record, acts_for=acts_for)
+        record = replace(record, acts_for=acts_for, agent=agent_of(previous, record.template))
         record = await self.fit(record, request.limits)
         record = await self.network(record, request.network, provider)
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:

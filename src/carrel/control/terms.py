@@ -11,9 +11,11 @@ import time
 from collections.abc import Mapping
 
 from carrel.config import Settings
+from carrel.control.caller import caller
 from carrel.control.lifecycle import LIVE, Event, next_state
 from carrel.control.resolving import resolve
 from carrel.errors import Conflict, InvalidRequest
+from carrel.identity import Kind
 from carrel.models import SandboxRequest, State
 from carrel.providers import Masks
 from carrel.providers.base import Capability, Launch, Provider
@@ -82,6 +84,7 @@ def plan(
         filespace=filespace,
         snapshot=existing.snapshot if existing else None,
         notice=existing.notice if existing else None,
+        used_bytes=existing.used_bytes if existing else None,
         template=request.template,
     )
     return record, provider
@@ -111,10 +114,20 @@ def launch(
     )
 
 
+def agent_of(previous: SessionRecord | None, template: str | None) -> str | None:
+    """Whom a workspace belongs to: whoever it was before; else the agent or service that asks, by the name of its
+    token; else, for a person, the agent type, which is the template.
+    """
+    if previous is not None and not previous.forgotten and previous.agent is not None:
+        return previous.agent
+    identity = caller.get().identity
+    return template if identity.kind is Kind.PERSON else identity.subject.partition(":")[2] or None
+
+
 def changes(record: SessionRecord) -> dict[str, object]:
     """What a new start writes over the record of an old one."""
     names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
-    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice")
+    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent")
     return {name: getattr(record, name) for name in (*names, *more)}
 
 

@@ -11,18 +11,19 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from carrel.control.keeping import AUTOMATIC, Keeping, context_of, volume_of
+from carrel.control.keeping import AUTOMATIC, Keeping, Sync, context_of, volume_of
 from carrel.control.stored import StoredSnapshots
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged
+from carrel.identity import namespace_of
 from carrel.metrics import Metrics
 from carrel.models import State, WorkspaceUsage
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive
-from carrel.workspaces.layout import Layout, decode, encode
+from carrel.workspaces.layout import Facts, Layout, decode, encode
 from carrel.workspaces.marks import Marks
 from carrel.workspaces.volumes import VolumeDriver, VolumeUsage
 
@@ -148,13 +149,45 @@ class Workspaces:
         return path
 
     def _furnish(self, record: SessionRecord, path: str, *, new: bool) -> None:
-        used = 0
+        used = record.used_bytes or 0
         if not new and self.driver.kernel_quota:
             used = self.driver.usage(os.path.basename(path)).bytes
-        name = record.context_id or record.id
-        self._layout.furnish(
-            path, name, ephemeral=record.ephemeral, new=new, ttl_days=self._ttl_days, used=used
-        )  # fmt: skip
+        self._layout.furnish(path, self._facts(record, 0 if new else used, None), new=new)
+
+    def _facts(self, record: SessionRecord, used: int, last_accessed: float | None) -> Facts:
+        context = record.context_id
+        namespace = None if context is None else namespace_of(context)
+        ttl_days = 0 if record.ephemeral else self._ttl_days
+        return Facts(context, namespace, record.agent, last_accessed, ttl_days, used)
+
+    async def describe(self, record: SessionRecord, used: int, last_accessed: float) -> None:
+        """Write into a workspace and the metrics what it holds and when it was used."""
+        self.report(record, used, last_accessed)
+        facts = self._facts(record, used, last_accessed)
+        try:
+            await asyncio.to_thread(self._layout.describe, self.path(record), facts)
+        except OSError as error:  # a full workspace, or one that is just being replaced
+            log.info("the description of %s is not up to date: %s", record.context_id or record.id, error)
+
+    def report(self, record: SessionRecord, used: int, last_accessed: float) -> None:
+        """Let the metrics say what a workspace holds and when it was used."""
+        context = record.context_id
+        if context is not None:
+            namespace, agent = namespace_of(context), record.agent or ""
+            self.metrics.workspace(context, used, last_accessed, namespace=namespace, agent=agent)
+
+    async def keep(self, record: SessionRecord, push: Sync) -> tuple[SessionRecord, str | None]:
+        """Keep the files of a session whose sandbox has ended: describe, push, snapshot, archive. The record as it is
+        then, and what went wrong.
+        """
+        used = record.used_bytes
+        try:
+            used = (await self.usage(record)).bytes
+            await self.describe(record, used, record.last_activity_at)
+        except CarrelError as error:
+            log.warning("the workspace of %s could not be measured: %s", record.context_id or record.id, error)
+        snapshot, notice, failure = await self.keeping.keep(record, push)
+        return replace(record, snapshot=snapshot, notice=notice, used_bytes=used), failure
 
     async def _bring(self, record: SessionRecord, snapshots: list[SnapshotRecord]) -> Provided:
         """Restore the newest snapshot that is whole, and say what was passed over."""

@@ -97,6 +97,10 @@ class SandboxInfo(Answer):
         default=None, description="what a person should know though work goes on, such as an archive out of reach"
     )
     template: str | None = Field(default=None, description="the recipe it was made by")
+    agent: str | None = Field(
+        default=None,
+        description="whom the workspace belongs to: the agent or service whose token made it, else its template",
+    )
     expires_at: datetime | None = Field(
         default=None, description="when an unused workspace is deleted; None while that is not near"
     )

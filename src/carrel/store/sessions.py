@@ -84,6 +84,7 @@ class SessionRecord:
             snapshot=self.snapshot,
             notice=self._notice(),
             template=self.template,
+            agent=self.agent,
             expires_at=None if self.expires_at is None else datetime.fromtimestamp(self.expires_at, UTC),
         )
 

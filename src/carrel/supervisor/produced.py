@@ -25,6 +25,7 @@ MOST_WATCHED = 8192
 MOST_PRODUCED = 10_000
 MOST_NAMED = 768 * 1024
 """How many files are named, and how many bytes their names have at most as JSON."""
+DESCRIPTION = ".context.json"
 _BREATH = 64
 _READ = 64 * 1024
 _HEAD = struct.Struct("iIII")
@@ -55,7 +56,11 @@ class Look:
         """Whether more changed than is named."""
 
     def add(self, path: str) -> bool:
-        """Name a file; False when there is no room for more."""
+        """Name a file; False when there is no room for more. The description of the workspace is not named: no command
+        made it.
+        """
+        if path == DESCRIPTION:
+            return True
         self._room -= len(json.dumps(path)) + 1
         self.truncated = self.truncated or self._room < 0 or len(self.found) >= MOST_PRODUCED
         if not self.truncated:

@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,6 +42,20 @@ def encode(name: str, *, ephemeral: bool) -> str:
 def decode(volume: str) -> str:
     """The context, or the ephemeral sandbox, that a directory belongs to."""
     return volume[4:].replace("+", ":")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the description of a workspace says. `context_id` is None for an ephemeral one; `last_accessed` is seconds
+    since 1970, None for now; `ttl_days` is None where it is kept for ever.
+    """
+
+    context_id: str | None
+    namespace: str | None = None
+    agent: str | None = None
+    last_accessed: float | None = None
+    ttl_days: float | None = None
+    used_bytes: int = 0
 
 
 class Layout:
@@ -82,9 +97,7 @@ class Layout:
             raise PlatformError(f"the name of this server cannot be kept: {error}", field="data_dir") from None
         return name
 
-    def furnish(
-        self, path: str, name: str, *, ephemeral: bool, new: bool, ttl_days: float | None, used: int = 0
-    ) -> None:
+    def furnish(self, path: str, facts: Facts, *, new: bool) -> None:
         """Give a workspace its directories, when it is new, and its description."""
         try:
             fd = _open_directory(path)
@@ -95,10 +108,18 @@ class Layout:
                 for sub in SUBDIRECTORIES:
                     os.mkdir(sub, 0o700, dir_fd=fd)
                     self._own(sub, fd)
-            self._describe(fd, name, ephemeral, new, ttl_days, used)
+            self._describe(fd, facts, new=new)
         except OSError as error:
             if new or error.errno not in {errno.ENOSPC, errno.EDQUOT}:  # a full workspace can still be used
                 raise PlatformError(f"cannot make the workspace {path}: {error.strerror}") from None
+        finally:
+            os.close(fd)
+
+    def describe(self, path: str, facts: Facts) -> None:
+        """Bring the description of a workspace up to date; a sandbox may use the workspace meanwhile."""
+        fd = _open_directory(path)
+        try:
+            self._describe(fd, facts, new=False)
         finally:
             os.close(fd)
 
@@ -106,35 +127,44 @@ class Layout:
         if self._root:
             os.chown(name, CANONICAL_UID, CANONICAL_UID, dir_fd=fd, follow_symlinks=False)
 
-    def _describe(self, fd: int, name: str, ephemeral: bool, new: bool, ttl_days: float | None, used: int) -> None:
+    def _describe(self, fd: int, facts: Facts, *, new: bool) -> None:
         """Write `.context.json`. The sandbox can write it too, so carrel never believes what it says."""
         now = datetime.now(UTC).isoformat()
         created = now if new else datetime.fromtimestamp(os.fstat(fd).st_ctime, UTC).isoformat()
         if not new:
             created = self._created(fd) or created
+        used_at = facts.last_accessed
         value = {
-            "context_id": None if ephemeral else name,
-            "agent": None,
-            "namespace": None,
+            "context_id": facts.context_id,
+            "agent": facts.agent,
+            "namespace": facts.namespace,
             "created_at": created,
-            "last_accessed_at": now,
-            "ttl_days": 0 if ephemeral else ttl_days,
-            "disk_usage_bytes": used,
+            "last_accessed_at": now if used_at is None else datetime.fromtimestamp(used_at, UTC).isoformat(),
+            "ttl_days": facts.ttl_days,
+            "disk_usage_bytes": facts.used_bytes,
         }
+        try:
+            self._replace(fd, json.dumps(value, indent=1).encode() + b"\n")
+        except OSError as error:
+            # The sandbox put a directory in the place of the file or of the new one, or changed them meanwhile.
+            if error.errno not in {errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
+                raise
+
+    def _replace(self, fd: int, content: bytes) -> None:
         temporary = ".context.json.new"  # one name: what a killed server leaves, the next start removes
         with suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=fd)
         out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
         try:
             with os.fdopen(out, "wb") as file:
-                file.write(json.dumps(value, indent=1).encode() + b"\n")
-            self._own(temporary, fd)
+                file.write(content)
+                if self._root:
+                    os.fchown(file.fileno(), CANONICAL_UID, CANONICAL_UID)
             os.rename(temporary, CONTEXT_FILE, src_dir_fd=fd, dst_dir_fd=fd)
-        except OSError as error:
+        except OSError:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=fd)
-            if error.errno not in {errno.EISDIR, errno.ENOTEMPTY}:  # the sandbox put a directory in its place
-                raise
+            raise
 
     @staticmethod
     def _created(fd: int) -> str | None:
