@@ -1,8 +1,7 @@
 """Bounds what a connection may cost before its caller is known: the size of a request's head, the time it may take, and
 the number of open connections. The HTTP servers of carrel are built on these protocols.
 
-Knows no route and no token. The application finds the `Connection` of a request with `of_scope`, and tells it when the
-caller has shown a valid token.
+Knows no route and no token. The application calls `mark_authenticated` when the caller has shown a valid token.
 """
 
 from __future__ import annotations
@@ -188,6 +187,13 @@ class Connections:
         if not of_peer:
             del self._by_peer[connection.peer]
         return True
+
+
+def mark_authenticated(scope: MutableMapping[str, Any]) -> None:
+    """The caller of a request has shown a valid token. Does nothing under another server than carrel's."""
+    connection = of_scope(scope)
+    if connection is not None:
+        connection.authenticated()
 
 
 def of_scope(scope: MutableMapping[str, Any]) -> Connection | None:

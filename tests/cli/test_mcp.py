@@ -82,7 +82,11 @@ def test_http_says_where_and_ends_when_told(data_dir: Path) -> None:
     )
     assert process.stdout is not None
     try:
-        assert process.stdout.readline().startswith("carrel mcp listens on http://127.0.0.1:")
+        said = process.stdout.readline()
+        assert said.startswith("carrel mcp listens on http://127.0.0.1:")
+        with socket.create_connection(("127.0.0.1", int(said.split(":")[2].split("/")[0])), timeout=60) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\nx: " + b"a" * 65536)
+            assert stranger.recv(1024).startswith(b"HTTP/1.1 431 ")
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
     finally:

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from carrel import connections
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
+from carrel.connections import mark_authenticated
 from carrel.control.caller import Caller, caller
 from carrel.control.open_requests import OpenRequest, OpenRequests
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
@@ -181,7 +181,7 @@ class Gate:
 
     async def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
         if self._tokens is None:
-            _mark_authenticated(scope)
+            mark_authenticated(scope)
             return ROOT
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
             return ROOT
@@ -193,7 +193,7 @@ class Gate:
                     if offer.strip().startswith(TOKEN_SUBPROTOCOL):
                         given = offer.strip()[len(TOKEN_SUBPROTOCOL) :]
         identity = await self._tokens.identify(given.strip())
-        _mark_authenticated(scope)
+        mark_authenticated(scope)
         return identity
 
     async def _attended(
@@ -254,12 +254,6 @@ class Gate:
             field="body",
             hint="send files with PUT …/files/content, or raise CARREL_MAX_BODY_MB",
         )
-
-
-def _mark_authenticated(scope: Scope) -> None:
-    connection = connections.of_scope(scope)
-    if connection is not None:
-        connection.authenticated()
 
 
 def _caller(identity: Identity, headers: dict[bytes, bytes]) -> Caller:

@@ -160,11 +160,22 @@ def _serve_http(workspaces: Workspaces, context: str | None, host: str, port: in
 
     from carrel.cli.failures import note
     from carrel.client.locate import is_loopback
+    from carrel.connections import Connections, connections_allowed, http_protocol
     from carrel.integrations.mcp.http import application, url_of
 
     app = application(workspaces, hosts=names, context_id=context, host=host)
+    connections = Connections(connections_allowed())
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="on"
+        app,
+        host=host,
+        port=port,
+        http=http_protocol(connections),
+        ws="none",
+        backlog=connections.backlog,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        lifespan="on",
     )
     listening = _listening(host, port)
     try:

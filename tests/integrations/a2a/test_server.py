@@ -16,6 +16,7 @@ from a2a.client.errors import A2AClientError
 from a2a.utils.constants import TransportProtocol
 from a2a_ground import Ground, Process, answer, caller, state, until
 
+from carrel.connections import MAX_HEAD
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.server import AgentSettings, read_token, running
 
@@ -43,6 +44,14 @@ async def test_the_protocol_of_before(ground: Ground) -> None:
         body = {"jsonrpc": "2.0", "id": 2, "method": "tasks/get", "params": {"id": result["id"]}}
         answer = await http.post("/", json=body, headers={"authorization": f"Bearer {ground.token}"})
         assert answer.json()["result"]["id"] == result["id"]
+
+
+async def test_long_heads_are_refused_and_known_callers_stay(ground: Ground) -> None:
+    async with ground.agent() as agent, httpx.AsyncClient(base_url=agent.url, trust_env=False) as http:
+        long = await http.get("/healthz", headers={"x": "a" * 2 * MAX_HEAD})
+        assert (long.status_code, long.json()["code"]) == (431, "too_large")
+        shown = {"authorization": f"Bearer {ground.token}"}
+        assert [(await http.get("/metrics", headers=shown)).status_code for _ in range(2)] == [200, 200]
 
 
 async def test_card_and_health_are_public_and_nothing_else(ground: Ground) -> None:

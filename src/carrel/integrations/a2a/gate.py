@@ -15,6 +15,7 @@ from a2a.utils.constants import VERSION_HEADER
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from carrel.connections import mark_authenticated
 from carrel.errors import CarrelError, PlatformError, TooLarge, Unauthorized
 from carrel.integrations.a2a.callers import Caller, Callers
 
@@ -49,6 +50,7 @@ class Gate:
         try:
             if scope["path"] not in self._open:
                 scope[CALLER] = await self._callers.admit(_token(scope))
+                mark_authenticated(scope)
             body = await self._body(scope, receive)
             if body is not None:
                 await self._app(scope, _replay(body, receive), watched)

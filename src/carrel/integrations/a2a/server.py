@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from carrel.client import AsyncClient
+from carrel.connections import Connections, connections_allowed, http_protocol
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import Callers
@@ -144,9 +145,13 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
 
 @asynccontextmanager
 async def _serving(app: Gate, listener: socket.socket) -> AsyncIterator[None]:
+    connections = Connections(connections_allowed())
     server = _HttpServer(
         uvicorn.Config(
             app,
+            http=http_protocol(connections),
+            ws="none",
+            backlog=connections.backlog,
             loop="none",
             lifespan="off",
             access_log=False,

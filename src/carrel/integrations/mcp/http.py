@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from carrel.client.locate import sendable
+from carrel.connections import mark_authenticated
 from carrel.errors import CarrelError, InvalidRequest, NotFound, Unauthorized
 from carrel.integrations.mcp.server import CALLER, Caller, Workspaces
 
@@ -110,6 +111,7 @@ class Front:
             try:
                 caller = Caller(_token(request), self._context(request))
                 subject = await self._check(caller)
+                mark_authenticated(scope)
             except CarrelError as error:
                 refusal = _problem(error)
             else:
