@@ -430,3 +430,44 @@ def test_sandbox_that_ends_itself(attacker, bystander):
         assert error.detail
     works(bystander)
     assert bystander.info().state is State.RUNNING
+
+
+BOMBS = {
+    "processes": "while True:\n  try: os.fork()\n  except OSError: full()",
+    "sessions": "while True:\n  try:\n    if os.fork() == 0: os.setsid()\n  except OSError: full()",
+    "threads": (
+        "try:\n  while True: _thread.start_new_thread(time.sleep, (7777,))\nexcept RuntimeError: full()\ntime.sleep(7777)"
+    ),
+    "zombies": "try:\n  while os.fork(): pass\n  os._exit(0)\nexcept OSError: full()\ntime.sleep(7777)",
+}
+BOMB = "import _thread, os, time\nfull = lambda: os.close(os.open('full', os.O_CREAT))\n"
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_bomb_left_by_an_ended_command_does_not_starve_the_next(attacker, kind, beside):
+    """Leave a fork bomb in the background, so that no later command of the sandbox can start."""
+    box = attacker.with_limits(processes=64)
+    other = box.commands.start("sleep 7777") if beside else None
+    left = box.commands.run(f'nohup setsid python3 -c "{BOMB}{BOMBS[kind]}" >/dev/null 2>&1 & echo left')
+    assert left.stdout == "left\n"
+    assert until(lambda: (workspace(attacker, box) / "full").exists())
+    for _ in range(3):
+        done = box.commands.run("echo one | cat; (echo two)", timeout=60)
+        assert (done.stdout, done.stderr, done.signal) == ("one\ntwo\n", "", None)
+    assert other is None or other.info().running
+
+
+def test_python_runs_beside_a_bomb_left_by_an_ended_command(attacker):
+    box = attacker.with_limits(processes=64)
+    box.commands.run(f'nohup setsid python3 -c "{BOMB}{BOMBS["processes"]}" >/dev/null 2>&1 &')
+    assert until(lambda: (workspace(attacker, box) / "full").exists())
+    assert box.python.run("print(6 * 7)").stdout == "42\n"
+
+
+def test_what_was_left_behind_stays_while_there_is_room(attacker):
+    box = attacker.with_limits(processes=64)
+    box.commands.run("for each in 1 2 3 4 5 6 7 8; do setsid sleep 7777 & done")
+    for _ in range(3):
+        works(box)
+    assert box.commands.run("ps -e -o args= | grep -c '^sleep 7777'").stdout == "8\n"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor import commands
+from carrel.supervisor import commands, reaper
 from carrel.supervisor.reaper import Reaper, Runner, descendants, doomed
 from leaks import below
 from sandboxes import KINDS, Box, House, Supervisor, parent, status, until
@@ -285,3 +285,16 @@ def test_new_runner_leaves_garbage_of_the_supervisor_collectable() -> None:
     gc.collect()
     assert gc.get_freeze_count() == frozen
     assert [alive for alive in dropped if alive() is not None] == []
+
+
+def test_a_parent_is_signalled_before_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that lives longer than its killed child ends with an exit code of 137 instead of by the signal."""
+    tree = {15: 1, 16: 15, 24: 16, 32: 16, 8: 32}
+    sent: list[int] = []
+    monkeypatch.setattr(reaper, "_listed", lambda: list(tree))
+    monkeypatch.setattr(reaper, "_parent", tree.get)
+    monkeypatch.setattr(os, "kill", lambda pid, _number: sent.append(pid))
+    assert reaper.signal_below(1, signal.SIGKILL) == 5
+    assert sorted(sent) == sorted(tree)
+    for pid, parent_of in tree.items():
+        assert parent_of == 1 or sent.index(parent_of) < sent.index(pid)

@@ -178,7 +178,8 @@ class Supervisor:
             id=name,
         )
 
-    def _begin(self, body: Json) -> Command:
+    async def _begin(self, body: Json) -> Command:
+        await self.commands.make_room()
         order = self._order(body)
         try:
             return self.commands.start(order)
@@ -190,7 +191,7 @@ class Supervisor:
             os.close(order.directory)
 
     async def _start(self, request: Request) -> Response:
-        command = self._begin(await request.json())
+        command = await self._begin(await request.json())
         if not request.flag("wait"):
             return json_response(command.info(), 201)
         return await self._wait(command)
@@ -274,7 +275,7 @@ class Supervisor:
                 command = await self.python.start({**wanted, "timeout": body.get("timeout")})
             else:
                 wanted = {"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")}
-                command = self._begin(wanted)
+                command = await self._begin(wanted)
             await asyncio.shield(command.finished)
         result = result_of(command)
         return json_response(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -24,12 +25,14 @@ from carrel.supervisor.reaper import (
     Runner,
     Stdio,
     children,
+    descendants,
     find_program,
     kill_below,
     memory_file,
     processes,
     signal_below,
     spawn,
+    tasks,
 )
 
 CAPACITY = 64
@@ -38,6 +41,7 @@ READ_SIZE = 256 * 1024
 LAST_DRAIN = 1024 * 1024
 IDLE_RUNNERS = 8
 RUNNER_REST_S = 10.0
+ROOM_S = 25.0
 OUTPUT_BUDGET = 128 * 1024 * 1024
 
 
@@ -110,6 +114,45 @@ class Commands:
             raise AlreadyExists(f"there is a command '{name}'", field="id", hint="ask for its result by its id")
 
     # starting
+
+    async def make_room(self) -> None:
+        """End what ended commands left behind, when it takes nearly all processes that the sandbox may have.
+
+        Call this before a new command is started: else a fork bomb that was left behind would keep every later command
+        from starting. Commands that run are left alone, and so is what was left behind as long as there is room.
+        """
+        if not self._crowded():
+            return
+        doomed: list[Command] = []
+        try:
+            async with asyncio.timeout(ROOM_S):
+                while any(command.killing for command in doomed) or (doomed := self._ended_hosts()):
+                    for command in doomed:
+                        self.kill(command)
+                    await asyncio.sleep(0.005)  # until all of it has gone: half a bomb is soon a whole one again
+        except TimeoutError:
+            pass  # the new command says why it cannot be started
+
+    def _crowded(self) -> bool:
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        ended = self._ended_hosts()
+        if limit == resource.RLIM_INFINITY or not ended:
+            return False
+        parents, threads = tasks()
+        total = sum(threads[pid] for pid in descendants(self._pid, parents))
+        left = 0
+        for command in ended:
+            root, stop = (command.runner.pid, ()) if command.runner else (self._pid, tuple(self._runners))
+            left += sum(threads[pid] for pid in descendants(root, parents, stop))
+        return total > limit - limit // 8 and left > total // 2
+
+    def _ended_hosts(self) -> list[Command]:
+        """The commands that have ended and may have left processes behind."""
+        found = [command for command in self._hosting.values() if not command.running]
+        direct = self._last_direct
+        if direct is not None and not direct.running and direct.runner is None and self._leftovers():
+            found.append(direct)
+        return found
 
     def start(self, order: Order) -> Command:
         """Start a command. Failing to find or execute the program is a result (127, 126), as in a shell."""
@@ -199,7 +242,9 @@ class Commands:
         return given, ends[0], ends[1]
 
     def _launch(self, command: Command, program: Program) -> None:
-        if self._direct is None and not self._sweeps and not self._leftovers():
+        # The kernel's list of children can miss some while others end, so what is being ended counts as there.
+        ending = self._last_direct is not None and self._last_direct.killing
+        if self._direct is None and not self._sweeps and not ending and not self._leftovers():
             command.pid = self.spawn(program, command.order.directory)
             self._by_pid[command.pid] = command
             command.begun.set()

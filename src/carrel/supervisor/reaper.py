@@ -83,22 +83,37 @@ def _listed() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _parent(pid: int) -> int | None:
-    """The parent of a process that lives, by whichever of its threads."""
+def _stat(pid: int) -> list[bytes]:
+    """The fields of `stat` behind the name; none when the process is gone."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None
+        return []
     try:
-        fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
+        return os.read(descriptor, 4096).rpartition(b")")[2].split()
     except OSError:
-        return None
+        return []
     finally:
         os.close(descriptor)
+
+
+def _parent(pid: int) -> int | None:
+    """The parent of a process that lives, by whichever of its threads."""
+    fields = _stat(pid)
     # The state is that of its first thread, which counts as one for as long as there are others.
     if len(fields) <= _THREADS or (fields[0] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1):
         return None
     return int(fields[1])
+
+
+def tasks() -> tuple[dict[int, int], dict[int, int]]:
+    """Every visible process with its parent, and with how many threads it has: what the kernel's limit counts.
+
+    Zombies are among them, for until somebody waits for them they count as well.
+    """
+    found = {pid: fields for pid in _listed() if len(fields := _stat(pid)) > _THREADS}
+    parents = {pid: int(fields[1]) for pid, fields in found.items()}
+    return parents, {pid: max(1, int(fields[_THREADS])) for pid, fields in found.items()}
 
 
 _KILL = 1 << (signal.SIGKILL - 1)
@@ -158,7 +173,8 @@ def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
     """Send a signal to what is below `root` now; to how many. None only when there was none.
 
     What forks and ends at once is another process after each look. So those that are new are looked at, until there are
-    no more; and so are those whose parent ended meanwhile, for they have another.
+    no more; and so are those whose parent ended meanwhile, for they have another. A parent comes before its children:
+    else a shell that waits for a killed child could still report that as an exit code of its own.
     """
     parents: dict[int, int] = {}
     looked: set[int] = set()
@@ -176,7 +192,9 @@ def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
             if parent not in parents and lost.get(pid) != parent:  # twice the same: one that is hidden from us
                 lost[pid] = parent
                 looked.discard(pid)
-        for pid in set(descendants(root, parents, stop)) - told:
+        for pid in descendants(root, parents, stop):
+            if pid in told:
+                continue
             told.add(pid)
             try:
                 os.kill(pid, number)

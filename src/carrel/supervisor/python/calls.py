@@ -105,6 +105,7 @@ class Python:
             raise InvalidRequest(f"'code' must be text of at most {MOST_CODE} characters", field="code")
         if not isinstance(args, list) or not all(isinstance(each, str) for each in args):
             raise InvalidRequest("'args' must be a list of texts", field="args")
+        await self._commands.make_room()
         host = await self.host(body.get("env"))
         try:
             order = self.order(body, code)
