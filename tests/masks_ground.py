@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import json
 import os
-import shutil
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
@@ -15,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from carrel.workspaces.volumes.directory import remove_tree
+from nesting import give
 
 HERE = Path(__file__).parent / "security"
 
@@ -83,8 +85,7 @@ def holding(spawn: Any) -> Hold:
         (place / "run").mkdir()
         fill(workspace)
         if os.geteuid() == 0:
-            for path in (workspace, *workspace.rglob("*")):
-                os.chown(path, 1000, 1000, follow_symlinks=False)
+            give(workspace, 1000)
         process = spawn(HOLD, place)
         try:
             process.stdin.write(json.dumps(masks) + "\n")
@@ -99,6 +100,6 @@ def holding(spawn: Any) -> Hold:
             process.stdin.close()
             process.wait(30)
             process.stdout.close()
-            shutil.rmtree(place)
+            remove_tree(str(place))
 
     return start

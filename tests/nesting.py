@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from carrel.workspaces.layout import empty_directory
+from carrel.workspaces.volumes import kernel
 
 
 @contextmanager
@@ -29,4 +30,16 @@ def nested(top: Path | str, levels: int, name: str = "d" * 100, *, beside: bool 
         yield
     finally:
         empty_directory(root)
+        os.close(root)
+
+
+def give(top: Path | str, user: int) -> None:
+    """Give a tree to a user, however deep it is."""
+    root = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for visited in kernel.visit(root):
+            os.fchown(visited.fd, user, user)
+            for name, _ in visited.entries:
+                os.chown(name, user, user, dir_fd=visited.fd, follow_symlinks=False)
+    finally:
         os.close(root)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from carrel.errors import PlatformError
 from carrel.isolation import covers, rootfs
 from carrel.policy.patterns import path_pattern
+from nesting import nested
 from sandboxes import KINDS
 
 TREES = st.lists(st.lists(st.sampled_from(["a", "b", "ab", ".c"]), min_size=1, max_size=4).map("/".join), max_size=8)
@@ -59,6 +60,16 @@ def test_links_are_covered_and_not_followed(tmp_path: Path) -> None:
     assert found == {f"{tmp_path}/{name}" for name in expected}
     assert list(covers.expand([f"{tmp_path}/link"])) == [f"{tmp_path}/link"]
     assert list(covers.expand([f"{tmp_path}/missing", f"{tmp_path}/real/deep/x.pem/**/y", "/no/such/*"])) == []
+
+
+def test_what_lies_beyond_the_longest_path_is_covered_with_its_directory(tmp_path: Path) -> None:
+    with nested(tmp_path, 40, "n" * 250, beside=True):
+        found = list(covers.expand([f"{tmp_path}/**/.env", f"{tmp_path}/*.key"]))
+        assert len(found) == 1
+        depth = found[0].removeprefix(f"{tmp_path}/").count("/") + 1
+        assert found == [f"{tmp_path}/{'/'.join(['n' * 250] * depth)}"]
+        assert 3700 < len(found[0]) < 4096
+        assert list(covers.expand([f"{tmp_path}/*.key"])) == []
 
 
 def test_what_a_sandbox_needs_stays_and_its_neighbours_do_not() -> None:

@@ -29,6 +29,7 @@ import pytest
 from carrel.client import Sandbox
 from carrel.models import CommandResult
 from masks_ground import Hold, holding
+from nesting import give
 from servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 HERE = Path(__file__).parent
@@ -185,8 +186,7 @@ def spawn(request: pytest.FixtureRequest) -> Iterator[Spawn]:
     def start(code: str, directory: Path) -> subprocess.Popen[str]:
         command = [os.path.realpath(sys.executable) if user else sys.executable, "-c", code, str(directory)]
         if user and ROOT:
-            for path in (directory, *directory.rglob("*")):
-                os.chown(path, USER, USER, follow_symlinks=False)
+            give(directory, USER)
         return subprocess.Popen(
             as_user(command) if user else command,
             env={"PATH": os.environ["PATH"], "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"},

@@ -384,6 +384,36 @@ def test_a_hostile_workspace_does_not_lead_masks_astray(hold: Hold) -> None:
         assert box.run("touch to-etc/x up/x loop file")["exit_code"] != 0
 
 
+DESCEND = """
+import os
+for _ in range(20):
+    os.chdir("n" * 250)
+    print(os.listdir()) if "key" in os.listdir() else None
+print(open(".env").read())
+"""
+
+
+def test_a_hidden_file_deeper_than_any_path(hold: Hold) -> None:
+    """What a rule hides lies where no path reaches: the sandbox starts, and what cannot be covered is out of reach."""
+
+    def fill(workspace: Path) -> None:
+        here = os.open(workspace, os.O_RDONLY)
+        for _ in range(20):
+            os.mkdir("n" * 250, dir_fd=here)
+            below = os.open("n" * 250, os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = below
+        with open(os.open(".env", os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=here), "w") as file:
+            file.write("canary")
+        os.close(here)
+        (workspace / "file").write_text("fine")
+
+    with hold(fill, hidden=["/workspace/**/.env"], readonly=["/workspace/**/kept"]) as box:
+        assert box.run("cat file")["stdout"] == "fine"
+        done = box.run(["python3", "-c", DESCEND])
+        assert done["stdout"] == "" and "Permission denied" in done["stderr"]
+
+
 def test_thousands_of_masks(hold: Hold) -> None:
     names = sorted(name for name in os.listdir("/usr/bin") if name not in {"env", "sh", "dash"})
     chosen = [*names, *(f"absent-{number}" for number in range(2000))][:2000]

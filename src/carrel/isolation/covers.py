@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from carrel.errors import PlatformError
 from carrel.isolation import linux, refusal, rootfs
-from carrel.isolation.masks import Masks, Part, in_memory, split, unpack
+from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
 from carrel.isolation.programs import Catalogue, Stamps, is_unchanged
 
 MOST_COVERS = 4096
@@ -274,6 +274,9 @@ def _walk(
 ) -> Iterator[tuple[str | None, tuple[int, ...], int]]:
     """Matches beneath a directory, of which patterns, and how many files were looked at since the last; links are not
     followed.
+
+    Nothing can be mounted where no path can name it. So a directory is a match itself when what is meant, or may be
+    meant, lies in it beyond the longest path.
     """
     stack = [(top, _ready(rests, ((index, 0) for index in range(len(rests)))))]
     visited = 0
@@ -291,10 +294,15 @@ def _walk(
                 ahead = _ready(rests, _ahead(rests, states, entry.name))
                 child = f"{path.rstrip('/')}/{entry.name}"
                 meant = tuple(index for index, at in ahead if at == len(rests[index]))
+                below = ahead and entry.is_dir(follow_symlinks=False)
+                if (meant or below) and len(os.fsencode(child)) > LONGEST_PATH:
+                    yield path, tuple({index for index, _ in ahead}), visited
+                    visited = 0
+                    break
                 if meant:
                     yield child, meant, visited
                     visited = 0
-                if (further or not meant) and ahead and entry.is_dir(follow_symlinks=False):
+                if (further or not meant) and below:
                     stack.append((child, ahead))
         yield None, (), visited
         visited = 0

@@ -19,7 +19,9 @@ from carrel.isolation import rootfs
 MOST = 2000
 LARGEST_REFUSAL = 4096
 LARGEST = 4 * 1024 * 1024
-_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+LONGEST_PATH = 4095
+"""What the kernel takes as a path in one call, in bytes."""
+_LONGEST_NAME = 255
 
 _EMPTY = ("/dev/shm", rootfs.SECRETS, "/tmp", rootfs.HOME)
 _THE_AGENTS_OWN = (*_EMPTY, "/dev", "/proc", rootfs.WORKSPACE)
@@ -247,8 +249,8 @@ def _within(path: str, place: str) -> bool:
 def _absolute(path: str, where: str) -> None:
     if not path.startswith("/"):
         raise InvalidRequest(f"{path!r} is not an absolute path", field=where)
-    if _size(path, where) > _LONGEST_PATH:
-        raise InvalidRequest(f"a path of more than {_LONGEST_PATH} bytes", field=where)
+    if _size(path, where) > LONGEST_PATH:
+        raise InvalidRequest(f"a path of more than {LONGEST_PATH} bytes", field=where)
     if path != "/":
         for name in path[1:].split("/"):
             _name(name.replace("\\", ""), where)
