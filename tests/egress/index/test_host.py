@@ -161,3 +161,21 @@ def test_the_proxy_of_the_host(place, tmp_path):
 def test_this_host():
     assert isinstance(host_index(), list)
     host_proxy()
+
+
+def test_the_default_is_found_while_other_code_parses_python() -> None:
+    """In CPython 3.11 one use of `ast` in the middle of another breaks the other: a second thread is enough."""
+    (text, *_) = host._sources()
+    wanted = host._default_of(text)
+
+    def parse(*_: object) -> None:
+        ast.parse("f(g(h(1)))")
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(parse)
+    try:
+        gc.set_threshold(1)
+        assert host._default_of(text) == wanted
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(parse)

@@ -5,8 +5,8 @@ The index that `pip` uses when nothing is configured is taken from `pip` itself.
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -21,6 +21,7 @@ from carrel.egress.plan import Index
 from carrel.errors import InvalidRequest, PlatformError
 
 _NAME = "pip.conf"
+_FIRST_INDEX = re.compile(r"""^\w+ *= *\w+\(\s*(["'])([^"'\\\n]+)\1""", re.MULTILINE)
 _MODULE = "pip/_internal/models/index.py"
 _WHEELS = "/usr/share/python-wheels"
 
@@ -92,12 +93,9 @@ def _sources() -> Iterator[str]:
 
 def _default_of(source: str) -> str | None:
     """The URL of the first index that the module makes. It is read and not run: importing `pip` changes logging."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
-            first = node.value.args[0]
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                return urljoin(first.value, "simple")
-    return None
+    # Not by `ast`: two threads that use it at once make CPython 3.11 fail ("AST constructor recursion depth mismatch").
+    found = _FIRST_INDEX.search(source)
+    return urljoin(found[2], "simple") if found else None
 
 
 class _Options:
