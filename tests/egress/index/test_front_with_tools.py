@@ -65,8 +65,8 @@ async def test_what_pip_says_of_a_blocked_package(front, server, tmp_path):
 async def test_what_uv_says_of_a_blocked_package(front, server, tmp_path):
     async with gateway(front, Packages((server.index(),), blocked=frozenset({"beta"}))) as url:
         code, out = await install("uv", url, tmp_path, "beta")
-    assert code == 1
-    assert "403" in out
+    assert code != 0
+    assert "the package beta is blocked for this agent" in out
 
 
 async def test_what_pip_says_when_the_index_is_down(front, server, tmp_path):
