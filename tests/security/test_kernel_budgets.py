@@ -227,9 +227,8 @@ def segments():
     found = libc.shmget(0, ctypes.c_size_t(step), 0o1600)
     if found < 0:
         raise OSError(ctypes.get_errno(), "shmget")
-    place = libc.shmat(found, None, 0)
-    ctypes.memset(place, 1, step)
-    libc.shmdt(ctypes.c_void_p(place))
+    ctypes.memset(libc.shmat(found, None, 0), 1, step)
+    libc.shmctl(found, 0, None)  # IPC_RMID: it goes with the last process that has it
 
 
 def sockets():

@@ -30,7 +30,6 @@ LIMITS: Mapping[int, int] = {
 _OF_NAMESPACES = (resource.RLIMIT_NPROC, *list(LIMITS)[:3])
 _NOTIFICATIONS = ("max_inotify_instances", "max_inotify_watches")
 _FEWEST = 8
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def limit_process() -> None:
@@ -62,21 +61,10 @@ def sandbox_notifications() -> dict[str, int]:
     return {name: max(_FEWEST, _read(name) // 6) for name in _NOTIFICATIONS}
 
 
-def limit_uncounted_memory(memory_mb: int, *, own_network: bool) -> None:
-    """Hold what the kernel keeps for a sandbox where no cgroup counts it: System V IPC and the buffers of TCP sockets.
-
-    Kernels before 6.9 let nobody but the host's root set the limits of an IPC namespace: there only segments are
-    bounded, because they are counted.
-    """
-    try:
-        _write("/proc/sys/kernel/shmall", f"{memory_mb * 1024 * 1024 // 4 // _PAGE}")
-        _write("/proc/sys/kernel/msgmni", "32")
-        _write("/proc/sys/kernel/sem", "250 32000 32 128")  # as before Linux 3.19
-    except PermissionError:
-        pass
-    if own_network:
-        _write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992")
-        _write("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992")
+def limit_tcp_buffers() -> None:
+    """Hold the buffers of TCP sockets of this network namespace to what other sockets have: no cgroup counts them."""
+    _write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992")
+    _write("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992")
 
 
 def hold_notifications(most: Mapping[str, int]) -> None:

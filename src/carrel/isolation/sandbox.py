@@ -144,8 +144,8 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_f
         covers.pivot_masked(BASE, covers.read(order_fd), COVERS)
     else:
         linux.pivot_into(BASE)
-    if spec.watched and spec.memory_mb is not None:
-        budgets.limit_uncounted_memory(spec.memory_mb, own_network=spec.network != "host")
+    if spec.watched and spec.network != "host":
+        budgets.limit_tcp_buffers()
     _limit(spec)
     linux.drop_bounding_set()
     if root:
