@@ -133,7 +133,7 @@ class Zygote:
         """Begin to count shared memory when it is time, in a fork: sandboxes can have much to look at."""
         on_machine = watchdog.machine_shared()
         due = time.monotonic() >= self._next_count
-        if self._counting or not (due or abs(on_machine - self._counted_at) >= watchdog.COUNT_STEP):
+        if self._stopping or self._counting or not (due or abs(on_machine - self._counted_at) >= watchdog.COUNT_STEP):
             return
         self._counted_at = on_machine
         self._next_count = time.monotonic() + watchdog.COUNT_INTERVAL_S
@@ -141,8 +141,8 @@ class Zygote:
         try:
             if os.fork() == 0:
                 try:
-                    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
-                    os.close(read_end)
+                    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+                    linux.close_all_but({0, 1, 2, write_end})  # nobody must wait for its copies of sockets
                     os.nice(5)
                     with open(write_end, "wb") as pipe:
                         pipe.write(watchdog.counted(watched))
