@@ -25,14 +25,13 @@ from carrel.supervisor.reaper import (
     Runner,
     Stdio,
     children,
-    descendants,
     find_program,
     kill_below,
     memory_file,
     processes,
     signal_below,
     spawn,
-    tasks,
+    tasks_below,
 )
 
 CAPACITY = 64
@@ -138,13 +137,9 @@ class Commands:
         ended = self._ended_hosts()
         if limit == resource.RLIM_INFINITY or not ended:
             return False
-        parents, threads = tasks()
-        total = sum(threads[pid] for pid in descendants(self._pid, parents))
-        left = 0
-        for command in ended:
-            root, stop = (command.runner.pid, ()) if command.runner else (self._pid, tuple(self._runners))
-            left += sum(threads[pid] for pid in descendants(root, parents, stop))
-        return total > limit - limit // 8 and left > total // 2
+        roots = [(each.runner.pid, ()) if each.runner else (self._pid, tuple(self._runners)) for each in ended]
+        total, *left = tasks_below((self._pid, ()), *roots)
+        return total > limit - limit // 8 and sum(left) > total // 2
 
     def _ended_hosts(self) -> list[Command]:
         """The commands that have ended and may have left processes behind."""

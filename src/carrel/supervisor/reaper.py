@@ -106,14 +106,14 @@ def _parent(pid: int) -> int | None:
     return int(fields[1])
 
 
-def tasks() -> tuple[dict[int, int], dict[int, int]]:
-    """Every visible process with its parent, and with how many threads it has: what the kernel's limit counts.
+def tasks_below(*roots: tuple[int, Sequence[int]]) -> list[int]:
+    """How many threads there are below each process, not entering those given with it: what the kernel's limit counts.
 
     Zombies are among them, for until somebody waits for them they count as well.
     """
     found = {pid: fields for pid in _listed() if len(fields := _stat(pid)) > _THREADS}
     parents = {pid: int(fields[1]) for pid, fields in found.items()}
-    return parents, {pid: max(1, int(fields[_THREADS])) for pid, fields in found.items()}
+    return [sum(max(1, int(found[pid][_THREADS])) for pid in descendants(root, parents, stop)) for root, stop in roots]
 
 
 _KILL = 1 << (signal.SIGKILL - 1)

@@ -1,3 +1,5 @@
+import ast
+import gc
 import os
 import subprocess
 import sys
