@@ -115,7 +115,7 @@ class Commands:
     # starting
 
     async def make_room(self) -> None:
-        """End what ended commands left behind, when it takes nearly all processes that the sandbox may have.
+        """End what ended commands left behind, when it takes most of the processes that the sandbox may have.
 
         Call this before a new command is started: else a fork bomb that was left behind would keep every later command
         from starting. Commands that run are left alone, and so is what was left behind as long as there is room.
@@ -139,7 +139,7 @@ class Commands:
             return False
         roots = [(each.runner.pid, ()) if each.runner else (self._pid, tuple(self._runners)) for each in ended]
         total, *left = tasks_below((self._pid, ()), *roots)
-        return total > limit - limit // 8 and sum(left) > total // 2
+        return total > limit * 3 // 4 and sum(left) > total // 2
 
     def _ended_hosts(self) -> list[Command]:
         """The commands that have ended and may have left processes behind."""
