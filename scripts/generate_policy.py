@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from generate_reference import HEAD
+
+if TYPE_CHECKING:
+    from carrel.policy.options import Program
 
 
 def page() -> str:
     """Every key of the policy documents, the rules, and what is read in shell text."""
-    from carrel.policy import layers, rules, settings, sources, wrappers
+    from carrel.policy import layers, options, rules, settings, sources, wrappers
 
     parts = [
         HEAD,
@@ -33,6 +36,9 @@ def page() -> str:
         ".\n\n## Programs that run others\n\nEach is decided itself, and so is what it runs: ",
         ", ".join(f"`{name}`" for name in sorted(wrappers.RUNNERS | {"find"})),
         ". With an option that is not known here, or words known only at run time, it asks.\n",
+        "\n## Options that run or write something else\n\n",
+        _OPTIONS,
+        *_programs(options.PROGRAMS, options.GIT),
     ]
     return "".join(parts)
 
@@ -58,6 +64,39 @@ _RULES = """\
   are refused. Allow rules for programs that run anything, rules that never count and rules given twice are warned
   about.
 """
+
+
+_OPTIONS = """\
+An allowed program can be told by an option to run another program or to write another file. Such an option is decided
+as what it does: the command that it runs by the shell rules, the file that it writes by the file rules; the others ask.
+Letters together (`-no file`), values joined to their option and names cut short (`--comp=…`) are read as the programs
+read them. An argument that is known only at run time asks where it could be such an option; behind `--`, or behind a
+fixed beginning as in `./"$x"`, it is none.
+
+- `find`: `-exec`, `-execdir`, `-ok`, `-okdir` run; `-fprint`, `-fprint0`, `-fprintf`, `-fls` write; `-delete` deletes
+  what it starts from.
+- `sed`: the commands `e` and `w`, the flags `e` and `w` of `s`, and `-i`; a script in a file (`-f`) asks.
+- `awk`: `system`, pipes and output to files ask, and so do programs in files.
+- `git -c` and `git config` ask for every setting that is not known to be harmless. Hooks and settings that are in a
+  repository already are not seen here.
+
+| program | runs a command | writes a file | asks |
+| --- | --- | --- | --- |
+"""
+
+
+def _programs(programs: Mapping[str, Program], git: Mapping[str, Program]) -> Iterator[str]:
+    every = {**programs, **{f"git {name}": each for name, each in git.items()}}
+    for name, program in sorted(every.items()):
+        columns = [
+            [f"`-{key}`" if len(key) < 3 else f"`--{key}`" for key, does in program.options.items() if does in kinds]
+            for kinds in ({"text", "program"}, {"file"}, {"asks", "setting"})
+        ]
+        if program.operand is not None:
+            columns[1].append(
+                f"`{program.prefix}FILE`" if program.prefix else f"operands from number {program.operand + 1}"
+            )
+        yield f"| `{name}` | " + " | ".join(", ".join(each) for each in columns) + " |\n"
 
 
 def _keys(model: Any, prefix: str = "") -> Iterator[str]:

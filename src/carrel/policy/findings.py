@@ -25,9 +25,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class FileUse:
-    """A file that a redirection opens; `path` is absolute, None when it is known only at run time."""
+    """A file that a redirection or an option opens; `path` is absolute, None when it is known only at run time."""
 
-    operation: Literal["read", "write"]
+    operation: Literal["read", "write", "delete"]
     path: str | None
     source: str
 

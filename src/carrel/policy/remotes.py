@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from carrel.policy.arguments import Argument, Unknown, shown
+from carrel.policy.options import is_safe_config
 from carrel.policy.patterns import pattern
 from carrel.policy.remarks import Remark
 from carrel.policy.sources import Git
 from carrel.policy.wrappers import base
 
-_SAFE_CONFIG = re.compile(
-    r"(user\.(name|email)|color\..*|advice\..*|init\.defaultbranch|pull\.(rebase|ff)|core\.(quotepath|autocrlf|longpaths)"
-    r"|commit\.gpgsign|tag\.gpgsign|merge\.conflictstyle|diff\.(algorithm|renames)|push\.default|log\..*|safe\.directory)",
-    re.IGNORECASE,
-)
 _GLOBAL_FLAGS = frozenset(
     {
         "--no-pager",
@@ -70,9 +66,7 @@ def judge(git: Git | None, argv: Sequence[Argument], source: str) -> Iterator[Re
 
 
 def _config(setting: Argument, source: str) -> Iterator[Remark]:
-    text = setting if isinstance(setting, str) else setting.prefix
-    key = text.partition("=")[0]
-    if not ("=" in text or isinstance(setting, str)) or not _SAFE_CONFIG.fullmatch(key):
+    if not is_safe_config(setting):
         yield _ask(source, f"a setting may change what git runs or reaches: {shown(setting)}")
 
 

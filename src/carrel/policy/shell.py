@@ -298,7 +298,7 @@ class _Finder:
             elif set(part.text) & set("$`\\'\"*?[~{"):
                 self.facts.ask(f"a file name that is expanded twice: {target.source[:80]}")
 
-    def _opened_path(self, operation: Literal["read", "write"], path: str | None, source: str) -> None:
+    def _opened_path(self, operation: Literal["read", "write", "delete"], path: str | None, source: str) -> None:
         if path is not None and (found := _SOCKET.fullmatch(path)):
             self.hosts.append(HostUse(found[1], found[2]))
         elif path is None or not _FREE.fullmatch(path):
@@ -444,6 +444,9 @@ class _Finder:
     def _inside(self, argv: tuple[Argument, ...], found: Inside, redirects: Sequence[Redirect]) -> None:
         for reason in found.asks:
             self.facts.ask(reason)
+        for operation, target in found.files:
+            for path in self._paths(target):
+                self._opened_path(operation, path, shown(target))
         functions, directories = self.functions, self._directories
         self.functions = {}
         if found.moves:

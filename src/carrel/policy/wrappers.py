@@ -9,8 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
+from posixpath import commonprefix
+from typing import Literal
 
 from carrel.policy.arguments import Argument, Unknown, shown
+from carrel.policy.options import effects
 from carrel.policy.syntax import Dialect
 
 Arguments = Sequence[Argument]
@@ -30,6 +34,8 @@ class Inside:
     """Reads commands from its standard input."""
     file: bool = False
     """Reads commands from a file."""
+    files: list[tuple[Literal["write", "delete"], Argument]] = field(default_factory=list)
+    """Files that its options make it write or delete."""
     asks: list[str] = field(default_factory=list)
 
 
@@ -138,6 +144,11 @@ def inside(argv: Arguments) -> Inside | None:
             found.runs.append(("pip", *module[1]))
         elif rest and isinstance(rest[0], str) and f"{name} {rest[0]}" in _TABLE:
             _tabled(f"{name} {rest[0]}", rest[1:], found)
+        elif (told := effects(name, rest)) is not None:
+            found.runs += ((each, Unknown("…", "any")) for each in told.programs)
+            found.scripts += ((each, "sh", ()) for each in told.texts)
+            found.files += (("write", each) for each in told.writes)
+            found.asks += told.asks
         else:
             return None
     except _NotKnown as reason:
@@ -168,14 +179,12 @@ def _opaque(name: str, rest: Arguments, found: Inside) -> None:
 def _tabled(name: str, rest: Arguments, found: Inside) -> None:
     options = _TABLE[name]
     at = _skip(name, rest, options)
-    if name in _BESIDE:
-        found.moves = True
+    found.moves = found.moves or name in _BESIDE
     operands = rest[at : at + options.operands]
     if any(isinstance(each, Unknown) and each.count != "one" for each in operands):
         raise _NotKnown(f"what {name} runs is known only at run time")
     at += options.operands
-    if options.assignments:
-        at = _assignments(name, rest, at, found)
+    at = _assignments(name, rest, at, found) if options.assignments else at
     if name == "flock" and at < len(rest) and rest[at] in {"-c", "--command"}:
         _script(name, rest[at + 1 : at + 2], found, "sh")
         return
@@ -241,7 +250,7 @@ def _width(name: str, argument: str, options: _Options) -> int:
 def _assignments(name: str, rest: Arguments, at: int, found: Inside) -> int:
     while at < len(rest):
         argument = rest[at]
-        text = argument if isinstance(argument, str) else argument.prefix
+        text = _begin(argument)
         assigned = _ASSIGNED.match(text)
         if isinstance(argument, Unknown) and argument.count != "one":
             raise _NotKnown(f"what {name} runs is known only at run time: {argument.source}")
@@ -296,9 +305,7 @@ def _env(name: str, rest: Arguments, found: Inside) -> None:
                 raise _NotKnown("env is told to split very many texts")
             rest = (*rest[:at], *text.split(), *rest[at + width :])
             continue
-        if argument in {"-", "--"}:
-            break
-        if not argument.startswith("-"):
+        if argument in {"-", "--"} or not argument.startswith("-"):
             break
         if argument in {"-C", "--chdir"}:
             found.directory = rest[at + 1] if at + 1 < len(rest) else None
@@ -352,22 +359,24 @@ def _mark(options: Arguments) -> str | None:
     return mark
 
 
-def _replaced(argv: Arguments, mark: str) -> tuple[Argument, ...]:
+def _replaced(argv: Arguments, mark: str, begin: str = "") -> tuple[Argument, ...]:
+    """The arguments with what is known of those that have the mark in them. `begin`: how all it stands for begins."""
     made: list[Argument] = []
     for argument in argv:
         text = argument if isinstance(argument, str) else argument.prefix + argument.suffix
-        if mark in text:
-            made.append(Unknown(shown(argument), "one", text.partition(mark)[0]))
-        else:
-            made.append(argument)
+        before, marked, _ = text.partition(mark)
+        made.append(Unknown(shown(argument), "one", before + begin) if marked else argument)
     return tuple(made)
 
 
+_FIND_WRITES = frozenset({"-fprint", "-fprint0", "-fprintf", "-fls"})
 _FIND_RUNS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 
 
 def _find(name: str, rest: Arguments, found: Inside) -> None:
     at = 0
+    behind = dropwhile(lambda each: isinstance(each, str) and bool(re.fullmatch(r"-[HLP]|-O\d|--", each)), rest)
+    starts = list(takewhile(lambda each: not isinstance(each, str) or each[:1] not in {"-", "(", "!"}, behind)) or ["."]
     last = max((number for number, each in enumerate(rest) if _is(";", each) or _is("+", each)), default=-1)
     while at < len(rest):
         argument = rest[at]
@@ -385,8 +394,14 @@ def _find(name: str, rest: Arguments, found: Inside) -> None:
             if end == len(rest):
                 return  # find refuses this
             found.moves = found.moves or argument in {"-execdir", "-okdir"}
-            _run(name, _replaced(rest[at + 1 : end], "{}"), found)
+            beneath = "./" if argument in {"-execdir", "-okdir"} else commonprefix([_begin(each) for each in starts])
+            _run(name, _replaced(rest[at + 1 : end], "{}", beneath), found)
             at = end
+        elif argument in _FIND_WRITES and at + 1 < len(rest):
+            at += 1
+            found.files.append(("write", rest[at]))
+        elif argument == "-delete":
+            found.files += (("delete", each) for each in starts)
         at += 1
 
 
@@ -399,6 +414,10 @@ def _may_run(argument: Unknown, following: Arguments, *, ends: bool) -> bool:
     # What begins with a dash is a test of find, and no program has such a name.
     named = bool(following) and not (isinstance(following[0], str) and following[0].startswith("-"))
     return named and ends
+
+
+def _begin(argument: Argument) -> str:
+    return argument if isinstance(argument, str) else argument.prefix
 
 
 def _is(text: str, argument: Argument) -> bool:
