@@ -8,6 +8,7 @@ Knows nothing of rules.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -339,12 +340,12 @@ def _without_old_style(rest: Sequence[Argument]) -> list[Argument]:
     first = rest[0] if rest else ""
     if not isinstance(first, str) or not first or first.startswith("-"):
         return list(rest)
-    tar, left = PROGRAMS["tar"], list(rest[1:])
+    tar, left = PROGRAMS["tar"], deque(rest[1:])
     made: list[Argument] = []
     for letter in first:
         made.append(f"-{letter}")
         if letter in tar.valued or letter in tar.options:
-            made += [left.pop(0)] if left else []
+            made += [left.popleft()] if left else []
     return [*made, *left]
 
 

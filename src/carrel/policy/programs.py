@@ -153,7 +153,7 @@ _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _REGEX = re.compile(r"/(?:\\.|[^/\\\n])*/")
 _BEFORE_REGEX = frozenset("~!,({;&|}\n")
 """What may stand before a regular expression and never before a division."""
-_WRITES = re.compile(r"\bprintf?\b[^;}\n]*>")
+_PRINTS = re.compile(r"\bprintf?\b")
 
 
 def awk_reasons(program: str) -> Iterator[str]:
@@ -167,8 +167,11 @@ def awk_reasons(program: str) -> Iterator[str]:
         yield "runs commands"
     if re.search(r"(?<!\|)\|(?!\|)", bare):
         yield "reads from or writes to a command"
-    if _WRITES.search(bare):
-        yield "writes a file"
+    for statement in re.split(r"[;}\n]", bare):
+        # Not one expression for both: it would look through the whole statement from each `print`.
+        if (prints := _PRINTS.search(statement)) and ">" in statement[prints.end() :]:
+            yield "writes a file"
+            return
 
 
 def _without_quoted(program: str) -> str:
