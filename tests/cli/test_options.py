@@ -86,7 +86,7 @@ def test_completion_knows_the_contexts_and_is_silent_without_a_server(
 
 
 def test_completion_knows_the_networks() -> None:
-    assert networks("") == ["none", "allowlist", "bridge", "host"]
+    assert networks("") == ["none", "allowlist", "internet", "bridge", "host"]
     assert networks("al") == ["allowlist"]
 
 

@@ -37,8 +37,8 @@ def test_listed_and_run(carrel: Carrel, template: str) -> None:
     assert listed["settings"] is True
     done = carrel("run", "--template", template, "--", "sh", "-c", "echo $MODE")
     assert done.returncode != 0 and b"approv" in done.stderr, "what its rules do not cover asks"
-    assert carrel("run", "-t", template, "echo $MODE").stdout == b"test\n"
-    unknown = carrel("run", "-t", template[:-1], "echo")
+    assert carrel("run", "--template", template, "echo $MODE").stdout == b"test\n"
+    unknown = carrel("run", "--template", template[:-1], "echo")
     assert unknown.returncode != 0 and f"did you mean '{template}'".encode() in unknown.stderr
 
 
@@ -46,9 +46,9 @@ def test_a_context_and_its_secrets(carrel: Carrel, template: str) -> None:
     context = f"c-{uuid.uuid4().hex}"
     assert carrel("secret", "set", "--template", template, "KEY", stdin=b"open-sesame").returncode == 0
     assert b"KEY" in carrel("secret", "ls", "-t", template).stdout
-    assert carrel("exec", "-t", template, context, "echo $MODE").stdout == b"test\n"
+    assert carrel("exec", "--template", template, context, "echo $MODE").stdout == b"test\n"
     assert carrel("exec", context, "cat /run/secrets/KEY").stdout == b"[secret:KEY]"
-    assert carrel("exec", "-t", "other", context, "echo").returncode != 0
+    assert carrel("exec", "--template", "other", context, "echo").returncode != 0
     assert carrel("secret", "rm", "-t", template, "KEY").returncode == 0
     assert carrel("rm", "--yes", "--files", context).returncode == 0
 
@@ -73,7 +73,7 @@ def test_without_a_server(alone: Carrel, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "template.toml").write_text('env = { MODE = "alone" }')
     env = {"CARREL_TEMPLATES_DIR": str(folder.parent)}
-    assert alone("run", "-t", "small", "echo $MODE", env=env).stdout == b"alone\n"
+    assert alone("run", "--template", "small", "echo $MODE", env=env).stdout == b"alone\n"
 
 
 async def test_packages_of_a_template(carrel: Carrel, template: str, data_dir: Path) -> None:
@@ -89,7 +89,10 @@ async def test_packages_of_a_template(carrel: Carrel, template: str, data_dir: P
         (folder / "settings.json").unlink()
         (folder / "sources.json").write_text(json.dumps(sources(index)))
         assert "1 on first use" in next(line for line in (await said("templates")).splitlines() if template in line)
-        assert await said("exec", "-t", template, context, "python3 -c 'import shelf; print(shelf.version)'") == "1.0\n"
+        assert (
+            await said("exec", "--template", template, context, "python3 -c 'import shelf; print(shelf.version)'")
+            == "1.0\n"
+        )
         path = (await said("envs", "attach", context)).strip()
         assert path.startswith("/envs/")
         assert "1 ready" in next(line for line in (await said("templates")).splitlines() if template in line)

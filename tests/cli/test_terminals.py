@@ -121,7 +121,7 @@ def test_it_passes_the_terminal_to_a_command(screen: Callable[..., Screen], tmp_
     at.process.send_signal(signal.SIGWINCH)
     at.type("until [ \"$(stty size)\" = '44 111' ]; do :; done; echo resized-$((1 + 1))\n")
     at.until(b"resized-2")
-    at.type("echo sleeping-$((1 + 2)); sleep 100\n")
+    at.type("sh -c 'echo sleeping-$((1 + 2)); exec sleep 100'\n")  # so that who says it is who is interrupted
     at.until(b"sleeping-3")
     at.type("\x03")
     at.until(b"^C")

@@ -81,7 +81,7 @@ async def attended(
         raise InvalidRequest(
             "a terminal was asked for, but standard input is none", field="--tty", hint="leave out -t (--tty)"
         )
-    columns, rows = shutil.get_terminal_size()
+    rows, columns = terminal_size()
     fed = interactive or tty or (not sys.stdin.closed and not at_terminal)
     handle = await box.commands.start(
         command,
@@ -189,6 +189,15 @@ def raw_mode() -> Iterator[None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
+def terminal_size() -> tuple[int, int]:
+    """The rows and columns of the terminal here. It is asked itself first: `LINES` and `COLUMNS` may be old."""
+    try:
+        columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        columns, rows = shutil.get_terminal_size()
+    return max(rows, 1), max(columns, 1)
+
+
 @contextlib.contextmanager
 def following_size(resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
     """Call `resize` with rows and columns when the terminal here gets another size."""
@@ -199,9 +208,8 @@ def following_size(resize: Callable[[int, int], Awaitable[None]]) -> Iterator[No
     pending: set[asyncio.Task[None]] = set()
 
     async def follow() -> None:
-        size = os.get_terminal_size(sys.stdout.fileno())
         with contextlib.suppress(NotRunning, NotFound):
-            await resize(max(size.lines, 1), max(size.columns, 1))
+            await resize(*terminal_size())
 
     def changed() -> None:
         task = loop.create_task(follow())

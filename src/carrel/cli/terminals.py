@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,9 +56,9 @@ def sh(
 async def _attend(box: AsyncSandbox, command: str | None) -> int:
     import asyncio
 
-    from carrel.cli.streams import exit_code, following_size, raw_mode, write_out
+    from carrel.cli.streams import exit_code, following_size, raw_mode, terminal_size, write_out
 
-    columns, rows = shutil.get_terminal_size()
+    rows, columns = terminal_size()
     async with await box.terminal(rows, columns, command) as terminal:
         with raw_mode(), following_size(terminal.resize):
             typing = asyncio.ensure_future(_type(terminal))
