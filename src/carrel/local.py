@@ -63,11 +63,12 @@ class LocalSandbox:
 
     async def watch_disk(self) -> None:
         """End the sandbox when its workspace is over the limit."""
-        from carrel.workspaces.usage import max_entries, measure, verdict
-
         limit = self._disk_mb
         while limit is not None:
             await asyncio.sleep(_DISK_EVERY_S)
+            await asyncio.to_thread(import_module, "carrel.workspaces.usage")  # most commands have ended before
+            from carrel.workspaces.usage import max_entries, measure, verdict
+
             usage = await measure(self._workspace, stop_bytes=limit * _MB * 2, stop_entries=max_entries(limit) * 2)
             if (why := verdict(usage, limit)) is not None:
                 self.commands.ended_for = f"{why}, so it was ended"
@@ -275,7 +276,6 @@ def _settings(flags: Mapping[str, object]) -> Settings:
         "control.redacting",
         "control.resolving",
         "providers.choosing",
-        "workspaces.usage",
     ):
         import_module(f"carrel.{name}")
     from carrel.config import load
