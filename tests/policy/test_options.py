@@ -256,7 +256,8 @@ def test_ordinary_use_stays_allowed(seed: Policy, command: str) -> None:
         "rg --pre curl x", "rg --pre=curl x", "fd x -x curl", "zip a b -T -TT curl", "zip a b -T --unzip-command=curl",
         "split --filter=curl a", "ssh -o ProxyCommand=curl h", "ssh -oProxyCommand=curl h", "ssh -F x h", "scp -S curl a h:b",
         "curl -o /etc/x u", "curl -so/etc/x u", "curl --output /etc/x u", "curl -K x", "curl --config=x", "curl -O u",
-        "curl -D /etc/x u", "curl --engine x u", "wget -O /etc/x u", "wget --use-askpass=curl u", "wget -e x u", "wget -a /etc/x u",
+        "curl -D /etc/x u", "curl --engine x u",
+        "curl -w @file u", "curl -w '%output{/etc/x}x' u", "curl -sw'%output{/etc/x}' u", 'curl --write-out "$x" u', "wget -O /etc/x u", "wget --use-askpass=curl u", "wget -e x u", "wget -a /etc/x u",
         "vim -c x a", "vim +x a", "vim --cmd x a", "vim -S x", "less +x a", "less -o /etc/x a", "tee /etc/x", "tee -a /etc/x",
         "dd if=a of=/etc/x", "shuf -o /etc/x a", "iconv -o /etc/x a", "patch -o /etc/x a", "sdiff -o /etc/x a b",
         "sdiff --diff-program=curl a b", "file -C -m x", "sqlite3 a '.shell curl'", "sqlite3 -cmd x a", "pip config edit --editor curl",
@@ -287,6 +288,12 @@ def test_option_is_decided_as_what_it_does() -> None:
     denied = decide_shell(rules, "tar -I 'curl x' -cf a b")
     assert (denied.verdict, denied.rule) == ("deny", "shell(curl:*)")
     assert next(part.via for part in denied.parts if part.rule == "shell(curl:*)") == ("tar",)
+
+
+def test_format_that_curl_writes_out_is_allowed_unless_it_names_a_file() -> None:
+    rules = policy(["shell(curl:*)"])
+    for text in ("curl -s -w '%{http_code}' u", "curl -sw '%{json}\\n' u", "curl --write-out=%{size_download} u"):
+        assert decide_shell(rules, text).verdict == "allow"
 
 
 def test_value_of_another_option_is_no_option() -> None:

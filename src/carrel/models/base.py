@@ -82,7 +82,7 @@ def _make_strict(schema: object) -> None:
 class Request(BaseModel):
     """A body a caller sends: an unknown field is an error, and so is a value of another type: nothing is converted."""
 
-    model_config = ConfigDict(extra="forbid", defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

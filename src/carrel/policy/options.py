@@ -42,6 +42,8 @@ class Program:
     """What an operand that names a file to write begins with."""
     asking: re.Pattern[str] | None = None
     """Operands that may run or write something."""
+    plain: dict[str, re.Pattern[str]] = field(default_factory=dict)
+    """Values with which an option that asks does nothing else."""
 
 
 @dataclass(slots=True)
@@ -99,6 +101,9 @@ _COMMANDS = re.compile(r"\+")
 _EDITOR = Program(_does("asks", "c S s u U i w W cmd startuptime"), "tT", asking=_COMMANDS)
 _SSH = Program(_does("asks", "o F S E P D L R W J I"), "bceilmpQw")
 
+_FORMAT = re.compile(r"(?!@)(?!.*%output\{).*", re.DOTALL)
+"""What curl writes out afterwards, unless it is read from a file or written to one."""
+
 PROGRAMS: dict[str, Program] = {
     "sort": Program(
         _does("file", "o output") | _does("program", "compress-program"),
@@ -155,6 +160,7 @@ PROGRAMS: dict[str, Program] = {
         "AbCdeEFHmPQrtTuUxXyYz",
         _words("url data header user proxy request max-time form cacert cert"),
         flags=_words("O remote-name remote-name-all"),
+        plain=dict.fromkeys(("w", "write-out"), _FORMAT),
     ),
     "wget": Program(
         _does("file", "O output-document o output-file a append-output save-cookies rejected-log warc-file")
@@ -316,6 +322,8 @@ class _Reader:
         elif does in {"text", "program"} and isinstance(value, str):
             if value:
                 (self._found.texts if does == "text" else self._found.programs).append(value)
+        elif (plain := self._program.plain.get(option)) and isinstance(value, str) and plain.fullmatch(value):
+            return
         elif value != "" or does == "asks":
             self._found.asks.append(f"option {dashed} of {self._name} may run or write something else")
 
