@@ -206,7 +206,7 @@ async def test_a_killed_proxy_is_replaced_and_nobody_goes_around_it(plane: Contr
     for name in ("a", "b"):
         await start(plane, name, allow(f"network(outbound:127.0.0.2:{origin.port})"))
     once = "curl -s -m 20 --retry 5 --retry-all-errors --retry-delay 0"
-    load = f"for n in $(seq 30); do {once} \"{origin.url}/$n\"; done"
+    load = f'for n in $(seq 30); do {once} "{origin.url}/$n"; done'
     running = [
         asyncio.create_task(plane.operations.run_command(name, CommandRequest(command=load, timeout=90)))
         for name in ("a", "b")

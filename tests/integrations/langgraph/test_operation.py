@@ -105,7 +105,9 @@ async def test_an_approval_that_was_used_is_not_used_again_even_if_the_sandbox_f
     await ground.person.approvals.approve(waits.approval)
     box = await ground.agent.sandbox(ground.context)
     # An earlier try did it, and everything that could tell of it is gone.
-    command = await box.with_approval(waits.approval).commands.start("touch x; echo once >> ran", output_limit=1)
+    command = await box.with_approval(waits.approval).commands.start(
+        "touch x; echo once >> ran", output_limit=1, timeout="default"
+    )
     await command.wait()
     await (await ground.owner.sandbox(ground.context)).stop()
     result = await build_graph("shell", checkpointer=saver).ainvoke(
