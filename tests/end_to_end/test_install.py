@@ -160,8 +160,9 @@ def install(wheel: Path) -> Iterator[Install]:
                 pytest.skip(f"there is no Python {version} on this machine")
             place = directory / f"{extra or 'bare'}-{version}"
             wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-            subprocess.run([*UV, "venv", "-q", "-p", python, str(place)], env=clean(), check=True)
-            subprocess.run([*UV, "pip", "install", "-q", "-p", str(place), wanted], env=clean(), check=True)
+            variables = clean(UV_SYSTEM_CERTS="1")  # as pip: the certificates that this host trusts
+            subprocess.run([*UV, "venv", "-q", "-p", python, str(place)], env=variables, check=True)
+            subprocess.run([*UV, "pip", "install", "-q", "-p", str(place), wanted], env=variables, check=True)
             made[extra, version] = Environment(place)
         return made[extra, version]
 
