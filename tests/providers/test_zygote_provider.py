@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -185,8 +186,8 @@ async def test_a_start_that_is_cancelled_can_be_tried_again_at_once(house: House
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            with suppress(asyncio.CancelledError):  # a quick one may have been started already
+                await house.provider.remove(await task)
         handle = await house.provider.start(launch)
         await house.provider.remove(handle)
 

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from urllib.parse import quote, unquote, urlsplit
 
 from carrel.egress.answers import PROBLEM, body_of, words_of
@@ -67,6 +68,8 @@ class Answer:
             await self.body.aclose()
 
 
+_TELLING = "-"
+"""In the place of an index: the file of a page that only tells why there is none."""
 _WORDS_FOR_PIP = {403: "denied.by.policy", 502: "index.unavailable"}
 """Refusals of a page that are put as a version: `pip` and `uv` say of a page that fails only that there is no such
 package.
@@ -155,7 +158,13 @@ class Front:
                         return _telling(request.project, refused)
                     raise
             case ["files", index, project, token, filename]:
-                return await self._file(request, index, project, token, filename)
+                try:
+                    return await self._file(request, index, project, token, filename)
+                except Refused as refused:
+                    if index == _TELLING and refused.status == HTTPStatus.BAD_GATEWAY:
+                        # pip tries 502 again and again, and then does not show why.
+                        refused.status = HTTPStatus.FAILED_DEPENDENCY
+                    raise
         raise _unknown("there is nothing here", "the package index is at /simple/")
 
     # --- pages
@@ -363,7 +372,7 @@ def _root(packages: Packages) -> Answer:
 def _telling(project: str, refused: Refused) -> Answer:
     """A page with one file that cannot be had: `pip` and `uv` show why, or at least the file's version."""
     link = Link(f"{project}-0+{_WORDS_FOR_PIP[refused.status]}.tar.gz", "")
-    place = f"/files/-/{project}/x{'0' * 64}/{quote(link.filename)}"
+    place = f"/files/{_TELLING}/{project}/x{'0' * 64}/{quote(link.filename)}"
     body = pages.write_html(Page(project, (link,)), lambda _link: place)
     headers = [("content-type", _TYPES["plain"]), ("content-length", str(len(body))), ("cache-control", "no-store")]
     return Answer(200, headers, body, refused=refused)
