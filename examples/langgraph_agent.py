@@ -33,7 +33,10 @@ from carrel.integrations.langgraph import (
 async def decided(client: AsyncClient, waiting: list[PendingApproval]) -> None:
     """Show what waits, until one of it is decided."""
     for each in waiting:
-        print(f"? {each.summary}\n  {each.reason}\n  carrel approve {each.approval}   or   carrel deny {each.approval}")
+        print(
+            f"? {each.summary}\n  {each.reason}\n  carrel approve {each.approval}   or   carrel deny {each.approval}",
+            flush=True,
+        )
     while True:
         for each in waiting:
             if (await client.approvals.get(each.approval)).state != "pending":

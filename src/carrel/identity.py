@@ -378,7 +378,7 @@ class Tokens:
 
     async def identify(self, token: str | bytes) -> Identity:
         """Who shows this token; `Unauthorized` when nobody should."""
-        given = token.encode() if isinstance(token, str) else token
+        given = token.encode(errors="replace") if isinstance(token, str) else token
         if self._root is not None and hmac.compare_digest(given, self._root):
             return ROOT
         if not given.startswith(PREFIX.encode()) or len(given) > MAX_TOKEN or not given.isascii():
