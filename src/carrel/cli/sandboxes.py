@@ -55,7 +55,7 @@ def ps(
 
 
 def _show(found: Sequence[tuple[SandboxInfo, int | None]], *, files: bool = False) -> None:
-    """A table, and below it what people should know. With `files` also whether terminated ones have files still."""
+    """Print sandboxes as a table, and notices below it. `files` adds a column: do terminated ones still have files?"""
     from carrel.cli.failures import note
     from carrel.cli.shown import age, coloured, plain, print_table
 

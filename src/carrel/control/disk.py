@@ -15,7 +15,7 @@ from carrel.workspaces.volumes import VolumeDriver
 MOST_ENTRIES = 500_000
 """Files and directories that are counted at most, of all parts together."""
 FRESH_S = 30.0
-"""How long an answer is given again."""
+"""How long a counted answer is reused before the disk is counted again."""
 
 
 class Disk:

@@ -182,7 +182,7 @@ def counted(watched: Sequence[Watched]) -> bytes:
 
 
 def parse_counted(text: bytes) -> dict[int, Shared]:
-    """The counts by first process; none where whoever counted was ended before it had told all."""
+    """The counted bytes of each sandbox, by its first process; empty when the counting process was ended early."""
     try:
         told = json.loads(text)
     except ValueError:

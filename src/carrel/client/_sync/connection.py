@@ -27,7 +27,7 @@ CONNECT_S = 10.0
 # What the server needs on top of a command's own deadline: to kill the tree and to send the output.
 GRACE_S = 30.0
 NOT_FOR_AGENTS = frozenset({"scope(approve)", "scope(administer)"})
-"""The rules that refuse what is for people, as a refusal names them."""
+"""The rules by which a server refuses an agent what only a person or an administrator may do."""
 ADMINISTRATOR_HINT = (
     "this is the agent's token, which programs on the server's machine use; "
     "Client(administrator=True) uses the administrator's"
