@@ -28,7 +28,7 @@ def run(
 ) -> None:
     """Run one command in a fresh sandbox that is gone afterwards. No server is needed beforehand.
 
-    Where no server runs, nothing is audited. Where a policy, a template or a network is set, a server is started for it.
+    Where no server runs, nothing is audited. Where a policy, a template or a network is set, it starts a server.
 
     Output is live, the exit code is the command's: 128+n for a signal, 124 at the deadline. Ctrl-C interrupts the
     command; a second one kills it.
