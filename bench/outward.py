@@ -16,11 +16,11 @@ from contextlib import suppress
 
 import uvloop
 
-from carrel.control.egress_client import EgressClient
+from carrel.control.egress.client import EgressClient
 from carrel.egress.channel import ChannelClosed, Message, memory_file
 from carrel.egress.plan import Plan
-from carrel.policy import settings, sources
-from carrel.policy.layers import Layer
+from carrel.policy.documents import settings, sources
+from carrel.policy.rules.layers import Layer
 
 MOST = 100_000
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 
 from bench.measure import Contender, Progress, Report, Table, median, percentile, rounds
-from carrel.policy.decide import decide_shell
-from carrel.policy.layers import Layer, Policy
-from carrel.policy.settings import Permissions, Settings
-from carrel.policy.shell import find
+from carrel.policy.documents.settings import Permissions, Settings
+from carrel.policy.rules.decide import decide_shell
+from carrel.policy.rules.layers import Layer, Policy
+from carrel.policy.shell.reader import find
 
 ROUNDS = 300
 TEXT = "cd src && git status && grep -rn 'def main' . | sort -u > ../output/found.txt"

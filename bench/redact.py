@@ -12,7 +12,7 @@ import random
 import time
 
 from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, rounds
-from carrel.events import Redactor, StreamRedactor
+from carrel.redaction import Redactor, StreamRedactor
 
 ROUNDS = 15
 SIZE = 8 << 20

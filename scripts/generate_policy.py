@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from generate_reference import HEAD
 
 if TYPE_CHECKING:
-    from carrel.policy.options import Program
+    from carrel.policy.shell.options import Program
 
 
 def page() -> str:
     """Every key of the policy documents, the rules, and what is read in shell text."""
-    from carrel.policy import layers, options, rules, settings, sources, wrappers
+    from carrel.policy.documents import settings, sources
+    from carrel.policy.rules import layers, rules
+    from carrel.policy.shell import options, wrappers
 
     parts = [
         HEAD,
@@ -122,7 +124,7 @@ def _rows(model: Any, prefix: str) -> Iterator[str]:
 
 def schema(name: str) -> str:
     """The JSON schema of a policy document."""
-    from carrel.policy import settings, sources
+    from carrel.policy.documents import settings, sources
 
     model = {"settings": settings.Settings, "sources": sources.Sources}[name]
     made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -17,12 +16,10 @@ import pytest
 from hypothesis import settings
 
 # Test folders are no packages: what they share is found by its plain name.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from leaks import Leaks, Watch
-from s3 import S3Server
-from sandboxes import KINDS, Box, House, Supervisor, parent
-from servers import ROOT, Server, science
+from tests.support.leaks import Leaks, Watch
+from tests.support.s3 import S3Server
+from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
+from tests.support.servers import ROOT, Server, science
 
 # A machine that stands still for a moment is no failure: no example has a deadline.
 settings.register_profile("patient", deadline=None)

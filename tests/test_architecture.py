@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "carrel"
 
 BASE = {"errors"}
-KINDS = {"store", "events", "audit", "metrics", "workspaces", "identity", "secrets"}
+KINDS = {"store", "redaction", "audit", "metrics", "workspaces", "identity", "secrets"}
 ALLOWED = {
     "errors": set(),
     "extras": set(),
@@ -21,7 +21,7 @@ ALLOWED = {
     "isolation": BASE,
     "supervisor": BASE,
     "providers": BASE | {"isolation", "models"},
-    "egress": BASE | {"policy", "models", "metrics", "events", "isolation"},
+    "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation"},
     "control": BASE | KINDS | {"models", "policy", "config", "isolation", "providers", "egress"},
     "connections": BASE,
     "api": BASE | {"control", "models", "metrics", "identity", "audit", "connections"},
@@ -29,7 +29,7 @@ ALLOWED = {
     "testing": BASE | {"models", "client", "providers", "control"},
     "integrations": BASE | {"client", "connections", "extras", "models"},
     "cli": BASE | {"client", "extras", "models"},
-    "local": BASE | {"config", "control", "events", "isolation", "models", "providers", "workspaces"},
+    "local": BASE | {"config", "control", "redaction", "isolation", "models", "providers", "workspaces"},
     "__main__": {"cli"},
 }
 LAZILY = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from children import in_child
+from tests.support.children import in_child
 
 
 def test_a_fork_beside_a_thread_is_no_failure() -> None:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from servers import as_user
+from tests.support.servers import as_user
 
 ROOT = Path(__file__).parent.parent
 CLEAN = str(ROOT / "scripts" / "clean-environment")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from leaks import settings
+from tests.support.leaks import settings
 
 
 def test_a_change_of_the_hosts_settings_is_seen_and_a_link_is_not_followed(tmp_path: Path) -> None:

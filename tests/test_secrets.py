@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from carrel.errors import CarrelError, InvalidRequest, PlatformError, TooLarge
-from carrel.events import spellings
+from carrel.redaction import spellings
 from carrel.secrets import KEY_FILE, LARGEST, SHORTEST, Sealed, Vault, checked_name, checked_value
 
 CALM = settings(deadline=None)

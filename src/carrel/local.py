@@ -26,9 +26,9 @@ from carrel.providers.zygotes import ZygoteClient
 
 if TYPE_CHECKING:
     from carrel.config import Settings
-    from carrel.control.connection import SupervisorConnection
-    from carrel.control.frames import Chunk
-    from carrel.control.resolving import Resolved
+    from carrel.control.sessions.placement import Resolved
+    from carrel.control.supervisor.connection import SupervisorConnection
+    from carrel.control.supervisor.frames import Chunk
     from carrel.models import CommandInfo, SandboxRequest
     from carrel.providers.base import Handle, Provider
 
@@ -50,7 +50,7 @@ class LocalSandbox:
     """A sandbox with the part of the SDK's `AsyncSandbox` that running one command takes."""
 
     def __init__(self, provider: Provider, handle: Handle, resolved: Resolved, workspace: str):
-        from carrel.control.connection import SupervisorConnection
+        from carrel.control.supervisor.connection import SupervisorConnection
 
         self.id = str(handle["id"])
         self.provider = provider.name
@@ -103,7 +103,7 @@ class LocalCommands:
         """Start a command; see `AsyncCommands.start`."""
         from pydantic import ValidationError
 
-        from carrel.control.exchange import SMALL, check, command_body, json_object, segment_of
+        from carrel.control.operations.checks import SMALL, check, command_body, json_object, segment_of
         from carrel.models import CommandInfo, CommandRequest
 
         words = command if isinstance(command, str) else [*command]
@@ -123,8 +123,8 @@ class LocalCommands:
 
     async def output(self, path: str) -> AsyncIterator[Chunk]:
         """The output of a command until it ends, then an `end` with its info as JSON."""
-        from carrel.control.redacting import clean_output
-        from carrel.events.redact import Redactor
+        from carrel.control.governance.redaction import clean_output
+        from carrel.redaction.redact import Redactor
 
         redactor = Redactor()
 
@@ -146,7 +146,7 @@ class LocalCommands:
 
     async def told(self, end: bytes) -> CommandInfo:
         """How a command ended, checked; only the provider knows whether memory was short."""
-        from carrel.control.exchange import check, json_object
+        from carrel.control.operations.checks import check, json_object
         from carrel.models import CommandInfo
 
         info = check(CommandInfo, json_object(end))
@@ -251,7 +251,7 @@ async def local_sandbox(
         if request is None:
             yield None
             return
-        from carrel.control.resolving import resolve
+        from carrel.control.sessions.placement import resolve
         from carrel.models import Network
         from carrel.providers import open_providers
 

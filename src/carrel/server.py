@@ -37,7 +37,7 @@ from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
     from carrel.control.plane import ControlPlane
-    from carrel.control.rekeying import Rekeyed
+    from carrel.control.secrets.rekeying import Rekeyed
 
 log = logging.getLogger("carrel.server")
 
@@ -118,7 +118,7 @@ def _kept(path: str) -> str | None:
 
 async def _leave_agent_token(settings: Settings, plane: ControlPlane) -> None:
     """Leave the token that programs on this machine use beside the administrator's; made anew when it is no good."""
-    from carrel.control.agent_token import agent_token
+    from carrel.control.governance.agent_token import agent_token
 
     path = os.path.join(settings.data_dir, "agent-token")
     kept = _kept(path)
@@ -253,7 +253,7 @@ def local_host_report(allow_process: bool = False) -> HostReport:
 
 def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
     """Change the key of the secrets; `Conflict` while a server runs on this data directory."""
-    from carrel.control.rekeying import rekey as change
+    from carrel.control.secrets.rekeying import rekey as change
 
     try:
         with _locked(settings.data_dir):

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+from tests.support.governed import POLICY, Known
+from tests.support.refusals import Contract
 
 from carrel.config import Settings, load
 from carrel.server import Running, running
-from governed import POLICY, Known
-from refusals import Contract
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.refusals import Contract, refused
 
-from carrel.control.door import Decision, PlainDoor
+from carrel.control.operations.door import Decision, PlainDoor
 from carrel.models.bundles import END, MEDIA_TYPE, Part
 from carrel.server import Running
-from refusals import Contract, refused
 
 BODIES: dict[str, dict[str, Any]] = {
     "deploy_or_resume": {"context_id": "other"},

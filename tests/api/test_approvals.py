@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.governed import POLICY, Known
+from tests.support.refusals import refused
 
 from carrel.config import Settings
 from carrel.server import Running, running
-from governed import POLICY, Known
-from refusals import refused
 
 TOUCH = {"command": "echo x >> made; touch made"}
 

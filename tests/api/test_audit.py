@@ -5,12 +5,12 @@ from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
+from tests.support.governed import Known
+from tests.support.refusals import refused
 
 from carrel.audit import verify
 from carrel.config import Settings
 from carrel.server import running
-from governed import Known
-from refusals import refused
 
 
 async def test_search_export_and_key(http: httpx.AsyncClient, governed: str) -> None:

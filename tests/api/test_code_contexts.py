@@ -3,8 +3,7 @@ from __future__ import annotations
 import json
 
 import httpx
-
-from refusals import refused
+from tests.support.refusals import refused
 
 
 async def test_a_whole_life(http: httpx.AsyncClient, box: str) -> None:

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.refusals import refused
 
 from carrel.server import Running
-from refusals import refused
 
 Sent = dict[str, Any]
 

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import httpx
-
-from governed import Known
-from refusals import refused
+from tests.support.governed import Known
+from tests.support.refusals import refused
 
 
 async def test_only_an_administrator_forgets_a_context(http: httpx.AsyncClient, governed: str, known: Known) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.environments_ground import sources, stocked
+from tests.support.governed import Known
+from tests.support.indexes import IndexServer
+from tests.support.refusals import refused
 
 from carrel.config import Settings
-from environments_ground import sources, stocked
-from governed import Known
-from indexes import IndexServer
-from refusals import refused
 
 
 @pytest.fixture

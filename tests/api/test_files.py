@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from tests.support.refusals import Contract, refused
 
 from carrel.server import Running
-from refusals import Contract, refused
 
 Sent = dict[str, Any]
 

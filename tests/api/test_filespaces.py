@@ -3,8 +3,7 @@ from __future__ import annotations
 import os
 
 import httpx
-
-from refusals import refused
+from tests.support.refusals import refused
 
 
 async def test_files_beside_and_inside(http: httpx.AsyncClient) -> None:

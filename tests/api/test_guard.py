@@ -7,6 +7,8 @@ import httpx
 import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute, APIWebSocketRoute
+from tests.support.governed import Known
+from tests.support.refusals import Contract, refused
 
 from carrel.api import app as application
 from carrel.api.guard import THEMSELVES, GuardedRoute, Router
@@ -17,8 +19,6 @@ from carrel.errors import Denied
 from carrel.identity import COVERED, LISTED, scope_of
 from carrel.models import SandboxInfo
 from carrel.server import Running
-from governed import Known
-from refusals import Contract, refused
 
 ADMINISTER = {
     "create_token", "get_token", "list_tokens", "revoke_token", "put_policy", "delete_policy",

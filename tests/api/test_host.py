@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from tests.support.refusals import refused
 
 from carrel.models import HostReport
 from carrel.server import Running
-from refusals import refused
 
 
 async def test_the_report(http: httpx.AsyncClient) -> None:

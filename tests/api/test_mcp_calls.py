@@ -17,10 +17,10 @@ from mcp.server.lowlevel.server import Server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOCOL_VERSION_META_KEY
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
+from tests.support.mcp_hosted import GOOD
 
 from carrel.api.mcp_calls import plain_call
 from carrel.server import Running
-from mcp_hosted import GOOD
 
 VERSION = MODERN_PROTOCOL_VERSIONS[-1]
 Json = dict[str, Any]

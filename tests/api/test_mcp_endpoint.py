@@ -14,11 +14,11 @@ import httpx2
 import pytest
 from mcp import Client, MCPError, types
 from mcp.client.streamable_http import streamable_http_client
+from tests.support.governed import Known
+from tests.support.mcp_hosted import GOOD
 
 from carrel.api.mcp_endpoint import Work
 from carrel.server import Running
-from governed import Known
-from mcp_hosted import GOOD
 
 ACCEPT = {"accept": "application/json, text/event-stream"}
 

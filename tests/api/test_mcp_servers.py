@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from tests.support.governed import Known
+from tests.support.mcp_hosted import GOOD
+from tests.support.refusals import refused
 
 from carrel.server import Running
-from governed import Known
-from mcp_hosted import GOOD
-from refusals import refused
 
 SERVER = {"command": ["python3", "good.py"]}
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import httpx
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
+from tests.support.refusals import refused
 
 from carrel.server import Running
-from refusals import refused
 
 
 async def count(http: httpx.AsyncClient, name: str, /, **labels: str) -> float:

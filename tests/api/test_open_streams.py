@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.governed import Known
+from tests.support.refusals import refused
 from websockets.asyncio.client import ClientConnection, connect
 
 from carrel.identity import Tokens
 from carrel.server import Running
 from carrel.store.tokens import TokenStore
-from governed import Known
-from refusals import refused
 
 Ended = Callable[[], Awaitable[None]]
 

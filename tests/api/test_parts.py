@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.api.parts import Stream, as_json, event_stream, raw_query, wants_sse
-from carrel.control.frames import Chunk
+from carrel.control.supervisor.frames import Chunk
 from carrel.errors import NotRunning
 from carrel.models import FileInfo
 

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import httpx
-
-from governed import POLICY, Known
-from refusals import refused
+from tests.support.governed import POLICY, Known
+from tests.support.refusals import refused
 
 PATH = "/v1/contexts/team:a/policy"
 

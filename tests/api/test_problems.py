@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
+from tests.support.refusals import Contract
 
 from carrel.api.problems import MEDIA_TYPE, answer, invalid, problems
 from carrel.errors import BY_CODE, InvalidRequest
 from carrel.models import ApprovalBatch, CommandRequest, SandboxRequest
 from carrel.server import Running
-from refusals import Contract
 
 
 def finding(model: type[BaseModel], body: str) -> InvalidRequest:

@@ -4,8 +4,7 @@ import json
 
 import httpx
 import pytest
-
-from refusals import refused
+from tests.support.refusals import refused
 
 
 async def test_run_start_stream(http: httpx.AsyncClient, box: str) -> None:

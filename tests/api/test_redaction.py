@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from tests.support.governed import Known
 from websockets.asyncio.client import connect
 
 from carrel.config import Settings
 from carrel.errors import PlatformError
 from carrel.server import Running
-from governed import Known
 
 SECRET = "correct-horse-battery"
 SHOWN = "[secret:PASSWORD]"

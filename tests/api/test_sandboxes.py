@@ -8,10 +8,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.governed import Known
+from tests.support.refusals import refused
 
 from carrel.server import Running
-from governed import Known
-from refusals import refused
 
 Sent = dict[str, Any]
 JSON = {"content-type": "application/json"}

@@ -3,8 +3,7 @@ from __future__ import annotations
 import uuid
 
 import httpx
-
-from refusals import refused
+from tests.support.refusals import refused
 
 
 async def test_values_go_in_and_never_come_out(http: httpx.AsyncClient) -> None:

@@ -4,8 +4,7 @@ import io
 import tarfile
 
 import httpx
-
-from refusals import refused
+from tests.support.refusals import refused
 
 
 async def test_the_life_of_a_snapshot(http: httpx.AsyncClient) -> None:

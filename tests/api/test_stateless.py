@@ -6,12 +6,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.governed import Known
+from tests.support.refusals import refused
+from tests.support.sandboxes import until
 
 from carrel.models.bundles import END, MEDIA_TYPE, Part, Unbundling
 from carrel.server import Running
-from governed import Known
-from refusals import refused
-from sandboxes import until
 
 
 async def test_a_call(http: httpx.AsyncClient, known: Known) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.governed import POLICY, Known
+from tests.support.refusals import refused
 
 from carrel.config import Settings
-from governed import POLICY, Known
-from refusals import refused
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import httpx
+from tests.support.governed import Known
+from tests.support.refusals import refused
 
 from carrel.server import Running
-from governed import Known
-from refusals import refused
 
 
 async def test_made_listed_revoked(http: httpx.AsyncClient, server: Running) -> None:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import httpx
-
-from refusals import refused
+from tests.support.refusals import refused
 
 
 async def test_create_file(http: httpx.AsyncClient, box: str) -> None:

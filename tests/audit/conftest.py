@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
-
-from postgres import Postgres
+from tests.support.postgres import Postgres
 
 from carrel.audit import SigningKey
 from carrel.store import Database

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from governed import POLICY
+from tests.support.governed import POLICY
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 

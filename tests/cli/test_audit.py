@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.support.audit_routes import Auditing, auditing
 
-from audit_routes import Auditing, auditing
 from carrel.audit import AuditLog, Ending, Entry, chain_of
 from carrel.cli.audit import _moment
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.audit_routes import Auditing, auditing
 
-from audit_routes import Auditing, auditing
 from carrel.audit import AuditLog, Ending, Entry, chain_of
 from carrel.cli.egress import _COLUMNS
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from environments_ground import sources, stocked
+from tests.support.environments_ground import sources, stocked
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 

@@ -5,7 +5,7 @@ import subprocess
 import uuid
 from collections.abc import Callable
 
-from mcp_hosted import GOOD
+from tests.support.mcp_hosted import GOOD
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from environments_ground import sources, stocked
+from tests.support.environments_ground import sources, stocked
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 

@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.governed import POLICY
 
 from carrel import AsyncClient, Client, Sandbox
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound
 from carrel.models import ApprovalInfo
-from governed import POLICY
 
 As = Callable[..., Client]
 

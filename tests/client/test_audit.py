@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from tests.support.audit_routes import Auditing, auditing
 
-from audit_routes import Auditing, auditing
 from carrel import AsyncClient, Client
 from carrel.audit import AuditLog, Ending, Entry, chain_of, verify
 

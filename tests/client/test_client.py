@@ -6,6 +6,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from tests.support.ports import nobody
 
 from carrel.client import AsyncClient, Client
 from carrel.errors import (
@@ -18,7 +19,6 @@ from carrel.errors import (
     Unauthorized,
 )
 from carrel.models import State
-from ports import nobody
 
 
 def name() -> str:

@@ -4,10 +4,10 @@ import asyncio
 import uuid
 
 import pytest
+from tests.support.environments_ground import sources, stocked
 
 from carrel.client import AsyncClient, Client
 from carrel.errors import Conflict, InvalidRequest, NotFound
-from environments_ground import sources, stocked
 
 
 async def test_attached_by_requirements_and_by_name(async_client: AsyncClient, client: Client) -> None:

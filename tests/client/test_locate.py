@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.servers import ROOT, as_user, readable
 
 from carrel.client import local_server, locate
 from carrel.client.locate import is_loopback
 from carrel.errors import CarrelError, InvalidRequest, ServerUnreachable
-from servers import ROOT, as_user, readable
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from tests.support.mcp_hosted import GOOD
 
 from carrel.client import AsyncClient, Client, Sandbox
 from carrel.errors import ApprovalNeeded, Conflict, Denied, McpServerFailed, NotFound
-from mcp_hosted import GOOD
 
 
 @pytest.fixture

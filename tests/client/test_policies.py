@@ -3,10 +3,10 @@ from __future__ import annotations
 import uuid
 
 import pytest
+from tests.support.governed import POLICY
 
 from carrel import Client
 from carrel.errors import Conflict, Denied, InvalidRequest
-from governed import POLICY
 
 
 def test_get_put_explain_delete(client: Client) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+from tests.support.ports import nobody
 
 from carrel.client._async.wire import AsyncWire
 from carrel.client._sync.wire import FAILED, LATE, LOST, NOT_REACHED, Patience, Wire
-from ports import nobody
 
 PATIENCE: Patience = {"connect": 5.0, "read": 5.0, "write": 5.0, "pool": 5.0}
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-One: a\r\n\r\nhi"

@@ -8,14 +8,28 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from carrel.egress.authority import bundle
+from tests.support.gateway_ground import Echo
+from tests.support.inspected import (
+    CREDENTIAL,
+    OWN,
+    PUBLIC,
+    SECRET,
+    Proxy,
+    Seen,
+    Site,
+    running,
+    said,
+    spoken,
+    trust,
+    way_out,
+)
+from tests.support.wayout import OPEN, PATIENCE_S, Person, hello, plan, server, wayout
+
+from carrel.egress.http.authority import bundle
 from carrel.egress.plan import Injected, Plan
 from carrel.egress.terms import Said
-from carrel.policy import settings, sources
-from carrel.policy.layers import Layer
-from gateway_ground import Echo
-from inspected import CREDENTIAL, OWN, PUBLIC, SECRET, Proxy, Seen, Site, running, said, spoken, trust, way_out
-from wayout import OPEN, PATIENCE_S, Person, hello, plan, server, wayout
+from carrel.policy.documents import settings, sources
+from carrel.policy.rules.layers import Layer
 
 CREDITED = {"credentials": [{"host": "api.test", "secret": "API_KEY"}]}
 

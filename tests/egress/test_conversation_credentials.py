@@ -16,9 +16,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-
-from carrel.egress.plan import Injected
-from inspected import (
+from tests.support.inspected import (
     PLACEHOLDER,
     PUBLIC,
     SECRET,
@@ -32,6 +30,8 @@ from inspected import (
     spoken,
     way_out,
 )
+
+from carrel.egress.plan import Injected
 
 
 async def test_the_server_gets_the_value_and_the_sandbox_does_not() -> None:
@@ -241,7 +241,7 @@ async def test_a_few_bytes_that_could_begin_a_value_do_not_wait_for_more() -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 async def test_a_value_that_comes_slowly_does_not_go_through(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("carrel.egress.conversation._QUIET_S", 0.001)
+    monkeypatch.setattr("carrel.egress.http.conversation._QUIET_S", 0.001)
     echoed = f"<{SECRET}>".encode()
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

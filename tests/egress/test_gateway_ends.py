@@ -12,13 +12,13 @@ import struct
 from contextlib import suppress
 
 import pytest
+from tests.support import loops
+from tests.support.gateway_ground import NAMES, Echo, curl, greet, rules
+from tests.support.ports import nobody
+from tests.support.wayout import OPEN, Person, hello, plan, server, wayout
 
-import loops
-from carrel.egress import gateway as gateway_module
+from carrel.egress.listener import gateway as gateway_module
 from carrel.egress.terms import Address, Said
-from gateway_ground import NAMES, Echo, curl, greet, rules
-from ports import nobody
-from wayout import OPEN, Person, hello, plan, server, wayout
 
 
 @loops.the_fast_one

@@ -7,11 +7,11 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from tests.support import loops
 
-import loops
-from carrel.egress.heads import chunk
-from carrel.egress.plain import _unchunked
-from carrel.egress.sockets import readable, send
+from carrel.egress.http.heads import chunk
+from carrel.egress.http.plain import _unchunked
+from carrel.egress.listener.sockets import readable, send
 
 BODY = bytes(range(256)) * 16_000
 NEXT = b"GET / HTTP/1.1\r\n"

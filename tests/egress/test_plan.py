@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from carrel.egress.plan import Index, Injected, Plan, Upstream
-from carrel.policy import settings, sources
-from carrel.policy.layers import Layer
+from carrel.policy.documents import settings, sources
+from carrel.policy.rules.layers import Layer
 
 SETTINGS = settings.load('{"permissions": {"allow": ["network(outbound:a.example)"], "deny": ["shell(curl:*)"]}}')
 SOURCES = sources.load(

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.outside import Origin, serving
+from tests.support.sandboxes import until
 
 from carrel.egress.channel import VERSION, Channel, Message, memory_file
 from carrel.egress.plan import Plan
 from carrel.egress.process import certificates
-from carrel.policy import settings
-from carrel.policy.layers import Layer
-from outside import Origin, serving
-from sandboxes import until
+from carrel.policy.documents import settings
+from carrel.policy.rules.layers import Layer
 
 
 class Control:

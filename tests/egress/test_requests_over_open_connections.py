@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import loops
+from tests.support import loops
+from tests.support.gateway_ground import NAMES, greet
+from tests.support.wayout import OPEN, PATIENCE_S, Person, plan, server, wayout
+
 from carrel.egress.terms import Said
-from gateway_ground import NAMES, greet
-from wayout import OPEN, PATIENCE_S, Person, plan, server, wayout
 
 
 @loops.the_fast_one

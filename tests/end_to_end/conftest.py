@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
-
-from kill_load import Tally
-from postgres import Postgres
+from tests.support.kill_load import Tally
+from tests.support.postgres import Postgres
 
 _TALLY = pytest.StashKey[Tally]()
 

@@ -10,17 +10,17 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
-from kill_server import Server
+from tests.support.governed import POLICY
+from tests.support.kill_server import Server
 
 from carrel.client import AsyncClient
 from carrel.errors import ApprovalNeeded, Conflict, PlatformError
 from carrel.isolation import probe
-from governed import POLICY
 
 SERVE = """
 import os, signal, sys
 from carrel.audit import AuditLog
-from carrel.control import connection
+from carrel.control.supervisor import connection
 from carrel.store.approvals import ApprovalStore
 
 def dies(owner, name, *, after=True, when=lambda arguments: True):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from egress_ground import HOST, Carrel, Outside, Site, ground, outbound, run, until
+from tests.support.egress_ground import HOST, Carrel, Outside, Site, ground, outbound, run, until
 
 from carrel.client import Sandbox
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from egress_ground import Carrel, Outside, Site, ground, outbound, processes, run, until
+from tests.support.egress_ground import Carrel, Outside, Site, ground, outbound, processes, run, until
+from tests.support.squid import Squid
 
 from carrel.client import Sandbox
-from squid import Squid
 
 
 def echo(_method: str, path: str, headers: Mapping[str, str], _body: bytes) -> bytes:

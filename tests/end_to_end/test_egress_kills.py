@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from egress_ground import Carrel, Outside, Site, ground, outbound, processes, run, until
+from tests.support.egress_ground import Carrel, Outside, Site, ground, outbound, processes, run, until
 
 from carrel.client import Sandbox
 

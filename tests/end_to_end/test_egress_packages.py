@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import distribution
 
 import pytest
-from egress_ground import Carrel, Outside, ground, outbound, run
+from tests.support.egress_ground import Carrel, Outside, ground, outbound, run
+from tests.support.indexes import IndexServer, wheel
 
 from carrel.client import Sandbox
 from carrel.egress.index.front import Answer
 from carrel.errors import Denied
-from indexes import IndexServer, wheel
 
 LARGE = 2 * 1024 * 1024
 

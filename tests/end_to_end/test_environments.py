@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from egress_ground import Carrel, Outside, until
+from tests.support.egress_ground import Carrel, Outside, until
+from tests.support.environments_ground import sources
+from tests.support.indexes import IndexServer, wheel
 from uv import find_uv_bin
 
 from carrel.client import Sandbox
 from carrel.egress.index.front import Answer
 from carrel.errors import CarrelError
 from carrel.models import State
-from environments_ground import sources
-from indexes import IndexServer, wheel
 
 SLOW = "slow-1.0-py3-none-any.whl"
 

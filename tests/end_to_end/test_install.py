@@ -19,10 +19,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.servers import ROOT as AS_ROOT
+from tests.support.servers import USER, as_user
 
 from carrel.extras import PARTS
-from servers import ROOT as AS_ROOT
-from servers import USER, as_user
 
 ROOT = Path(__file__).parents[2]
 UV = [sys.executable, "-m", "uv"]

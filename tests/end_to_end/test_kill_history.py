@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kill_history import NOTHING, Content, Scene, Sides, Step, SyncedHistory, met, pulled, pushed
-from kill_model import CONTESTED, Context
+from tests.support.kill_history import NOTHING, Content, Scene, Sides, Step, SyncedHistory, met, pulled, pushed
+from tests.support.kill_model import CONTESTED, Context
 
 from carrel.models import SyncDirection
 from carrel.store import FilespaceEntry

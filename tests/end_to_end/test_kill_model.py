@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kill_history import NOTHING, Broken, FileHistory
-from kill_model import Background, Context, compare
+from tests.support.kill_history import NOTHING, Broken, FileHistory
+from tests.support.kill_model import Background, Context, compare
 
 OLD, NEW = frozenset({b"old"}), frozenset({b"new"})
 

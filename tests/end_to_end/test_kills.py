@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
-from kill_checks import Check
-from kill_load import SERVE, Load, Tally, World
-from kill_loss import lose_and_find
-from kill_server import Server
-from kill_work import workers
-from postgres import Postgres
+from tests.support.kill_checks import Check
+from tests.support.kill_load import SERVE, Load, Tally, World
+from tests.support.kill_loss import lose_and_find
+from tests.support.kill_server import Server
+from tests.support.kill_work import workers
+from tests.support.postgres import Postgres
 
 from carrel.client import AsyncClient
 from carrel.isolation import probe

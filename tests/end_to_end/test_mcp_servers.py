@@ -21,13 +21,13 @@ import httpx2
 import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
+from tests.support.mcp_hosted import GOOD
 
 from carrel.audit.records import chain_of
 from carrel.audit.search import Filter
 from carrel.client import AsyncClient, AsyncSandbox
 from carrel.config import load
 from carrel.server import Running, running
-from mcp_hosted import GOOD
 
 CONTEXTS, CALLS = 50, 8
 

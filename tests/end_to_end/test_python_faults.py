@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
+from tests.support.servers import SMALL, Server
 
 from carrel.client import Client, Sandbox
-from servers import SMALL, Server
 
 Way = Literal["call", "cell", "stateless"]
 WAYS: tuple[Way, ...] = ("call", "cell", "stateless")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from egress_ground import Carrel, Outside, until
+from tests.support.egress_ground import Carrel, Outside, until
 
 LEAVE = """
 import ctypes, os, subprocess

@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from tests.support.servers import SCIENCE, Server
 
 from carrel import Client
 from carrel.client import CodeContext, Sandbox
 from carrel.errors import InvalidRequest
-from servers import SCIENCE, Server
 
 FRAME = "import pandas as pd\nframe = pd.DataFrame({'city': ['Oslo', 'Rom'], 'when': pd.to_datetime(['2024-01-02', None])})\n"
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent / "langgraph"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
-
-from langgraph_ground import POLICY, Ground, Nursery, Served
-from postgres import Postgres
+from tests.support.langgraph_ground import POLICY, Ground, Nursery, Served
+from tests.support.postgres import Postgres
 
 from carrel.client import AsyncClient
 from carrel.errors import NotFound

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.messages import ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph_ground import Ground, Step, calls, last_results, lines_of, says, scripted
+from tests.support.langgraph_ground import Ground, Step, calls, last_results, lines_of, says, scripted
 
 from carrel.integrations.deepagents import CarrelBackend, _window
 from carrel.integrations.langgraph import Workspace, answer, pending, resolve_model

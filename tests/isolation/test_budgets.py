@@ -7,9 +7,9 @@ import resource
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import ROOT
 
 from carrel.isolation import budgets, ids, linux, probe
-from sandboxes import ROOT
 
 namespaces = pytest.mark.skipif(probe.host().missing is not None, reason="this host cannot make namespaces")
 USER = 12_345

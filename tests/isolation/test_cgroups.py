@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.sandboxes import ROOT
 
 from carrel.errors import PlatformError
 from carrel.isolation.cgroups import (
@@ -22,7 +23,6 @@ from carrel.isolation.cgroups import (
     start_time,
     sweep,
 )
-from sandboxes import ROOT
 
 V1 = """\
 24 29 0:22 / /sys rw,nosuid - sysfs sysfs rw

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.nesting import nested
+from tests.support.sandboxes import KINDS
 
 from carrel.errors import PlatformError
 from carrel.isolation import covers, rootfs
-from carrel.policy.patterns import path_pattern
-from nesting import nested
-from sandboxes import KINDS
+from carrel.policy.rules.patterns import path_pattern
 
 TREES = st.lists(st.lists(st.sampled_from(["a", "b", "ab", ".c"]), min_size=1, max_size=4).map("/".join), max_size=8)
 PATTERNS = st.lists(

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.children import in_child
 
 from carrel.errors import PlatformError
 from carrel.isolation import landlock
-from children import in_child
 
 enforced = pytest.mark.skipif(landlock.abi() == 0, reason="this kernel does not enforce Landlock")
 SYSTEM = ["/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", sys.prefix, sys.base_prefix]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from carrel.errors import InvalidRequest, TooLarge, Unsupported
 from carrel.isolation import masks
 from carrel.isolation.masks import Masks, check, content, is_possible, pack, split, unmaskable, unpack
-from carrel.policy.patterns import path_pattern
+from carrel.policy.rules.patterns import path_pattern
 
 
 @pytest.mark.parametrize(

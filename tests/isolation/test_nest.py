@@ -8,8 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from sandboxes import KINDS
+from tests.support.sandboxes import KINDS
 
 PREPARE = """
 import json, os, socket, sys, time

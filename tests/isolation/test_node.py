@@ -16,9 +16,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.support.sandboxes import KINDS, House
 
 from carrel.models import Network
-from sandboxes import KINDS, House
 
 NODE = shutil.which("node", path="/usr/local/bin:/usr/bin")
 

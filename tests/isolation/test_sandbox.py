@@ -8,10 +8,10 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.sandboxes import KINDS, Box, House
 
 from carrel.isolation import linux, sandbox
 from carrel.isolation.masks import Masks
-from sandboxes import KINDS, Box, House
 
 needs_namespaces = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.children import in_child
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import seccomp
 from carrel.isolation.seccomp import RET_ALLOW, Check, Decision, evaluate, refuse
 from carrel.isolation.syscalls import TABLES
-from children import in_child
 
 ARCHES = sorted(TABLES)
 PROGRAMS = {arch: seccomp.build(arch) for arch in ARCHES}

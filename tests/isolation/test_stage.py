@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import KINDS
 
 from carrel.isolation import linux, stage
 from carrel.isolation.sandbox import BASE, COVERS
-from sandboxes import KINDS
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 ROOT = os.geteuid() == 0

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import KINDS, House, Supervisor, parent, provider, until
 
 from carrel.providers.zygotes import ZygoteClient
-from sandboxes import KINDS, House, Supervisor, parent, provider, until
 
 
 def children(pid: int) -> list[int]:

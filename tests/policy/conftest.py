@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.real_shell import RealShell
 
-sys.path.append(str(Path(__file__).parent))
-
-from real_shell import RealShell
-
-from carrel.policy import settings, sources
-from carrel.policy.layers import Layer, Policy
+from carrel.policy.documents import settings, sources
+from carrel.policy.rules.layers import Layer, Policy
 
 EXAMPLES = Path(__file__).parent / "examples"
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.support.sandboxes import House
 
 from carrel.errors import Unsupported
 from carrel.models import Network
 from carrel.providers.base import NETWORK_CAPABILITY, Capability
-from sandboxes import House
 
 
 def test_every_network_has_a_capability() -> None:

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import KINDS, House, parent, provider, until
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import cgroups, probe
 from carrel.models import Network
 from carrel.providers.bridge import Bridges
-from sandboxes import KINDS, House, parent, provider, until
 
 pytestmark = pytest.mark.skipif(
     "namespace" not in KINDS or not probe.host().bridges, reason="this host cannot make bridges: see carrel doctor"

@@ -18,10 +18,10 @@ import dns.rdataclass
 import dns.rdatatype
 import dns.rrset
 import pytest
+from tests.support.sandboxes import KINDS, ROOT, provider
 
 from carrel.isolation import probe
 from carrel.models import Network
-from sandboxes import KINDS, ROOT, provider
 
 pytestmark = pytest.mark.skipif(
     "namespace" not in KINDS or not probe.host().bridges, reason="this host cannot make bridges: see carrel doctor"

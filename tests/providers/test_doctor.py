@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+from tests.support.sandboxes import House
+
 from carrel.providers import open_providers
 from carrel.providers.doctor import host_report
-from sandboxes import House
 
 
 def test_the_report_covers_primitives_and_providers(houses: dict[str, House]) -> None:

@@ -8,8 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 
 import pytest
-
-from sandboxes import KINDS, House, provider, until
+from tests.support.sandboxes import KINDS, House, provider, until
 
 OTHERS, FILLER = 8, "x" * 60_000
 """Requests that together are more than a socket holds."""

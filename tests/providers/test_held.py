@@ -7,8 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-
-from sandboxes import KINDS, House, until
+from tests.support.sandboxes import KINDS, House, until
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 MB = 1024 * 1024

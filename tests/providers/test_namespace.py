@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import KINDS, ROOT, House, parent, until
 
 from carrel.isolation import landlock, probe
 from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.models import Network
 from carrel.providers import Capability
-from sandboxes import KINDS, ROOT, House, parent, until
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 CONTROLLERS = probe.host().controllers

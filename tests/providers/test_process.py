@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from tests.support.sandboxes import House, provider
+
 from carrel.providers import Capability
-from sandboxes import House, provider
 
 
 async def test_it_runs_as_whoever_runs_carrel_and_promises_no_isolation(houses: dict[str, House]) -> None:

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import KINDS, ROOT, House, Supervisor, parent, provider, status, until
 
 from carrel.errors import InvalidRequest, PlatformError, Unsupported
 from carrel.providers import Capability, Masks
 from carrel.providers.zygotes import ZygoteClient
-from sandboxes import KINDS, ROOT, House, Supervisor, parent, provider, status, until
 
 
 def groups(zygote: int) -> list[Path]:

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import KINDS, House, provider
 
 from carrel.errors import PlatformError, ProviderUnavailable
 from carrel.providers.zygotes import ZygoteClient
-from sandboxes import KINDS, House, provider
 
 
 @pytest.mark.parametrize("plain", [kind == "process" for kind in KINDS])

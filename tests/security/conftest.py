@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.masks_ground import Hold, holding
+from tests.support.nesting import give
+from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 from carrel.client import Sandbox
 from carrel.models import CommandResult
-from masks_ground import Hold, holding
-from nesting import give
-from servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support"
 
 # things of the host
 

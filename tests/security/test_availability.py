@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.support.servers import Server, serving
 
 from carrel import Client
 from carrel.connections import MAX_HEAD
-from servers import Server, serving
 
 FILES = 512
 IDLE = 700

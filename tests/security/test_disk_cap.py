@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.support.sandboxes import Supervisor
 
 from carrel.models import Network
 from carrel.providers import Launch, open_providers
 from carrel.workspaces.volumes import BtrfsDriver, kernel, subvolumes
-from sandboxes import Supervisor
 
 MB = 1 << 20
 CAP = 8 * MB

@@ -7,10 +7,10 @@ import zipfile
 from contextlib import suppress
 
 import pytest
+from tests.support.places import volumes
 
 from carrel.errors import CarrelError, LimitExceeded, TooLarge
 from carrel.models import State
-from places import volumes
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import contextlib
 import subprocess
 
 import pytest
-
-from servers import ROOT, as_user
+from tests.support.servers import ROOT, as_user
 
 # Takes up to so many of a budget, says how many it got and waits to be told to end.
 TAKE = r"""

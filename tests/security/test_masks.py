@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from masks_ground import Hold, Masked
+from tests.support.masks_ground import Hold, Masked
 
 DENIED, ALLOWED = "base64", "base32"
 REFUSAL = {"code": "denied_by_policy", "operation": "shell", "rule": "shell(base64:*)", "reason": "base64 is denied"}
@@ -128,7 +127,7 @@ def test_taking_a_mask_off(masked: Masked) -> None:
         import os
         import subprocess
 
-        import inside
+        from tests.support import inside
 
         path = f"/usr/bin/{name}"
         words = path.encode()
@@ -180,7 +179,7 @@ def test_the_program_beneath_is_not_in_another_namespace_to_enter(masked: Masked
     def attack() -> object:
         import os
 
-        import inside
+        from tests.support import inside
 
         entered = []
         for process in filter(str.isdigit, os.listdir("/proc")):
@@ -293,7 +292,7 @@ def test_writing_where_nothing_may_be_written(masked: Masked) -> None:
     def attack() -> object:
         import os
 
-        import inside
+        from tests.support import inside
 
         os.makedirs("/workspace/out/d", exist_ok=True)
         os.symlink("../../config/settings", "/workspace/out/d/link")

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from masks_ground import Hold, Masked
+from tests.support.masks_ground import Hold, Masked
 
 CANARY = "canary of what is hidden"
 
@@ -49,7 +48,7 @@ def test_moving_a_directory_above_what_is_masked(stays: Masked, path: str) -> No
     def attack(path: str) -> object:
         import os
 
-        import inside
+        from tests.support import inside
 
         path = f"/workspace/{path}"
         for name in ("/workspace/out/empty", "/workspace/out/other"):
@@ -93,7 +92,7 @@ def test_writing_what_a_pattern_denies(stays: Masked) -> None:
     def attack() -> object:
         import os
 
-        import inside
+        from tests.support import inside
 
         open("/workspace/out/new", "w").close()
         found = {}

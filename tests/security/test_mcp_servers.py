@@ -4,10 +4,10 @@ import secrets
 import threading
 
 import pytest
+from tests.support.mcp_hosted import GOOD, HOSTILE
 
 from carrel import Client
 from carrel.errors import McpServerFailed
-from mcp_hosted import GOOD, HOSTILE
 
 
 def context(attacker):

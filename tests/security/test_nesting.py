@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.nesting import nested
+from tests.support.places import volumes
 
 from carrel.errors import LimitExceeded
 from carrel.models import State
@@ -18,8 +20,6 @@ from carrel.workspaces.usage import scan
 from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.directory import DirectoryDriver, opened
 from carrel.workspaces.volumes.walking import compare, unreadable
-from nesting import nested
-from places import volumes
 
 NAME = "n" * 250
 MB = 1 << 20

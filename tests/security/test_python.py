@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.servers import SCIENCE, Server
 
 from carrel.client import Sandbox
-from servers import SCIENCE, Server
 
 LOOK = """
 import atexit, builtins, gc, json, os, resource, signal, socket, sys, threading

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-
-from masks_ground import Hold
+from tests.support.masks_ground import Hold
 
 
 def _fill(workspace: Path) -> None:
@@ -32,7 +31,7 @@ def test_writing_what_is_to_stay(hold: Hold, writable: list[str] | None) -> None
     def attack() -> object:
         import os
 
-        import inside
+        from tests.support import inside
 
         os.symlink("../config/settings", "/workspace/out/link")
         open("/workspace/out/mine", "w").close()

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from places import volumes
+from tests.support.places import volumes
 
 HARD_TO_KILL = """
 import os, signal, sys, time
@@ -120,7 +119,7 @@ def test_traced_processes(attacker, marker):
         import os
         import time
 
-        from inside import call
+        from tests.support.inside import call
 
         if os.fork() == 0:
             call("ptrace", 0, 0, 0, 0)

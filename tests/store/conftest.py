@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from postgres import Postgres
 from sqlalchemy import text
 from sqlalchemy.engine import Connection
+from tests.support.postgres import Postgres
 
 from carrel.models import Limits, Network, State, Trust
 from carrel.store import Database, SessionRecord, SessionStore

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.support.records import SESSION
+
 from carrel.models import State
 from carrel.store import Database, SessionStore
 from carrel.store.code_contexts import CodeContextStore
-from records import SESSION
 
 
 async def test_kept_until_forgotten_or_the_session_ends(database: Database) -> None:

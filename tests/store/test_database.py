@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from postgres import Postgres
 from sqlalchemy import select, text
 from sqlalchemy.engine import Connection
+from tests.support.postgres import Postgres
 
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.store import Database, SessionRecord, SessionStore

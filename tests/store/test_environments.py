@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.support.records import SESSION
+
 from carrel.models import State
 from carrel.store import Database, SessionStore
 from carrel.store.environments import EnvironmentRecord, EnvironmentStore
-from records import SESSION
 
 ONE = EnvironmentRecord(
     "n1", "h1", "3.11.2", "/usr/bin/python3.11", ["a"], [{"name": "a", "version": "1"}], ["a"], 10, 1.0, 1.0, "c"

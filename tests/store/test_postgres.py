@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from postgres import Postgres
+from tests.support.postgres import Postgres
 
 from carrel.errors import PlatformError
 from carrel.store import Database, SessionStore

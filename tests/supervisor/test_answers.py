@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from sandboxes import Supervisor
+from tests.support.sandboxes import Supervisor
 
 
 async def test_result_tells_text_and_exact_bytes(supervisor: Supervisor) -> None:

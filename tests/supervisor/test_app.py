@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 
 import pytest
-
-from sandboxes import Box, Supervisor, until
+from tests.support.sandboxes import Box, Supervisor, until
 
 
 async def test_health(supervisor: Supervisor) -> None:

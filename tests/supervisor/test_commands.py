@@ -6,8 +6,7 @@ import asyncio
 import base64
 
 import pytest
-
-from sandboxes import Box, Supervisor, until
+from tests.support.sandboxes import Box, Supervisor, until
 
 
 async def test_runs_to_completion(supervisor: Supervisor) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from sandboxes import KINDS, Box, House, until
+from tests.support.sandboxes import KINDS, Box, House, until
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="only what is isolated can be emptied")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.sandboxes import KINDS, House
 
 from carrel.isolation import rootfs
 from carrel.models import Network
 from carrel.supervisor import environment
-from sandboxes import KINDS, House
 
 PORT = 3128
 

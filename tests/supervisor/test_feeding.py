@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-
-from sandboxes import Box, Supervisor
+from tests.support.sandboxes import Box, Supervisor
 
 
 async def test_interactive_stdin(supervisor: Supervisor) -> None:

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-
-from files_ground import Box, serve
+from tests.support.files_ground import Box, serve
 
 
 @pytest.fixture

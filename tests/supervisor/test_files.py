@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.files_ground import MIB, Box, descriptors, head, receive, receive_head, serve, until
 
 from carrel.errors import FileMissing, InvalidPath
-from files_ground import MIB, Box, descriptors, head, receive, receive_head, serve, until
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.support.sandboxes import until
+
 from carrel.supervisor.load import Load, measure
-from sandboxes import until
 
 HOLD = "import sys; held = bytearray(%d); held[::4096] = b'x' * len(held[::4096]); print(flush=True); sys.stdin.read()"
 

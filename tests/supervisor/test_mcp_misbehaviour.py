@@ -6,12 +6,12 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
+from tests.support.leaks import below
+from tests.support.mcp_ground import ECHO, READS, WAITING, connected, declare, ends, log, python, state
+from tests.support.sandboxes import KINDS, Box, House, Supervisor, status, until
 
 from carrel.supervisor.mcp_lines import MOST_OTHER_LINES, NO_MESSAGE, NO_TEXT, TOO_LONG
 from carrel.supervisor.mcp_process import CLOSED_OUTPUT
-from leaks import below
-from mcp_ground import ECHO, READS, WAITING, connected, declare, ends, log, python, state
-from sandboxes import KINDS, Box, House, Supervisor, status, until
 
 STUBBORN = """
 import signal, time

@@ -9,13 +9,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.mcp_ground import ECHO, READS, WAITING, connected, declare, log, opened, python, state
+from tests.support.sandboxes import Box, Supervisor, until
 
 from carrel.supervisor.mcp_lines import MOST_LINE
 from carrel.supervisor.mcp_log import KEPT
 from carrel.supervisor.mcp_process import CLOSED_INPUT, DEAF
 from carrel.supervisor.mcp_servers import MOST_SERVERS
-from mcp_ground import ECHO, READS, WAITING, connected, declare, log, opened, python, state
-from sandboxes import Box, Supervisor, until
 
 
 async def test_declared_and_not_started(supervisor: Supervisor) -> None:

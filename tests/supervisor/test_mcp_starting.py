@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from tests.support.mcp_ground import ECHO, WAITING, connected, declare, log, opened, python, state
+from tests.support.sandboxes import KINDS, Box, Supervisor, provider, until
 
 from carrel.providers import open_providers
 from carrel.supervisor.python.calls import ENVIRONMENTS
-from mcp_ground import ECHO, WAITING, connected, declare, log, opened, python, state
-from sandboxes import KINDS, Box, Supervisor, provider, until
 
 
 async def test_one_that_exits_at_once_has_to_wait(supervisor: Supervisor) -> None:

@@ -9,10 +9,10 @@ import shutil
 import socket
 
 import pytest
+from tests.support.sandboxes import KINDS, House, until
 
 from carrel.isolation import rootfs
 from carrel.supervisor import environment, no_network
-from sandboxes import KINDS, House, until
 
 isolated = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 

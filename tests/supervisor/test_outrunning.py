@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from tests.support.sandboxes import Box, until
 
 from carrel.supervisor.reaper import processes
-from sandboxes import Box, until
 
 # Each says that it runs, and holds its end of a pipe for as long as one process of it lives.
 BEGIN = "import ctypes, os, threading, time\nbeat = os.open('beat', os.O_WRONLY)\nos.write(beat, b'runs')\n"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.leaks import below
+from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent, status, until
 
 from carrel.supervisor import commands, reaper
 from carrel.supervisor.reaper import Reaper, Runner, descendants, doomed
-from leaks import below
-from sandboxes import KINDS, Box, House, Supervisor, parent, status, until
 
 isolated = pytest.mark.parametrize("house", [kind for kind in KINDS if kind != "process"], indirect=True)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.sandboxes import Box, Supervisor
 
 from carrel.errors import CarrelError
 from carrel.supervisor.secrets import ALTOGETHER, CURRENT, LARGEST, MOST, Secrets, _checked
-from sandboxes import Box, Supervisor
 
 
 def body(values: dict[str, bytes]) -> dict[str, object]:

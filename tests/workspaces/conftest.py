@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from s3 import S3Server
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent / "volumes"))
-
-from archives import Node, Nodes
+from tests.support.archives import Node, Nodes
+from tests.support.s3 import S3Server
 
 from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
 

@@ -7,10 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from archives import MB, Node, Nodes, files_of, furnish
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trees_for_tests import mutate, picture
+from tests.support.archives import MB, Node, Nodes, files_of, furnish
+from tests.support.children import in_child
+from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import InvalidRequest, NotFound
 from carrel.workspaces import manifests
@@ -18,7 +19,6 @@ from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes import DirectoryDriver
-from children import in_child
 
 
 @pytest.mark.parametrize(("one", "other"), [("directory", "btrfs"), ("btrfs", "directory")])

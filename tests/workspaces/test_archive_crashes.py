@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from archives import MB, Node, Nodes, files_of, furnish
-from trees_for_tests import mutate, picture
+from tests.support.archives import MB, Node, Nodes, files_of, furnish
+from tests.support.trees_for_tests import mutate, picture
 
 from carrel.workspaces import manifests
 from carrel.workspaces.archive import Archive

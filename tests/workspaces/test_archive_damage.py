@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from archives import MB, Node, Nodes, files_of, furnish
-from trees_for_tests import picture
+from tests.support.archives import MB, Node, Nodes, files_of, furnish
+from tests.support.s3 import S3Server
+from tests.support.trees_for_tests import picture
 
 from carrel.errors import ArchiveUnavailable, SnapshotDamaged
-from s3 import S3Server
 
 Damage = Callable[[Path], None]
 

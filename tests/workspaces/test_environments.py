@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.children import in_child
 
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
 from carrel.workspaces.environments import Shelf, _Copy
-from children import in_child
 
 PYTHON = "/usr/bin/python3.11"
 MB = 1 << 20

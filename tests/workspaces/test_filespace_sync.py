@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,10 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from filespaces_for_tests import Budget, Filespace, Killed, MortalRemote, Recorded, Records, Workspace
+from tests.support.filespaces_for_tests import Budget, Filespace, Killed, MortalRemote, Recorded, Records, Workspace
 
 from carrel.errors import LimitExceeded, PlatformError, SnapshotDamaged
 from carrel.models import SyncDirection

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.s3 import S3Server
 
 from carrel.errors import InvalidRequest, NotFound, PlatformError
 from carrel.workspaces.remote import Remote, check_remote_name
-from s3 import S3Server
 
 MB = 1 << 20
 

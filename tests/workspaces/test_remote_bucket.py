@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.s3 import S3Server
 
 from carrel.errors import ArchiveUnavailable, CarrelError, InvalidRequest
 from carrel.workspaces.remote import Remote
-from s3 import S3Server
 
 MB = 1 << 20
 

@@ -13,11 +13,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tests.support.children import in_child
 
 from carrel.errors import LimitExceeded, PlatformError
 from carrel.workspaces.filespace import LocalFile
 from carrel.workspaces.synced_tree import Hashed, Obstructed, SyncedTree, hashed
-from children import in_child
 
 
 @pytest.fixture

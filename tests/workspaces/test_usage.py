@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.support.nesting import nested
+
 from carrel.workspaces.usage import Usage, max_entries, measure, scan, verdict
-from nesting import nested
 
 
 def test_counts_blocks_and_entries(tmp_path: Path) -> None:

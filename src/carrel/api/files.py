@@ -12,7 +12,7 @@ from starlette.responses import Response
 from carrel.api.guard import Router
 from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query, streamed_body
 from carrel.api.problems import problems
-from carrel.control.bundles import Incoming
+from carrel.control.workspaces.bundles import Incoming
 from carrel.models import (
     EditRequest,
     EditResult,

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
 from carrel.connections import mark_authenticated
-from carrel.control.caller import Caller, caller
-from carrel.control.open_requests import OpenRequest, OpenRequests
+from carrel.control.governance.open_requests import OpenRequest, OpenRequests
+from carrel.control.operations.caller import Caller, caller
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.identity import ROOT, Identity, Tokens
 

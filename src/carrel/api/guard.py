@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
-from carrel.control.caller import caller
+from carrel.control.operations.caller import caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
 from carrel.identity import ROOT, Identity

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from carrel.api.gate import replay
 from carrel.api.mcp_calls import PlainCall, nonsense, plain_call
 from carrel.api.problems import UNEXPECTED
-from carrel.control.mcp_terms import REFUSED, TIMED_OUT, Json
+from carrel.control.mcp.request_checks import REFUSED, TIMED_OUT, Json
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, CarrelError, PlatformError
 from carrel.models import McpCatalogue, McpRequest

@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from carrel.api.problems import invalid
 from carrel.audit import Ending, Entry, server_chain
-from carrel.control.caller import caller
-from carrel.control.frames import Chunk, TextCutter
+from carrel.control.operations.caller import caller
 from carrel.control.plane import ControlPlane
+from carrel.control.supervisor.frames import Chunk, TextCutter
 from carrel.errors import InvalidRequest
 from carrel.metrics import OK, outcome_of
 from carrel.models import ContextId

@@ -13,8 +13,8 @@ from carrel.api.files import BUNDLE
 from carrel.api.guard import Router
 from carrel.api.parts import Plane, Stream, as_json, body_of, described, known_query, plane_of, streamed_body
 from carrel.api.problems import answer, invalid, problems
-from carrel.control.bundles import Incoming
 from carrel.control.plane import ControlPlane
+from carrel.control.workspaces.bundles import Incoming
 from carrel.errors import InvalidRequest, LimitExceeded
 from carrel.models import StatelessRequest, StatelessResult
 from carrel.models.bundles import END, MEDIA_TYPE, Part

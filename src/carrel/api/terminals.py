@@ -16,7 +16,7 @@ from carrel.api.gate import SUBPROTOCOL
 from carrel.api.guard import Router, permit
 from carrel.api.parts import plane_of
 from carrel.api.problems import invalid
-from carrel.control.operations import Operations
+from carrel.control.operations.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import MAX_OUTPUT_BYTES, CommandRequest, TerminalSize
 

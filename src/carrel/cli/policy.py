@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from carrel.models import Explanation, PolicyInfo
-    from carrel.policy.decide import Verdict
-    from carrel.policy.layers import Policy
-    from carrel.policy.settings import Settings
-    from carrel.policy.sources import Sources
+    from carrel.policy.documents.settings import Settings
+    from carrel.policy.documents.sources import Sources
+    from carrel.policy.rules.decide import Verdict
+    from carrel.policy.rules.layers import Policy
 
 app = typer.Typer(help="Check policy documents, explain decisions, set those of a context.", no_args_is_help=True)
 
@@ -188,7 +188,7 @@ def _held(context: str, command: str) -> Explanation:
 
 def _decided(command: str, policy: Policy, shell: str | None) -> Verdict:
     from carrel.cli.failures import note
-    from carrel.policy.decide import decide_shell
+    from carrel.policy.rules.decide import decide_shell
 
     if not policy.layers:
         note("no rules are given, so everything is allowed; --context CONTEXT asks the server what holds there")
@@ -197,7 +197,7 @@ def _decided(command: str, policy: Policy, shell: str | None) -> Verdict:
 
 def _given(file: Path) -> dict[str, object]:
     from carrel.errors import InvalidRequest
-    from carrel.policy import documents
+    from carrel.policy.documents import documents
 
     value = documents.parse(_bytes(file), file.name)
     if not isinstance(value, dict):
@@ -224,10 +224,10 @@ def _shown(info: PolicyInfo, json: bool) -> None:
 
 
 def _checked(file: Path) -> tuple[str, list[dict[str, str]]]:
-    from carrel.policy.layers import Layer, Policy
+    from carrel.policy.rules.layers import Layer, Policy
 
     if file.suffix == ".toml":
-        from carrel.policy import recipes
+        from carrel.policy.documents import recipes
 
         recipes.load(_bytes(file), file.name)
         return "template", []
@@ -250,7 +250,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
-    from carrel.policy import documents, settings, sources
+    from carrel.policy.documents import documents, settings, sources
 
     value = documents.parse(_bytes(file), file.name)
     keys = set(value) if isinstance(value, dict) else set()
@@ -279,7 +279,7 @@ def _of_template(template: str | None) -> list[Path]:
 
 def _policy(settings: list[Path], sources: list[Path], context: str, template: str | None) -> Policy:
     from carrel.errors import InvalidRequest
-    from carrel.policy.layers import Layer, Policy
+    from carrel.policy.rules.layers import Layer, Policy
 
     layers = []
     for file, wanted in [*((each, "settings") for each in settings), *((each, "sources") for each in sources)]:

@@ -10,51 +10,51 @@ from contextlib import AsyncExitStack
 
 from carrel.audit import AuditLog, SigningKey, chain_of
 from carrel.config import Settings
-from carrel.control.approvals import Approvals
-from carrel.control.bundles import Bundles
-from carrel.control.disk import Disk
-from carrel.control.door import Door
-from carrel.control.egress import Egress
-from carrel.control.egress_plans import Plans, inspects, read_upstreams
-from carrel.control.environment_builds import Builder, shared
-from carrel.control.environment_use import EnvironmentUse
-from carrel.control.environments import Environments
-from carrel.control.filespaces import Filespaces
-from carrel.control.forgetting import Forgetting
-from carrel.control.governor import Governor
-from carrel.control.janitor import EXPIRE_EVERY, Janitor
-from carrel.control.leasing import Leasing
-from carrel.control.live import LiveSandbox, LiveSandboxes
-from carrel.control.masking import masks_of
-from carrel.control.mcp_discovery import McpDiscovery
-from carrel.control.mcp_installing import Installing
-from carrel.control.mcp_links import McpLinks
-from carrel.control.mcp_platform import PlatformServers, read_platform
-from carrel.control.mcp_servers import McpServers
-from carrel.control.mcp_terms import discovers, whose
-from carrel.control.networks import fit_network, opens_hosts
-from carrel.control.open_requests import OpenRequests
-from carrel.control.operations import Operations
-from carrel.control.ownership import Ownership
-from carrel.control.policies import Policies
-from carrel.control.recovery import Recovered, recover
-from carrel.control.retention import Retention
-from carrel.control.router import Router
-from carrel.control.runs import settle_runs
-from carrel.control.secrets import FRESH_S as SECRETS_FRESH_S
-from carrel.control.secrets import Secrets
-from carrel.control.sessions import Sessions
-from carrel.control.snapshots import Snapshots, Undo
-from carrel.control.template_packages import TemplatePackages
-from carrel.control.templates import Templates
-from carrel.control.webhooks import Webhook
-from carrel.control.workspaces import MB, Workspaces
+from carrel.control.egress.plans import Plans, inspects, read_upstreams
+from carrel.control.egress.service import Egress
+from carrel.control.governance.approval_recovery import settle_runs
+from carrel.control.governance.approvals import Approvals
+from carrel.control.governance.open_requests import OpenRequests
+from carrel.control.governance.policies import Policies
+from carrel.control.governance.webhooks import Webhook
+from carrel.control.mcp.discovery import McpDiscovery
+from carrel.control.mcp.installing import Installing
+from carrel.control.mcp.links import McpLinks
+from carrel.control.mcp.platform import PlatformServers, read_platform
+from carrel.control.mcp.request_checks import discovers, whose
+from carrel.control.mcp.servers import McpServers
+from carrel.control.operations.admission import Governor
+from carrel.control.operations.door import Door
+from carrel.control.operations.operations import Operations
+from carrel.control.python.environment_builds import Builder, shared
+from carrel.control.python.environment_use import EnvironmentUse
+from carrel.control.python.environments import Environments
+from carrel.control.python.stateless_pool import Router
+from carrel.control.python.template_packages import TemplatePackages
+from carrel.control.secrets.service import FRESH_S as SECRETS_FRESH_S
+from carrel.control.secrets.service import Secrets
+from carrel.control.sessions.forgetting import Forgetting
+from carrel.control.sessions.lease_upkeep import Leasing
+from carrel.control.sessions.leases import Ownership
+from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
+from carrel.control.sessions.masks import masks_of
+from carrel.control.sessions.network_mode import fit_network, opens_hosts
+from carrel.control.sessions.recovery import Recovered, recover
+from carrel.control.sessions.retention import Retention
+from carrel.control.sessions.sessions import Sessions
+from carrel.control.sessions.templates import Templates
+from carrel.control.sessions.upkeep import EXPIRE_EVERY, Janitor
+from carrel.control.workspaces.bundles import Bundles
+from carrel.control.workspaces.disk import Disk
+from carrel.control.workspaces.filespaces import Filespaces
+from carrel.control.workspaces.snapshots import Snapshots, Undo
+from carrel.control.workspaces.workspaces import MB, Workspaces
 from carrel.egress.plan import Upstream
 from carrel.errors import CarrelError, ProviderUnavailable
 from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
 from carrel.models import HostReport, Network, PolicyDocuments, PolicyInfo, SandboxRequest, SecretName
-from carrel.policy.layers import Layer, Policy
+from carrel.policy.rules.layers import Layer, Policy
 from carrel.providers import Masks, open_providers
 from carrel.providers.base import Provider
 from carrel.secrets import Vault

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from carrel.policy.layers import Layer, Policy
-from carrel.policy.settings import Settings
-from carrel.policy.sources import Sources
+from carrel.policy.documents.settings import Settings
+from carrel.policy.documents.sources import Sources
+from carrel.policy.rules.layers import Layer, Policy
 
 
 @dataclass(frozen=True, slots=True)

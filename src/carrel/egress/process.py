@@ -23,20 +23,20 @@ import uvloop
 
 from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message, content
 from carrel.egress.confining import confine
-from carrel.egress.gateway import Gateway
+from carrel.egress.http.inspecting import Inspecting
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.front import Front
 from carrel.egress.index.host import host_index, host_proxy
 from carrel.egress.index.upstream import Upstream
-from carrel.egress.inspecting import Inspecting
-from carrel.egress.journal import Item, Journal
 from carrel.egress.keeper import Keeper
-from carrel.egress.ledger import Ledger
-from carrel.egress.passage import Passage
+from carrel.egress.listener.gateway import Gateway
+from carrel.egress.log.journal import Item, Journal
+from carrel.egress.log.ledger import Ledger
+from carrel.egress.outbound.passage import Passage
+from carrel.egress.outbound.resolver import Resolver, names_are_whole
+from carrel.egress.outbound.upstreams import Health, Upstreams
 from carrel.egress.plan import Plan
-from carrel.egress.resolver import Resolver, names_are_whole
 from carrel.egress.terms import Said, Target
-from carrel.egress.upstreams import Health, Upstreams
 from carrel.errors import CarrelError
 
 log = logging.getLogger("carrel.egress")

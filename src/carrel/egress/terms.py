@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 from typing import Literal, Protocol
 
-from carrel.policy.remarks import Answer
+from carrel.policy.rules.remarks import Answer
 
 Address = IPv4Address | IPv6Address
 Spoken = Literal["connect", "http", "socks5", "index"]

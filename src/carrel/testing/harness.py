@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
-from carrel.control.connection import SupervisorConnection
+from carrel.control.supervisor.connection import SupervisorConnection
 from carrel.models import CommandInfo, CommandResult, Network
 from carrel.providers.base import NETWORK_CAPABILITY, Handle, Launch, Provider
 

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.indexes import IndexServer, fronting, serving
 
 from carrel.egress.index.front import Front
-from indexes import IndexServer, fronting, serving
 
 
 @pytest.fixture

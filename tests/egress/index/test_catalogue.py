@@ -1,13 +1,13 @@
 import asyncio
 
 import pytest
+from tests.support.indexes import IndexServer, serving, wheel
 
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.catalogue import FRESH_S, RETRY_S, Catalogue, page_url, scope, shown
 from carrel.egress.index.pages import BadPage
 from carrel.egress.index.upstream import Unreachable, Upstream
 from carrel.egress.plan import Index
-from indexes import IndexServer, serving, wheel
 
 
 class Clock:

@@ -3,13 +3,13 @@ import hashlib
 import os
 
 import pytest
+from tests.support.indexes import wheel
 
 from carrel.egress.index import downloads
 from carrel.egress.index.cache import Cache, key
 from carrel.egress.index.downloads import TAIL, Body, Downloads, Missing, Wanted, Wrong
 from carrel.egress.index.upstream import Unreachable, Upstream
 from carrel.egress.plan import Index
-from indexes import wheel
 
 NAME = key("demo")
 BIG = os.urandom(400_000)

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from tests.support.indexes import IndexServer, sdist, serving, whole
+from tests.support.sandboxes import until
 
 from carrel.egress.index import catalogue, downloads, pages
 from carrel.egress.index.front import Answer, Front, Packages
-from indexes import IndexServer, sdist, serving, whole
-from sandboxes import until
 
 MANY = 40
 

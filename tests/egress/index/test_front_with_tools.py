@@ -5,9 +5,9 @@ import re
 import tempfile
 
 import pytest
+from tests.support.indexes import gateway, run, sdist, wheel
 
 from carrel.egress.index.front import Packages
-from indexes import gateway, run, sdist, wheel
 
 BIG = os.urandom(300_000)
 

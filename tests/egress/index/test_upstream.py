@@ -7,10 +7,10 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.support.indexes import Answer, IndexServer, Web, serving, wheel
 
 from carrel.egress.index.upstream import Unreachable, Upstream, plain
 from carrel.egress.plan import Index
-from indexes import Answer, IndexServer, Web, serving, wheel
 
 
 @pytest.fixture

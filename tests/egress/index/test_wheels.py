@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.indexes import metadata_of, wheel
 
 from carrel.egress.index import wheels
-from indexes import metadata_of, wheel
 
 
 @contextmanager

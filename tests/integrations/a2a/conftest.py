@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from a2a_ground import POLICY, Ground
+from tests.support.a2a_ground import POLICY, Ground
 
 from carrel.client import AsyncClient
 from carrel.errors import NotFound

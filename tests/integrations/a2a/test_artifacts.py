@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from a2a_ground import Ground
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.a2a_ground import Ground
 
 from carrel.client import AsyncSandbox
 from carrel.integrations.a2a import artifacts

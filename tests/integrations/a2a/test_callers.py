@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from a2a.server.context import ServerCallContext
-from a2a_ground import Ground
+from tests.support.a2a_ground import Ground
 
 from carrel.errors import ServerUnreachable, Unauthorized
 from carrel.integrations.a2a.callers import MOST_IDLE, TRUSTED_S, Caller, Callers, caller_of

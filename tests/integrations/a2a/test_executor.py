@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from a2a.types.a2a_pb2 import ListTasksRequest, SendMessageRequest, SubscribeToTaskRequest, TaskState
 from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
-from a2a_ground import Ground, answer, caller, files, said, state, until, words
+from tests.support.a2a_ground import Ground, answer, caller, files, said, state, until, words
 
 from carrel.models import ApprovalState
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from a2a_ground import Ground
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
+from tests.support.a2a_ground import Ground
 
 from carrel.errors import Unauthorized
 from carrel.integrations.a2a.callers import Caller, Callers

@@ -10,7 +10,7 @@ import pytest
 from a2a.client.errors import A2AClientError
 from a2a.types.a2a_pb2 import ListTasksRequest, Role, SubscribeToTaskRequest, TaskPushNotificationConfig, TaskState
 from a2a.utils.errors import A2AError
-from a2a_ground import Caller, Ground, Process, answer, caller, said, state, until, words
+from tests.support.a2a_ground import Caller, Ground, Process, answer, caller, said, state, until, words
 
 from carrel.integrations.a2a.push import MOST_CONFIGS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from a2a_ground import Ground
+from tests.support.a2a_ground import Ground
 
 from carrel.client import AsyncClient
 from carrel.errors import ApprovalNeeded

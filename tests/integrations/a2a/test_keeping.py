@@ -10,10 +10,10 @@ import pytest
 from a2a.server.models import PushNotificationConfigModel, TaskEventModel, TaskVersionModel
 from a2a.types.a2a_pb2 import ListTasksRequest, Task, TaskPushNotificationConfig, TaskState
 from a2a.utils.errors import TaskNotFoundError
-from a2a_ground import Ground, answer, state, until
 from langchain_core.messages import AIMessage, HumanMessage
 from sqlalchemy import func, select
-from test_tasks import ME, save, task
+from tests.integrations.a2a.test_tasks import ME, save, task
+from tests.support.a2a_ground import Ground, answer, state, until
 
 from carrel.errors import InvalidRequest
 from carrel.integrations.a2a.conversations import Conversations

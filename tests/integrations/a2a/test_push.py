@@ -20,9 +20,9 @@ from a2a.types.a2a_pb2 import (
     TaskPushNotificationConfig,
 )
 from a2a.utils.errors import A2AError
-from a2a_ground import Ground, said, until
 from starlette.requests import Request
 from starlette.responses import Response
+from tests.support.a2a_ground import Ground, said, until
 
 from carrel.errors import Denied, InvalidRequest, LimitExceeded
 from carrel.integrations.a2a.background import Background

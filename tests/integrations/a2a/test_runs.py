@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from a2a.helpers import new_data_part
 from a2a.types.a2a_pb2 import TaskState
-from a2a_ground import Ground, answer, said, state, words
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "langgraph"))
-
-from langgraph_ground import last_results, runs, says, scripted
+from tests.support.a2a_ground import Ground, answer, said, state, words
+from tests.support.langgraph_ground import last_results, runs, says, scripted
 
 
 async def test_a_model_works_in_steps_that_are_told(ground: Ground) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from a2a.client.errors import A2AClientError
 from a2a.utils.constants import TransportProtocol
-from a2a_ground import Ground, Process, answer, caller, state, until
+from tests.support.a2a_ground import Ground, Process, answer, caller, state, until
 
 from carrel.connections import MAX_HEAD
 from carrel.errors import InvalidRequest, PlatformError

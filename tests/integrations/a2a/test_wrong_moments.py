@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import sys
-from pathlib import Path
 
 import pytest
 from a2a.types.a2a_pb2 import ListTasksRequest, TaskPushNotificationConfig, TaskState
 from a2a.utils.errors import A2AError, TaskNotFoundError
-from a2a_ground import Ground, answer, caller, said, state, until, words
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "langgraph"))
-
-from langgraph_ground import last_results, runs, says, scripted
-from slow_way import slow_way
+from tests.support.a2a_ground import Ground, answer, caller, said, state, until, words
+from tests.support.langgraph_ground import last_results, runs, says, scripted
+from tests.support.slow_way import slow_way
 
 from carrel.integrations.a2a import executor, handler
 from carrel.integrations.a2a.push import MOST_CONFIGS

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Interrupt
-from langgraph_ground import Ground
+from tests.support.langgraph_ground import Ground
 
 from carrel.errors import ApprovalNeeded, InvalidRequest
 from carrel.integrations.langgraph import PendingApproval, Workspace, answer, at_rest, build_graph, pending

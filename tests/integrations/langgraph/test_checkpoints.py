@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langgraph_ground import Ground
+from tests.support.langgraph_ground import Ground
 
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.langgraph import build_graph, open_checkpointer, pending

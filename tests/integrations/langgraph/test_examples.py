@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from langgraph_ground import Ground, lines_of, runs, says, scripted
+from tests.support.langgraph_ground import Ground, lines_of, runs, says, scripted
 
 from carrel.models import ApprovalInfo
 

@@ -11,7 +11,7 @@ import langsmith.utils
 import pytest
 from langchain_core.messages import ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph_ground import (
+from tests.support.langgraph_ground import (
     Ground,
     Nursery,
     Served,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from postgres import Postgres
+from tests.support.postgres import Postgres
 
 from carrel.errors import PlatformError, RunsElsewhere
 from carrel.integrations.langgraph import locks

@@ -7,7 +7,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from langgraph_ground import Ground, graph_of, runs, says, scripted
+from tests.support.langgraph_ground import Ground, graph_of, runs, says, scripted
 
 from carrel.integrations.langgraph import ModelMetrics
 from carrel.integrations.langgraph.metrics import MOST_MODELS, MOST_OPEN

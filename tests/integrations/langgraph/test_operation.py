@@ -8,7 +8,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode
 from langgraph.runtime import get_runtime
-from langgraph_ground import Ground, lines_of
+from tests.support.langgraph_ground import Ground, lines_of
 
 from carrel.client import AsyncClient
 from carrel.errors import ApprovalNeeded, Conflict, Denied, ServerUnreachable

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.messages import ToolMessage
-from langgraph_ground import Ground, calls, graph_of, says, scripted
+from tests.support.langgraph_ground import Ground, calls, graph_of, says, scripted
 
 from carrel.integrations.langgraph import carrel_tools
 from carrel.integrations.langgraph.tools import MOST_CHARACTERS, MOST_MATCHES, short, told

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph_ground import Ground, lines_of, until
 from pydantic import TypeAdapter
-from slow_way import slow_way
+from tests.support.langgraph_ground import Ground, lines_of, until
+from tests.support.slow_way import slow_way
 
 from carrel.client import AsyncClient
 from carrel.errors import InvalidRequest, ServerUnreachable

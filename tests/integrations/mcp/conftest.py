@@ -19,11 +19,11 @@ import pytest
 from mcp import Client as McpClient
 from mcp import StdioServerParameters, types
 from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+from tests.support.governed import POLICY
 
 from carrel.client import Client
 from carrel.errors import NotFound
 from carrel.integrations.mcp.server import Workspaces
-from governed import POLICY
 
 MODES = ("legacy", "auto")
 """Both eras of the protocol: the handshake, and an envelope for each request."""

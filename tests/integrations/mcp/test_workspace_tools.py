@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from mcp import types
+from tests.support.environments_ground import sources, stocked
 
 from carrel.client import AsyncClient, Client
-from environments_ground import sources, stocked
 
 Said = Callable[[types.CallToolResult], str]
 

@@ -6,19 +6,14 @@ is allowed works, so that a wall can be told from an attempt that never was one.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from evader import Evader
-from far import ALLOWED, FORBIDDEN, Far
+from tests.support.evader import Evader
+from tests.support.far import ALLOWED, FORBIDDEN, Far
 
 from carrel.isolation.sandbox import WAY_OUT_PORT
 

@@ -6,7 +6,7 @@ The hidden request is for `/smuggled`. What arrives is read by a server that min
 # ruff: noqa: F821 — what an attempt calls is of `within`, beside which it runs
 
 import pytest
-from test_requests import filled
+from tests.security.egress.test_requests import filled
 
 HIDDEN = "GET http://forbidden.test:{http}/smuggled HTTP/1.1\r\nHost: forbidden.test:{http}\r\n\r\n"
 BEHIND = "GET /smuggled HTTP/1.1\r\nHost: forbidden.test\r\n\r\n"

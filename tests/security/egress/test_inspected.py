@@ -3,7 +3,7 @@
 # ruff: noqa: F821 — what an attempt calls is of `within`, beside which it runs
 
 import pytest
-from test_requests import filled
+from tests.security.egress.test_requests import filled
 
 REQUESTS = {
     "another-host": "GET /smuggled HTTP/1.1\r\nHost: forbidden.test:{tls}\r\n\r\n",

@@ -6,7 +6,7 @@
 # ruff: noqa: F821 — what an attempt calls is of `within`, beside which it runs
 
 import pytest
-from far import NAMES
+from tests.support.far import NAMES
 
 LITERALS = {
     "plain": "127.0.0.3",

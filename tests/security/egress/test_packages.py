@@ -5,8 +5,7 @@
 import hashlib
 
 import pytest
-
-from indexes import wheel
+from tests.support.indexes import wheel
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,7 @@
 # ruff: noqa: F821 — what an attempt calls is of `within`, beside which it runs
 
 import pytest
-from test_requests import filled
+from tests.security.egress.test_requests import filled
 
 CONNECTS = {
     "forbidden-host": "CONNECT forbidden.test:{tls} HTTP/1.1\r\n\r\n",

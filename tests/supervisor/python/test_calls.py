@@ -9,9 +9,9 @@ import textwrap
 from typing import Any
 
 import pytest
+from tests.support.sandboxes import Box, Supervisor, until
 
 from carrel.supervisor.python.calls import MOST_SHOWN
-from sandboxes import Box, Supervisor, until
 
 
 async def run(supervisor: Supervisor, code: str, **more: object) -> dict[str, Any]:

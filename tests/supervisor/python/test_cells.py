@@ -7,8 +7,7 @@ import textwrap
 from typing import Any
 
 import pytest
-
-from sandboxes import Box, Supervisor, until
+from tests.support.sandboxes import Box, Supervisor, until
 
 
 async def cell(supervisor: Supervisor, code: str, name: str = "a", **more: object) -> dict[str, Any]:

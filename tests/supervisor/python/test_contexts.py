@@ -8,11 +8,11 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.leaks import below
+from tests.support.sandboxes import Box, Supervisor, until
 
 from carrel.supervisor.python.cells import MOST_CONTEXTS
 from carrel.supervisor.python.contexts import REMEMBERED
-from leaks import below
-from sandboxes import Box, Supervisor, until
 
 steps = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from(["set", "get", "die", "restart", "raise"]), st.integers(0, 9)),

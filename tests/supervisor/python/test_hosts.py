@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.support.sandboxes import SANDBOX_UID, Box, until
+
 from carrel.supervisor.python.hosts import MOST_READY, imports_of
-from sandboxes import SANDBOX_UID, Box, until
 
 
 async def run(box: Box, code: str, **more: object) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from sandboxes import KINDS, Box, House, until
+from tests.support.sandboxes import KINDS, Box, House, until
 
 # A supervisor in a process of its own, so that a test can say when it hears of what.
 PREPARE = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trees_for_tests import mutate, picture
+from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import AlreadyExists, InvalidRequest, LimitExceeded, NotFound
 from carrel.workspaces.volumes import ChangeKind, VolumeDriver, transfer

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from trees_for_tests import mutate, picture
+from tests.support.children import in_child
+from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import PlatformError
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes import BtrfsDriver, kernel, pool, subvolumes
 from carrel.workspaces.volumes.pool import mounted_at
-from children import in_child
 
 MB = 1 << 20
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trees_for_tests import mutate
+from tests.support.trees_for_tests import mutate
 
 from carrel.workspaces.volumes import kernel
 from carrel.workspaces.volumes.capture import FRESH_NS, capture, pack_known, unpack_known

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from trees_for_tests import mutate, picture
+from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import PlatformError, SnapshotDamaged
 from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver, kernel
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 
 
 def settle() -> None:
@@ -388,7 +388,7 @@ def test_an_ordinary_user_keeps_files_that_forbid_reading(tmp_path: Path) -> Non
 KILLED = """
 import os, random, signal, sys
 sys.path.insert(0, sys.argv[4])
-from trees_for_tests import mutate
+from tests.support.trees_for_tests import mutate
 from carrel.workspaces.volumes import DirectoryDriver
 from carrel.workspaces.volumes import capture, copying, objects, rebuild, directory, kernel
 left = int(sys.argv[2])
@@ -431,7 +431,7 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path, what: str) -> None:
     for number, after in enumerate((1, 2, 3, 4, 5, 6, 8, 11, 15, 22, 30, 45, 60, 90, 150, 10_000)):
         mutate(driver.path("a"), random.Random(100 + number), 4)
         before = picture(driver.path("a"))
-        arguments = [sys.executable, "-c", KILLED, place, str(after), str(number), str(HERE), what]
+        arguments = [sys.executable, "-c", KILLED, place, str(after), str(number), str(ROOT), what]
         code = subprocess.run(arguments, check=False).returncode
         assert code in {0, -signal.SIGKILL}
         ended += code == 0

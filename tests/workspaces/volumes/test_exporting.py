@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trees_for_tests import mutate, picture
+from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import NotFound, SnapshotDamaged
 from carrel.workspaces.volumes import BtrfsDriver, VolumeDriver

@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.nesting import nested
 
 from carrel.errors import LimitExceeded
 from carrel.workspaces.volumes import kernel
-from nesting import nested
 
 
 def test_two_directories_change_places_in_one_step(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from trees_for_tests import mutate, picture
+from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import SnapshotDamaged
 from carrel.workspaces.volumes import kernel

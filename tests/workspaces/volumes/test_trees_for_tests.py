@@ -6,7 +6,7 @@ import os
 import random
 from pathlib import Path
 
-from trees_for_tests import NAMES, mutate
+from tests.support.trees_for_tests import NAMES, mutate
 
 
 def test_random_work_never_writes_through_a_link(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote, unquote, urlsplit
 
-from carrel.egress.answers import PROBLEM, body_of, words_of
+from carrel.egress.http.answers import PROBLEM, body_of, words_of
 from carrel.egress.index import pages, wheels
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.catalogue import Catalogue, scope, shown

@@ -22,7 +22,7 @@ import httpcore
 import httpx
 
 from carrel.egress.plan import Index
-from carrel.policy import addresses
+from carrel.policy.rules import addresses
 
 MOST_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)

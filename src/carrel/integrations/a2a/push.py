@@ -46,7 +46,7 @@ class Target:
 
 def is_public(text: str) -> bool:
     """Whether an address is ordinary unicast of the public internet; what may mean another address is not."""
-    from carrel.policy.addresses import private, read
+    from carrel.policy.rules.addresses import private, read
 
     address = read(text.partition("%")[0])
     return address is not None and private(address) is None

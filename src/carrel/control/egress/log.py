@@ -1,0 +1,205 @@
+"""What the egress process lets through and refuses, as records of the audit log and as metrics.
+
+What comes within a moment is written together: a connection that lasts is written when it opens and again when it
+closes, a short one, or one that is refused, once. What is written is acknowledged; the egress process keeps the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from carrel.audit import AuditLog
+from carrel.audit.log import Ticket
+from carrel.audit.records import Ending, Entry, chain_of
+from carrel.control.operations.admission import Redact
+from carrel.errors import CarrelError
+from carrel.metrics import Metrics
+
+log = logging.getLogger("carrel.egress")
+
+NAMES = {"connect": "connect", "socks5": "connect", "http": "request", "index": "package"}
+_SHOWN = ("host", "port", "protocol", "method", "path", "address", "upstream", "credential")
+_LATER = ("address", "upstream", "method", "path")
+_COMPANY_S = 0.05
+"""How long what happened waits for more to be written with."""
+_RETRY_S = 1.0
+_MOST_KNOWN = 20_000
+
+Item = Mapping[str, object]
+ContextOf = Callable[[str], str | None]
+_Batch = tuple[int, list[tuple[Item, str | None]]]
+
+
+class AccessLog:
+    """The access log of one server."""
+
+    def __init__(self, audit: AuditLog, metrics: Metrics, redact: Redact, acknowledge: Callable[[int], None]):
+        self._audit = audit
+        self._metrics = metrics
+        self._redact = redact
+        self._acknowledge = acknowledge
+        self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
+        self._open: dict[int, Ticket] = {}
+        # By their beginnings too: a proxy that found no journal counts anew.
+        self._known: OrderedDict[tuple[int, object], None] = OrderedDict()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def take(self, upto: int, items: list[Item], context_of: ContextOf) -> None:
+        """A batch of what happened."""
+        self._batches.put_nowait((upto, [(item, context_of(str(item["sandbox"]))) for item in items]))
+
+    def lost(self) -> None:
+        """The process is gone, and with it every connection it had."""
+        self._batches.put_nowait(None)
+
+    async def close(self) -> None:
+        """Write what has come."""
+        if self._task is None:
+            return
+        self.lost()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                await self._batches.join()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            batches = [await self._batches.get()]
+            if batches[0] is not None:
+                await asyncio.sleep(_COMPANY_S)
+            while batches[-1] is not None and not self._batches.empty():
+                batches.append(self._batches.get_nowait())
+            try:
+                told = [batch for batch in batches if batch is not None]
+                if told:
+                    items = list(_last_of_each([item for _, items in told for item in items]))
+                    await self._write(told[-1][0], items)
+                if batches[-1] is None:
+                    self._end_all()
+            except Exception:
+                log.exception("a part of the access log could not be written")
+            finally:
+                for _ in batches:
+                    self._batches.task_done()
+
+    def _end_all(self) -> None:
+        for ticket in self._open.values():
+            ticket.end(Ending("unknown", reason="the egress process ended"))
+        self._open.clear()
+
+    async def _write(self, upto: int, items: list[tuple[Item, str | None]]) -> None:
+        while True:
+            try:
+                while items:
+                    await self._one(*items[0])
+                    del items[0]
+                await self._audit.flush()
+                break
+            except CarrelError as error:
+                log.warning("the access log cannot be written: %s", error)
+            except Exception:  # whatever it is: what is acknowledged next must not be taken for written
+                log.exception("the access log cannot be written")
+            await asyncio.sleep(_RETRY_S)
+        self._acknowledge(upto)
+
+    async def _one(self, item: Item, context: str | None) -> None:
+        number = item["number"]
+        assert isinstance(number, int)
+        known = (number, item["began"])
+        if item.get("recovered") and known in self._known:
+            return  # written down, though the proxy did not hear of it before it died
+        await self._written(number, item, context)
+        self._known[known] = None
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    async def _written(self, number: int, item: Item, context: str | None) -> None:
+        ended = item["ended"]
+        ticket = self._open.get(number)
+        if ended is None:
+            if ticket is None:
+                self._open[number] = await self._audit.begin(await self._entry(item, context))
+            return
+        ending = await self._ending(item, context)
+        if ticket is not None:
+            later = _later(item, ticket.entry.arguments)
+            shown = await self._redact(context or str(item["sandbox"]), later) if later else later
+            del self._open[number]
+            ticket.end(replace(ending, arguments=shown))
+        else:
+            self._audit.record(await self._entry(item, context), ending)
+        seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
+        self._metrics.let_out(
+            str(item["protocol"]), ending.result, ending.bytes_in or 0, ending.bytes_out or 0, seconds
+        )
+
+    async def _ending(self, item: Item, context: str | None) -> Ending:
+        ending = _ending(item)
+        if ending.reason is None:
+            return ending
+        shown = await self._redact(context or str(item["sandbox"]), {"reason": ending.reason})
+        return replace(ending, reason=str(shown["reason"]))
+
+    async def _entry(self, item: Item, context: str | None) -> Entry:
+        sandbox = str(item["sandbox"])
+        arguments = {name: item[name] for name in _SHOWN if item.get(name) is not None}
+        if item.get("inspected"):
+            arguments["inspected"] = True
+        verdict = item["verdict"]
+        approval = item.get("approval")
+        shown = await self._redact(context or sandbox, {**arguments, "rule": _text(item.get("rule"))})
+        return Entry(
+            chain=chain_of(context, sandbox),
+            actor=f"sandbox:{sandbox}",
+            kind="network",
+            name=NAMES.get(str(item["protocol"]), "connect"),
+            decision=verdict if verdict in {"allow", "deny", "ask"} else "deny",
+            rule=_text(shown.pop("rule")),
+            source=_text(item.get("source")),
+            arguments=shown,
+            arguments_hash=self._audit.hash_arguments(arguments),
+            approval=_text(approval),
+        )
+
+
+def _last_of_each(items: list[tuple[Item, str | None]]) -> Iterator[tuple[Item, str | None]]:
+    """The newest word on each access, where its first was."""
+    newest = {item["number"]: item for item, _ in items}
+    for item, context in items:
+        if (last := newest.pop(item["number"], None)) is not None:
+            yield last, context
+
+
+def _later(item: Item, known: Mapping[str, object]) -> dict[str, object]:
+    """The way it went and what was asked for, as far as that was not known when it began."""
+    return {name: item[name] for name in _LATER if item.get(name) is not None and item[name] != known.get(name)}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _ending(item: Item) -> Ending:
+    began, ended = item["began"], item["ended"]
+    assert isinstance(began, int | float)
+    assert isinstance(ended, int | float)
+    sent, received, result = item["sent"], item["received"], str(item["result"])
+    # Why something was allowed does not tell why it then failed.
+    telling = result != "ok" and (item["verdict"] != "allow" or bool(item.get("recovered")))
+    return Ending(
+        result,
+        max(0.0, ended - began) * 1000,
+        bytes_in=received if isinstance(received, int) else None,
+        bytes_out=sent if isinstance(sent, int) else None,
+        reason=_text(item.get("reason")) if telling else None,
+    )

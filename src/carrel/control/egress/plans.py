@@ -1,0 +1,220 @@
+"""What the egress process is told of a sandbox: its policy, and the values that only the proxy may have.
+
+The certificate authority of an inspected sandbox is made when it is first needed and kept in a file of the server's run
+directory for as long as the sandbox lives, so that a restarted server does not change what the sandbox trusts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from carrel.egress.http.authority import bundle, make_authority
+from carrel.egress.http.credentials import placeholder
+from carrel.egress.index.host import host_index
+from carrel.egress.index.registries import host_registries
+from carrel.egress.listener.handshakes import read_way
+from carrel.egress.plan import HostRegistry, Index, Injected, Plan, Upstream
+from carrel.errors import CarrelError, InvalidRequest, PlatformError
+from carrel.models import Network
+from carrel.policy.documents.sources import Credential, Sources, WebAccess
+from carrel.policy.rules.layers import Layer, Policy
+from carrel.store import SessionRecord
+
+CA_FILE = "carrel-ca.pem"
+"""The name, among a sandbox's secrets, of what it trusts when its TLS is inspected."""
+
+PolicyOf = Callable[[SessionRecord], Awaitable[Policy]]
+Values = Callable[[SessionRecord], Awaitable[Mapping[str, bytes]]]
+"""The secrets of a session by name."""
+
+
+class UpstreamSetting(BaseModel):
+    """One proxy of the operator's file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    url: str = Field(pattern=r"^(https?|socks5h?)://\S+$", max_length=2048)
+    remote_names: bool = Field(default=False, description="whether the proxy looks names up, and not carrel")
+
+
+def read_upstreams(path: str | None) -> tuple[Upstream, ...]:
+    """The proxies of a file; `InvalidRequest` when it cannot be read. Blocking."""
+    if path is None:
+        return ()
+    try:
+        with open(path, "rb") as file:
+            found = TypeAdapter(list[UpstreamSetting]).validate_json(file.read())
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}", field="egress.upstreams_file") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(
+            f"{path}: {place}: {first['msg']}",
+            field="egress.upstreams_file",
+            hint='write [{"name": "eu", "url": "http://user:password@host:3128"}]',
+        ) from None
+    if len({each.name for each in found}) < len(found):
+        raise InvalidRequest(f"{path} has a name twice", field="egress.upstreams_file")
+    upstreams = tuple(Upstream(each.name, each.url, each.remote_names) for each in found)
+    for upstream in upstreams:
+        read_way(upstream)  # else it would be found out by the first sandbox
+    return upstreams
+
+
+def web_access(policy: Policy) -> list[WebAccess]:
+    """What the layers of a policy say of the web, the highest first."""
+    return [sources.web_access for _, sources in policy.sources if sources.web_access is not None]
+
+
+def credentials(policy: Policy) -> list[Credential]:
+    """What is put into requests on the way out."""
+    return [each for web in web_access(policy) for each in web.credentials]
+
+
+def withheld(policy: Policy) -> frozenset[str]:
+    """The names of secrets that a sandbox gets placeholders for: only the proxy has their values."""
+    return frozenset(each.secret for each in credentials(policy))
+
+
+def inspects(policy: Policy) -> bool:
+    """Whether the TLS of some host is opened, so that sandboxes must trust the proxy's certificates."""
+    return any(web.inspected_domains or web.credentials for web in web_access(policy))
+
+
+class Plans:
+    """Makes plans."""
+
+    def __init__(self, run_dir: str, upstreams: Sequence[Upstream], policy_of: PolicyOf, values: Values):
+        self._run_dir = run_dir
+        self._upstreams = tuple(upstreams)
+        self._policy_of = policy_of
+        self._values = values
+        self._indexes: tuple[Index, ...] | None = None
+        self._registries: tuple[HostRegistry, ...] = ()
+
+    async def of(self, record: SessionRecord) -> Plan:
+        """The plan of a sandbox, by the policy its context has now."""
+        return await self.make(record, *await self.read(record))
+
+    async def read(self, record: SessionRecord) -> tuple[Policy, Mapping[str, bytes]]:
+        """The policy that a sandbox's context has now, and the values it needs."""
+        policy = await self._policy_of(record)
+        return policy, await self._values(record) if credentials(policy) else {}
+
+    async def make(self, record: SessionRecord, policy: Policy, values: Mapping[str, bytes]) -> Plan:
+        """The plan of a sandbox by a policy. Raises `CarrelError` and `OSError` when it cannot be carried out here."""
+        if self._indexes is None:
+            self._registries = await asyncio.to_thread(host_registries)
+            self._indexes = tuple(await asyncio.to_thread(host_index))
+        wanted = credentials(policy)
+        upstreams, internet = self._chosen(policy), record.network is Network.INTERNET
+        if internet and any(each.remote_names for each in upstreams):
+            raise InvalidRequest(
+                "the network 'internet' needs carrel to look names up, and an upstream proxy of this server does so",
+                field="network",
+                hint="choose 'allowlist', or let the operator set remote_names to false in egress.upstreams_file",
+            )
+        return Plan(
+            sandbox=record.id,
+            context=record.context_id,
+            layers=policy.layers,
+            injected=tuple(_injected(each, values[each.secret]) for each in wanted if each.secret in values),
+            upstreams=upstreams,
+            indexes=self._indexes,
+            authority=await asyncio.to_thread(self._authority, record.id) if inspects(policy) else None,
+            internet=internet,
+            registries=self._registries,
+        )
+
+    async def shown(self, record: SessionRecord, values: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The secrets of a sandbox as it gets them: placeholders where only the proxy may have the value, and what it
+        must trust when its TLS is inspected.
+        """
+        policy = await self._policy_of(record)
+        hidden = withheld(policy)
+        files = {name: placeholder(name).encode() if name in hidden else value for name, value in values.items()}
+        if inspects(policy):
+            authority = await asyncio.to_thread(self._authority, record.id)
+            files[CA_FILE] = (await asyncio.to_thread(bundle, authority)).encode()
+        return files
+
+    def forget(self, sandbox: str) -> None:
+        """The sandbox is gone."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(sandbox))
+
+    def _path(self, sandbox: str) -> str:
+        return os.path.join(self._run_dir, f"ca-{sandbox}.pem")
+
+    def _authority(self, sandbox: str) -> str:
+        path = self._path(sandbox)
+        with suppress(FileNotFoundError), open(path, encoding="ascii") as file:
+            return file.read()
+        made = make_authority(sandbox)
+        draft = f"{path}.{secrets.token_hex(4)}.new"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(made)
+            os.link(draft, path)
+        except FileExistsError:  # another was quicker, and the sandbox may trust that one by now
+            return self._authority(sandbox)
+        finally:
+            os.unlink(draft)
+        return made
+
+    def _chosen(self, policy: Policy) -> tuple[Upstream, ...]:
+        """The proxies a policy names: those that every layer that names any has, in the order of the highest."""
+        named = [web.upstreams for web in web_access(policy) if web.upstreams is not None]
+        if not named:
+            return self._upstreams
+        known = {each.name: each for each in self._upstreams}
+        names = [name for name in named[0] if all(name in layer for layer in named[1:])]
+        missing = [name for name in names if name not in known]
+        if missing or not names:
+            raise PlatformError(
+                f"the policy names upstream proxies this server does not have: {', '.join(missing) or 'none are left'}",
+                field="web_access.upstreams",
+                hint="let the operator add them to the file of egress.upstreams_file",
+            )
+        return tuple(known[name] for name in names)
+
+
+def shut(plan: Plan, error: Exception) -> Plan:
+    """The plan of a sandbox that may not go out at all, because its policy cannot be carried out. Says why."""
+    why = error.detail if isinstance(error, CarrelError) else type(error).__name__
+    nothing = Sources.model_validate(
+        {"web_access": {"enabled": False}, "package_managers": {"pip": {"enabled": False}}}
+    )
+    return replace(plan, layers=(Layer("carrel", None, nothing, f"carrel, because {why}"),), injected=())
+
+
+def _injected(credential: Credential, value: bytes) -> Injected:
+    try:
+        secret = value.decode("ascii").strip()
+    except UnicodeDecodeError:
+        secret = ""
+    if not secret or not secret.isprintable():
+        raise InvalidRequest(
+            f"the secret '{credential.secret}' cannot be put into a header",
+            field="credentials",
+            hint="a header takes printable ASCII in one line",
+        )
+    return Injected(
+        host=credential.host,
+        header=credential.header,
+        value=credential.format.replace("{secret}", secret),
+        secret=secret,
+        name=credential.secret,
+        methods=None if credential.methods is None else tuple(each.upper() for each in credential.methods),
+        paths=credential.paths,
+    )

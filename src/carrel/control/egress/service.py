@@ -1,0 +1,331 @@
+"""The way out of sandboxes: gives each its plan and its listening socket to the egress process, answers what that asks,
+writes down what it lets through.
+
+Holds a copy of every listening socket, so that a proxy that died is replaced without a sandbox noticing more than a
+pause. Nothing goes around it: a sandbox has no other way out, whether the proxy runs or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from carrel.audit import AuditLog
+from carrel.control.egress.client import EgressClient
+from carrel.control.egress.log import AccessLog
+from carrel.control.egress.plans import Plans, shut
+from carrel.control.governance.approvals import Approvals
+from carrel.control.operations.admission import Redact
+from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.door import Decision, Operation
+from carrel.control.sessions.live import LiveSandbox
+from carrel.egress.channel import ChannelClosed, Message, memory_file
+from carrel.egress.plan import Plan
+from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
+from carrel.identity import Identity, Kind
+from carrel.metrics import Metrics
+
+log = logging.getLogger("carrel.egress")
+
+MOST_ASKED = 20
+"""Hosts of one sandbox that may wait for a person at once: who asks for more is told no."""
+MOST_HOSTS = 100
+"""Hosts of one sandbox that a person may be asked about within an hour."""
+REFRESH_S = 5.0
+"""How often plans are compared with policies that another server may have changed."""
+_HOUR_S = 3600.0
+_MOST_KNOWN = 20_000
+_PAUSES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass(slots=True)
+class _Attached:
+    box: LiveSandbox
+    listener: int
+    plan: Plan
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held from reading a policy until it holds, so that one read earlier does not come later."""
+    asking: int = 0
+    asked: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def may_ask(self, host: str, port: int, now: float) -> bool:
+        """Whether one more question is not too many."""
+        self.asked = {key: at for key, at in self.asked.items() if at > now - _HOUR_S}
+        if self.asking >= MOST_ASKED or (len(self.asked) >= MOST_HOSTS and (host, port) not in self.asked):
+            return False
+        self.asked.setdefault((host, port), now)
+        return True
+
+
+class Egress:
+    """Every way out of this server."""
+
+    def __init__(
+        self,
+        run_dir: str,
+        arguments: list[str],
+        plans: Plans,
+        approvals: Approvals,
+        audit: AuditLog,
+        metrics: Metrics,
+        *,
+        redact: Redact,
+        ask_wait_s: float,
+    ):
+        self._plans = plans
+        self._approvals = approvals
+        self._ask_wait_s = ask_wait_s
+        self._boxes: dict[str, _Attached] = {}
+        self._contexts: OrderedDict[str, str | None] = OrderedDict()
+        self._client = EgressClient(run_dir, arguments, on_message=self._told, on_down=self._down)
+        self._log = AccessLog(audit, metrics, redact, self._acknowledge)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._restoring: asyncio.Task[None] | None = None
+        self._upkeep: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def pid(self) -> int:
+        """The egress process; 0 when there is none now."""
+        return self._client.pid
+
+    async def open(self, boxes: list[LiveSandbox], *, warm: bool) -> None:
+        """Take over the ways out of sandboxes that run already. With `warm` the process is started now, so that the
+        first sandbox need not wait for it.
+        """
+        self._log.start()
+        wanting = [box for box in boxes if box.record.network.proxied]
+        for box in wanting:
+            self._know(box)
+        if wanting or self._client.left_behind():
+            known = await self._client.connect()
+            for box in wanting:
+                try:
+                    await self.attach(box)
+                except CarrelError as error:
+                    log.warning("sandbox %s has no way out: %s", box.record.id, error)
+            for name in known:
+                if name not in self._boxes:
+                    with suppress(ChannelClosed):  # it is gone, and so is what it knew
+                        self._client.send("detach", sandbox=name)
+        elif warm:
+            self._start(self._warm())
+        self._upkeep = asyncio.get_running_loop().create_task(self._refresh_all())
+
+    async def attach(self, box: LiveSandbox) -> None:
+        """Let a new sandbox out by its policy, when it is one that may go out at all."""
+        if not box.record.network.proxied:
+            return
+        self._know(box)
+        plan = await self._plans.of(box.record)
+        listener = await box.provider.way_out(box.handle)
+        if listener is None:
+            raise PlatformError("the sandbox has no way out", hint="its provider lost it; restart the sandbox")
+        attached = _Attached(box, listener, plan)
+        try:
+            await self._client.connect()
+            await self._attach(attached)
+        except BaseException:
+            os.close(listener)
+            with suppress(ChannelClosed):  # it may have been told, and not have answered
+                self._client.send("detach", sandbox=box.record.id)
+            raise
+        self._boxes[box.record.id] = attached
+        if not self._client.up:
+            self._replace()  # it died when this sandbox was not yet among those that need another
+
+    def detach(self, box: LiveSandbox) -> None:
+        """A sandbox has ended, or is about to."""
+        self._plans.forget(box.record.id)  # one without a way out has certificates too
+        attached = self._boxes.pop(box.record.id, None)
+        if attached is None:
+            return
+        os.close(attached.listener)
+        with suppress(ChannelClosed):
+            self._client.send("detach", sandbox=box.record.id)
+
+    async def refresh(self, context_id: str | None = None) -> None:
+        """Give running sandboxes the policy their context has now; only those of a context when one is named."""
+        for attached in list(self._boxes.values()):
+            record = attached.box.record
+            if context_id is not None and record.context_id != context_id:
+                continue
+            try:
+                async with attached.changing:
+                    await self._renew(attached)
+            except CarrelError as error:
+                log.warning("the way out of sandbox %s keeps the policy it has: %s", record.id, error)
+            except Exception:
+                log.exception("the way out of sandbox %s keeps the policy it has", record.id)
+
+    async def _renew(self, attached: _Attached) -> None:
+        """Make the policy hold that a context has now. One that is known and cannot be carried out shuts the way: what
+        it denies must not go on because of something else in it.
+        """
+        record = attached.box.record
+        read = await self._plans.read(record)
+        try:
+            plan = await self._plans.make(record, *read)
+        except (CarrelError, OSError) as error:
+            log.warning("the way out of sandbox %s is shut: %s", record.id, error)
+            plan = shut(attached.plan, error)
+        if plan == attached.plan or self._boxes.get(record.id) is not attached:
+            return
+        before, attached.plan = attached.plan, plan
+        if not self._client.up:
+            return  # the next process is told
+        try:
+            await self._send_plan("change", attached)
+        except PlatformError as error:
+            if not self._client.pid:
+                return  # it died meanwhile, and the next one is told
+            log.warning("the way out of sandbox %s is shut: %s", record.id, error)
+            attached.plan = shut(before, error)
+            await self._send_plan("change", attached)
+
+    async def close(self) -> None:
+        """End the process; every sandbox is gone by now."""
+        self._closing = True
+        tasks = [task for task in (self._upkeep, self._restoring, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for attached in self._boxes.values():
+            os.close(attached.listener)
+        self._boxes.clear()
+        try:
+            await self._client.close()
+        finally:
+            await self._log.close()
+
+    # the process
+
+    async def _warm(self) -> None:
+        try:
+            await self._client.connect()
+        except (CarrelError, OSError) as error:
+            log.warning("the egress process could not be started: %s", error)
+
+    async def _attach(self, attached: _Attached) -> None:
+        await self._send_plan("attach", attached, attached.listener)
+
+    async def _send_plan(self, op: str, attached: _Attached, *fds: int) -> None:
+        plan = memory_file(attached.plan.pack())
+        try:
+            await self._client.request(op, (plan, *fds), sandbox=attached.box.record.id)
+        finally:
+            os.close(plan)
+
+    def _down(self) -> None:
+        self._log.lost()
+        self._replace()
+
+    def _replace(self) -> None:
+        if self._closing or (self._restoring is not None and not self._restoring.done()):
+            return
+        if self._boxes:
+            log.warning("the egress process is gone; another is started")
+            self._restoring = asyncio.get_running_loop().create_task(self._restore())
+
+    async def _restore(self) -> None:
+        for attempt in range(1_000_000):
+            await asyncio.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
+            try:
+                await self._client.connect()
+                attached = [await self._attach_again(each) for each in list(self._boxes.values())]
+            except (CarrelError, OSError) as error:
+                log.warning("the egress process could not be started: %s", error)
+                continue
+            if self._client.up and all(attached):
+                log.info("the egress process runs again")
+                return
+
+    async def _attach_again(self, attached: _Attached) -> bool:
+        """Whether a sandbox has its way out again. One that does not get it takes that of no other."""
+        sandbox = attached.box.record.id
+        if self._boxes.get(sandbox) is not attached:
+            return True  # it has ended meanwhile, and the number of its listener may be that of another by now
+        try:
+            await self._attach(attached)
+        except CarrelError as error:
+            log.warning("sandbox %s has no way out: %s", sandbox, error)
+            return False
+        return True
+
+    async def _refresh_all(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            await self.refresh()
+
+    # what it says
+
+    def _told(self, message: Message) -> None:
+        if message.get("op") == "log":
+            self._log.take(int(message["upto"]), message["items"], self._context_of)
+        elif message.get("op") == "ask":
+            self._start(self._asked(message))
+
+    def _know(self, box: LiveSandbox) -> None:
+        """What a sandbox did may be told after it has ended."""
+        self._contexts[box.record.id] = box.record.context_id or box.record.acts_for or None
+        while len(self._contexts) > _MOST_KNOWN:
+            self._contexts.popitem(last=False)
+
+    def _context_of(self, sandbox: str) -> str | None:
+        return self._contexts.get(sandbox)
+
+    def _acknowledge(self, upto: int) -> None:
+        with suppress(ChannelClosed):
+            self._client.send("ack", upto=upto)
+
+    async def _asked(self, message: Message) -> None:
+        said = await self._answer(str(message["sandbox"]), str(message["host"]), int(message["port"]), message)
+        with suppress(ChannelClosed):
+            self._client.send("answer", ask=message["ask"], said=said)
+
+    async def _answer(self, sandbox: str, host: str, port: int, message: Mapping[str, object]) -> dict[str, object]:
+        attached = self._boxes.get(sandbox)
+        if attached is None:
+            return {"verdict": "deny", "reason": "the sandbox is gone"}
+        if not attached.may_ask(host, port, time.monotonic()):
+            words = "a person was asked about too many hosts of this sandbox already"
+            return {"verdict": "deny", "reason": words, "hint": "wait until those are decided"}
+        record = attached.box.record
+        actor = f"sandbox:{sandbox}"
+        asked = {"host": host, "port": port}
+        asks_as = attached.box.asks_as
+        operation = Operation("network", "connect", asked, actor, sandbox, record.context_id, asks_as)
+        # What runs in a sandbox has no token: it is nobody who could decide.
+        caller.set(Caller(identity=Identity(actor, Kind.AGENT, frozenset()), wait_s=self._ask_wait_s))
+        attached.asking += 1
+        try:
+            approval = await self._approvals.settle(
+                operation, Decision("ask", reason=str(message.get("reason") or f"no rule allows or denies {host}"))
+            )
+        except ApprovalNeeded as error:
+            named = error.extra.get("approval")
+            reason = f"{host}:{port} waits for approval {named}" if named else error.detail
+            hint = f"carrel approve {named}, then try again" if named else error.hint
+            return {"verdict": "deny", "reason": reason, "hint": hint, "approval": named}
+        except Denied as error:
+            shown = {name: error.extra.get(name) for name in ("rule", "source", "approval")}
+            return {"verdict": "deny", "reason": error.detail, "hint": error.hint, **shown}
+        except CarrelError as error:
+            return {"verdict": "deny", "reason": error.detail, "hint": error.hint}
+        except Exception:
+            log.exception("a question of the egress process could not be answered")
+            return {"verdict": "deny", "reason": "nobody could be asked", "hint": "try again later"}
+        finally:
+            attached.asking -= 1
+        return {"verdict": "allow", "reason": "a person allowed it", "source": "approvals", "approval": approval}
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

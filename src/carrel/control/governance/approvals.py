@@ -1,0 +1,496 @@
+"""Approvals: what policy leaves to a person is kept, shown, decided, and then done once.
+
+One inbox for every kind of operation. What it decides on is exactly what was asked for: an approval names the operation
+by a digest, and is used up by the first one who runs it. While that runs its approval says so: a server that takes over
+can find out whether it was begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import shlex
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from blake3 import blake3
+
+from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.door import Decision, Door, Operation
+from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, InvalidRequest, NotFound
+from carrel.identity import Identity, may_decide
+from carrel.models import (
+    ApprovalBatch,
+    ApprovalBatchResult,
+    ApprovalDecision,
+    ApprovalInfo,
+    ApprovalPage,
+    ApprovalScope,
+    ApprovalState,
+)
+from carrel.store.approvals import ApprovalRecord, ApprovalStore
+
+log = logging.getLogger("carrel.approvals")
+
+LONGEST_SUMMARY = 500
+_READ = 32 * LONGEST_SUMMARY
+"""Characters of one line of which a summary is made: nobody else is served while they are looked at one by one."""
+_ENDS = re.compile(r"(?<!\s)\s*\n\s*")  # tried once for a row of blanks, not at each of them
+_BLANKS = re.compile(r"[ \t]+")
+_SAYS_NOTHING = frozenset({"command", "digest", "interactive", "timeout"})
+MOST_WAITING = 100
+"""How many requests of one context may wait at once: nobody reads more, and others want to be seen too."""
+DAY_S = 86_400.0
+LOOK_EVERY_S = 1.0
+"""How often somebody who waits looks into the database: another server may have the decision."""
+
+
+class Rules(Protocol):
+    """Where a rule that a person gives is kept."""
+
+    async def check_rule(self, context_id: str, rule: str) -> None:
+        """Refuse a rule that could not be added."""
+
+    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
+        """Allow something in a context from now on."""
+
+    async def decide(self, operation: Operation) -> Decision:
+        """What the rules say of an operation now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leave to do an operation now, under an approval. With a `run` it is used up by that."""
+
+    approval: str
+    run: str | None = None
+
+
+def digest(operation: Operation) -> str:
+    """The name of an operation exactly as it was asked for, in its context."""
+    asker = operation.context_id or operation.asks_as or operation.sandbox_id
+    value = [operation.kind, operation.name, asker, operation.arguments]
+    text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
+    return str(blake3(text.encode()).hexdigest())
+
+
+def _subject(operation: Operation, who: Caller) -> str:
+    return operation.actor or who.identity.subject
+
+
+def _asker(operation: Operation, who: Caller) -> str | None:
+    """The one subject that may use an approval of an operation, or wait for it. None for outbound connections: they
+    come from the context's sandbox, which has another id after each start.
+    """
+    return None if operation.kind == "network" else _subject(operation, who)
+
+
+def _path_first(key: str) -> tuple[bool, str]:
+    return key != "path", key
+
+
+def visible(text: str) -> str:
+    """An agent's words in one line, in which nothing can hide: the ends of lines are marked, and what a terminal or a
+    page would obey, or not show, is written out.
+    """
+    return _written_out(_one_line(text))
+
+
+def _one_line(text: str) -> str:
+    return _ENDS.sub(" ⏎ ", _BLANKS.sub(" ", text.strip()))
+
+
+def _written_out(line: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def summary(operation: Operation, approval_id: str = "") -> str:
+    """What is asked for, in one line. What it leaves out is named, and where it is shown."""
+    arguments, beside = operation.arguments, []
+    if operation.kind == "mcp":
+        given = {key: value for key, value in arguments.items() if key not in {"server", "tool"}}
+        text = f"{arguments.get('server')}:{arguments.get('tool')} {json.dumps(given, default=str)}"
+    elif "command" in arguments:
+        command = arguments["command"]
+        text = command if isinstance(command, str) else shlex.join(str(part) for part in command)  # type: ignore[attr-defined]
+        beside = [key for key in sorted(arguments) if key not in _SAYS_NOTHING]
+    else:
+        shown = [str(arguments[key]) for key in sorted(arguments, key=_path_first) if key != "digest"]
+        text = " ".join([operation.name, *shown])
+    all_of_it = _one_line(text)
+    line = _written_out(all_of_it[:_READ])
+    left = max(0, len(line) - LONGEST_SUMMARY) + max(0, len(all_of_it) - _READ)
+    more = [f"[…] and {left} characters more"] if left > 0 else []
+    more += [f"(with {', '.join(map(visible, beside))})"] if beside else []
+    whole = f"; see `carrel approvals show {approval_id}`" if more and approval_id else ""
+    return " ".join([line[:LONGEST_SUMMARY], *more]) + whole
+
+
+class Approvals:
+    """The inbox of one server; servers on one database share it."""
+
+    def __init__(
+        self,
+        store: ApprovalStore,
+        *,
+        ttl_s: float = 3600.0,
+        keep_days: float = 30.0,
+        node: str = "",
+        clock: Callable[[], float] = time.time,
+    ):
+        self._store = store
+        self._ttl_s = ttl_s
+        self._keep_s = max(keep_days * DAY_S, ttl_s)
+        self._node = node
+        self._clock = clock
+        self._changed = asyncio.Event()
+        self._asking = asyncio.Lock()
+        self._closed = False
+        self.door: Door | None = None
+        """Where decisions are recorded."""
+        self.rules: Rules | None = None
+        self.on_created: Callable[[ApprovalInfo], None] = _nothing
+        self.redact: Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]] = _plain
+
+    # the agent's side
+
+    async def settle(self, operation: Operation, decision: Decision) -> str:
+        """The id of the approval under which the operation may be done now; else `ApprovalNeeded` or `Denied`."""
+        leave = await self.leave(operation, decision)
+        await self.ended(leave, used=True)  # who asks here is told nothing more
+        return leave.approval
+
+    async def leave(self, operation: Operation, decision: Decision) -> Leave:
+        """Leave to do the operation now; else `ApprovalNeeded` or `Denied`. Say `ended` when it is over.
+
+        Of several who wait for the same, the first gets what was approved once. The others ask again, for as long as
+        they wait; where a rule was given that covers it, they need not.
+        """
+        who, name = caller.get(), digest(operation)
+        if who.approval is not None:
+            record = await self._known(who.approval)
+            asker = _asker(operation, who)
+            if asker is not None and record.requested_by != asker:
+                raise Conflict(
+                    f"approval '{record.id}' was asked for by another caller",
+                    field="approval",
+                    hint="ask without the handle: what a person approved once is for the one who asked",
+                )
+            leave = await self._use(record, name, operation)
+            if leave is None:
+                raise Conflict(
+                    f"approval '{record.id}' was used already: it runs its operation once",
+                    field="approval",
+                    hint="ask again without the handle: every equal request needs an approval of its own",
+                )
+            return leave
+        until = time.monotonic() + who.wait_s
+        while True:
+            record = await self._found(operation, decision, name, who)
+            if record.state is ApprovalState.PENDING and who.wait_s > 0:
+                record = await self._wait(record, who, until)
+            if record.state is ApprovalState.PENDING or who.gone():
+                raise self._needed(record, operation)
+            leave = await self._use(record, name, operation)
+            if leave is not None:
+                return leave
+            if record.scope is ApprovalScope.RULE and await self._covered(operation):
+                return Leave(record.id)
+
+    async def _covered(self, operation: Operation) -> bool:
+        """Whether the rules, of which one was just given, allow an operation by now."""
+        return self.rules is not None and (await self.rules.decide(operation)).verdict == "allow"
+
+    async def _found(self, operation: Operation, decision: Decision, name: str, who: Caller) -> ApprovalRecord:
+        """What was approved of the same already, or waits; else a person is asked."""
+        now, asker = self._clock(), _asker(operation, who)
+        if operation.context_id is not None:
+            granted = await self._store.granted(operation.context_id, name)
+            if granted is not None:
+                return granted
+        if operation.kind in {"network", "mcp"}:  # who connects, or an MCP client, can show no handle
+            ready = await self._store.ready(operation.context_id, name, now - self._ttl_s, asker)
+            if ready is not None:
+                return ready
+        if (waiting := await self._store.pending(operation.context_id, name, now, asker)) is not None:
+            return waiting
+        record = await self._draft(operation, decision, name, who)  # may take long, and nobody waits for it
+        async with self._asking:  # two who ask for the same at once wait for the same decision
+            waiting = await self._store.pending(operation.context_id, name, record.created_at, asker)
+            return waiting or await self._ask(operation, record)
+
+    async def ended(self, leave: Leave, *, used: bool) -> None:
+        """What leave was given for is over; or it was not begun, and the approval can be used again."""
+        if leave.run is None:
+            return
+        try:
+            await self._store.ended(leave.approval, leave.run, used=used)
+        except CarrelError as error:  # the next start asks the sandbox
+            log.warning("that approval %s was used could not be written down: %s", leave.approval, error)
+
+    async def _draft(self, operation: Operation, decision: Decision, name: str, who: Caller) -> ApprovalRecord:
+        """What a person would be asked."""
+        owner = operation.context_id or operation.sandbox_id or None
+        arguments = await self.redact(owner, operation.arguments)
+        why = await self.redact(owner, {"reason": decision.reason or "no rule covers it"})
+        approval_id, now = f"apr-{secrets.token_hex(8)}", self._clock()
+        return ApprovalRecord(
+            id=approval_id,
+            context_id=operation.context_id,
+            sandbox_id=operation.sandbox_id,
+            kind=operation.kind,
+            operation=operation.name,
+            summary=summary(replace(operation, arguments=arguments), approval_id),
+            arguments=arguments,
+            digest=name,
+            reason=visible(str(why["reason"])),
+            requested_by=_subject(operation, who),
+            created_at=now,
+            expires_at=now + self._ttl_s,
+        )
+
+    async def _ask(self, operation: Operation, record: ApprovalRecord) -> ApprovalRecord:
+        if await self._store.waiting(record.context_id, record.requested_by, record.created_at) >= MOST_WAITING:
+            raise self._too_many(operation)
+        await self._store.insert(record)
+        self._wake()
+        self.on_created(record.info())
+        return record
+
+    async def _use(self, record: ApprovalRecord, name: str, operation: Operation) -> Leave | None:
+        """Leave by an approval that was given; None when another has used it up."""
+        if record.digest != name:
+            raise Conflict(
+                f"approval '{record.id}' is for another operation",
+                field="approval",
+                hint="repeat exactly what was approved, or ask anew without the handle",
+            )
+        record = self._aged(record)
+        if record.state is ApprovalState.PENDING:
+            raise self._needed(record, operation)
+        if record.state is not ApprovalState.APPROVED:
+            raise self._refused(record, operation)
+        if record.scope is ApprovalScope.CONTEXT:
+            return Leave(record.id)
+        if record.decided_at is not None and record.decided_at + self._ttl_s < self._clock():
+            raise self._refused(replace(record, state=ApprovalState.EXPIRED), operation)
+        leave = Leave(record.id, run := secrets.token_hex(16))
+        try:
+            taken = await self._store.use(record.id, self._clock(), run=run, node=self._node, place=operation.runs_in)
+        except BaseException:  # who asked went away, or the database: it may be taken all the same
+            await self.ended(leave, used=False)
+            raise
+        return leave if taken else None
+
+    async def _wait(self, record: ApprovalRecord, who: Caller, until: float) -> ApprovalRecord:
+        while record.state is ApprovalState.PENDING and (left := until - time.monotonic()) > 0:
+            changed = self._changed
+            if self._closed or who.gone():
+                break
+            try:
+                async with asyncio.timeout(min(left, LOOK_EVERY_S)):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            record = self._aged(await self._known(record.id))
+        return record
+
+    def _aged(self, record: ApprovalRecord) -> ApprovalRecord:
+        if record.state is ApprovalState.PENDING and record.expires_at <= self._clock():
+            return replace(record, state=ApprovalState.EXPIRED)
+        return record
+
+    @staticmethod
+    def _needed(record: ApprovalRecord, operation: Operation) -> ApprovalNeeded:
+        return ApprovalNeeded(
+            f"a person has to decide: {record.reason}",
+            hint=f"wait for approval '{record.id}', then ask again with it; meanwhile do something else",
+            operation=operation.kind,
+            rule=None,
+            source=None,
+            reason=record.reason,
+            retry=True,
+            approval=record.id,
+            expires_at=record.info().expires_at.isoformat(),
+        )
+
+    @staticmethod
+    def _too_many(operation: Operation) -> Denied:
+        words = f"{MOST_WAITING} requests wait for a person already"
+        return Denied(
+            words,
+            hint="ask again when some of them are decided",
+            operation=operation.kind,
+            rule=None,
+            source="approvals",
+            reason=words,
+            retry=True,
+            approval=None,
+        )
+
+    @staticmethod
+    def _refused(record: ApprovalRecord, operation: Operation) -> Denied:
+        if record.state is ApprovalState.EXPIRED:
+            words, hint = (
+                "it was not decided, or not used, in time",
+                "ask again without the handle if it is still needed",
+            )
+        else:
+            words, hint = record.message or "a person denied it", "choose another way"
+        return Denied(
+            words,
+            hint=hint,
+            operation=operation.kind,
+            rule=None,
+            source=f"decided by {record.decided_by}" if record.decided_by else "approvals",
+            reason=words,
+            retry=record.state is ApprovalState.EXPIRED,
+            approval=record.id,
+        )
+
+    # the person's side
+
+    async def get(self, approval_id: str) -> ApprovalInfo:
+        """One approval; `NotFound`."""
+        return self._aged(await self._known(approval_id)).info()
+
+    async def page(
+        self,
+        *,
+        limit: int = 100,
+        cursor: str | None = None,
+        states: Iterable[ApprovalState] | None = None,
+        context_id: str | None = None,
+    ) -> ApprovalPage:
+        """Approvals, newest first."""
+        await self.expire()
+        records, following = await self._store.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
+        return ApprovalPage(items=[record.info() for record in records], next=following)
+
+    async def decide(self, approval_id: str, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
+        """Approve or deny; `Denied` for who may not, `Conflict` when it is decided or has expired."""
+        record = await self._known(approval_id)
+        if self.door is None:
+            return await self._decide(record, decision, by)
+        arguments = {"approval": approval_id, **decision.model_dump(mode="json", exclude_none=True)}
+        operation = Operation("session", "decide_approval", arguments, "", record.sandbox_id, record.context_id)
+        async with self.door.admit(operation):
+            return await self._decide(record, decision, by)
+
+    async def _decide(self, record: ApprovalRecord, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
+        approval_id = record.id
+        refused = may_decide(by, record.requested_by, record.context_id)
+        if refused is not None:
+            raise refused
+        if decision.approve and decision.scope is not ApprovalScope.ONCE and record.context_id is None:
+            raise InvalidRequest(
+                "an ephemeral sandbox has no context to approve this for", field="scope", hint="approve it once"
+            )
+        rule = decision.rule if decision.approve and decision.scope is ApprovalScope.RULE else None
+        if decision.approve and decision.scope is ApprovalScope.RULE and not rule:
+            raise InvalidRequest("this scope needs a rule", field="rule", hint="for example shell(git push:*)")
+        if rule is not None:
+            if self.rules is None:
+                raise InvalidRequest("this server keeps no rules", field="scope", hint="approve it once")
+            await self.rules.check_rule(record.context_id or "", rule)
+        said = await self.redact(record.context_id or record.sandbox_id or None, {"message": decision.message})
+        done = await self._store.decide(
+            approval_id,
+            ApprovalState.APPROVED if decision.approve else ApprovalState.DENIED,
+            by=by.subject,
+            at=self._clock(),
+            scope=decision.scope if decision.approve else None,
+            rule=rule,
+            message=None if decision.message is None else str(said["message"]),
+        )
+        found = self._aged(await self._known(approval_id))
+        if not done:
+            raise Conflict(
+                f"approval '{approval_id}' is {found.state} already", field="id", hint="list those that are pending"
+            )
+        try:
+            if rule is not None and self.rules is not None:  # only now: another may have denied it meanwhile
+                await self.rules.add_rule(record.context_id or "", rule, by.subject)
+        except CarrelError as error:
+            error.hint = "the request is approved, once; add the rule to the policy of its context"
+            raise
+        finally:
+            self._wake()
+        return found.info()
+
+    async def decide_all(self, batch: ApprovalBatch, by: Identity) -> ApprovalBatchResult:
+        """The same decision for several; one that cannot be decided does not keep the others."""
+        result = ApprovalBatchResult(decided=[])
+        for approval_id in dict.fromkeys(batch.ids):
+            try:
+                result.decided.append(await self.decide(approval_id, batch.decision, by))
+            except CarrelError as error:
+                result.refused[approval_id] = str(error)
+        return result
+
+    async def watch(self) -> AsyncIterator[ApprovalInfo]:
+        """What waits now, then every approval that comes or changes, for as long as somebody listens."""
+        known: dict[str, ApprovalState] = {}
+        while not self._closed:
+            changed = self._changed
+            await self.expire()
+            waiting, _ = await self._store.page(limit=1000, states=[ApprovalState.PENDING])
+            for record in reversed(waiting):
+                if record.id not in known:
+                    known[record.id] = record.state
+                    yield record.info()
+            for approval_id in [key for key in known if key not in {record.id for record in waiting}]:
+                del known[approval_id]
+                yield (await self._known(approval_id)).info()
+            try:
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    async def expire(self) -> None:
+        """Mark what waited too long."""
+        if await self._store.expire(self._clock()):
+            self._wake()
+
+    async def prune(self) -> None:
+        """Remove what was settled long ago; the audit log keeps who asked and who decided."""
+        await self.expire()
+        removed = await self._store.prune(self._clock() - self._keep_s)
+        if removed:
+            log.info("%d approvals that were settled long ago were removed", removed)
+
+    async def forget(self, context_id: str) -> None:
+        """Let what was approved for a context that is gone hold no longer, and nobody be asked for it."""
+        if await self._store.forget(context_id):
+            self._wake()
+
+    def close(self) -> None:
+        """Let everybody go who waits or watches: the server ends."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _known(self, approval_id: str) -> ApprovalRecord:
+        record = await self._store.get(approval_id) if 0 < len(approval_id) <= 64 else None
+        if record is None:
+            raise NotFound(
+                f"there is no approval '{approval_id[:64]}'", field="approval", hint="list them with `carrel approvals`"
+            )
+        return record
+
+
+def _nothing(_info: ApprovalInfo) -> None:
+    return
+
+
+async def _plain(_context: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
+    return dict(arguments)

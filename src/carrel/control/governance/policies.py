@@ -1,0 +1,360 @@
+"""The policies of contexts: kept, compiled once, and asked about operations.
+
+Three layers: what the operator gives the whole server, what the template of a context has, and what the context has
+itself. Decides by `policy` alone; whoever asks acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from carrel.control.governance.deciding import Decider
+from carrel.control.mcp.request_checks import discovers, whose
+from carrel.control.operations.caller import caller
+from carrel.control.operations.door import Decision, Operation
+from carrel.control.python.environment_checks import INDEX_LABEL, building_layer
+from carrel.control.sessions.masks import unmasked
+from carrel.egress.threads import whole
+from carrel.errors import AlreadyExists, Conflict, InvalidRequest, LimitExceeded, PlatformError
+from carrel.identity import Scope
+from carrel.isolation.rootfs import WORKSPACE
+from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
+from carrel.policy.documents import settings as settings_document
+from carrel.policy.documents import sources as sources_document
+from carrel.policy.rules.decide import ALLOWED, Verdict, decide_environment
+from carrel.policy.rules.layers import Layer, Policy
+from carrel.store import SessionRecord
+from carrel.store.policies import PolicyRecord, PolicyStore
+
+FRESH_S = 5.0
+"""How long a change made by another server may stay unseen."""
+MOST_CACHED, MOST_TEMPLATES = 4096, 1024
+TRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    version: int
+    layer: Layer | None
+    policy: Policy
+    seen_at: float
+
+
+async def _nobody(_context_id: str) -> None:
+    return
+
+
+async def _no_template(_name: str) -> str | None:
+    return None
+
+
+async def _as_named(_context_id: str | None, asked: str | None) -> str | None:
+    return asked
+
+
+async def _no_layer(_template: str | None) -> Layer | None:
+    return None
+
+
+class Policies:
+    """Every policy of this server."""
+
+    def __init__(self, store: PolicyStore, server: Layer | None = None):
+        self._store = store
+        self._server = () if server is None else (server,)
+        self._cache: OrderedDict[str, _Compiled] = OrderedDict()
+        self.on_changed: Callable[[str], Awaitable[None]] = _nobody
+        """Told of a context whose policy has changed."""
+        self.template_of: Callable[[str], Awaitable[str | None]] = _no_template
+        """The template of a context or a sandbox."""
+        self.template_for: Callable[[str | None, str | None], Awaitable[str | None]] = _as_named
+        """The template of a sandbox that is asked for, by its context and the template that was named."""
+        self.layer_of: Callable[[str | None], Awaitable[Layer | None]] = _no_layer
+        """What a template says."""
+        self._default = self._compile(None, None, None)
+        self._shared: dict[int, tuple[Layer, Policy]] = {}
+        self._changes = 0
+        self._decider = Decider()
+
+    @staticmethod
+    def server_layer(settings_file: str | None, sources_file: str | None) -> Layer | None:
+        """What the operator's files say; `InvalidRequest` when one cannot be read. Blocking."""
+        if settings_file is None and sources_file is None:
+            return None
+        settings = sources = None
+        if settings_file is not None:
+            settings = settings_document.load(_text(settings_file), settings_file)
+        if sources_file is not None:
+            sources = sources_document.load(_text(sources_file), sources_file)
+        return Layer(settings_file or "server", settings, sources, sources_file or "server")
+
+    # asking
+
+    async def of(self, context_id: str | None, sandbox_id: str = "") -> Policy:
+        """The policy that holds for a context, or for an ephemeral sandbox."""
+        name = context_id or sandbox_id
+        return await self._of(context_id, await self.template_of(name) if name else None)
+
+    async def of_record(self, record: SessionRecord) -> Policy:
+        """The policy that holds for a session, also one that is only about to be."""
+        if record.acts_for is None or discovers(record):
+            return await self._of(whose(record), record.template)
+        policy = await self._of(record.acts_for or None, record.template)
+        layers = [*policy.layers, building_layer(policy, record.labels.get(INDEX_LABEL))]
+        return Policy.of(layers, context_id=record.acts_for or "ephemeral", workspace=WORKSPACE)
+
+    async def of_asker(self, context_id: str | None, template: str | None) -> Policy:
+        """The policy that holds for a context or for a sandbox made by a template."""
+        return await self._of(context_id, template)
+
+    async def _of(self, context_id: str | None, template: str | None) -> Policy:
+        layer = await self.layer_of(template)
+        if context_id is None:
+            return self._without_documents(layer)
+        known = self._cache.get(context_id)
+        now = time.monotonic()
+        if known is not None and known.layer is layer and now - known.seen_at < FRESH_S:
+            return known.policy
+        changes = self._changes
+        record = await self._store.get(context_id)
+        if changes != self._changes:  # what was read may be from before
+            return await self._of(context_id, template)
+        version = 0 if record is None else record.version
+        if known is not None and known.layer is layer and known.version == version:
+            policy = known.policy
+        elif record is None and not _names_context((*self._server, layer)):
+            policy = self._without_documents(layer)
+        else:
+            policy = await whole(lambda: self._compile(context_id, layer, record))
+            if changes != self._changes:
+                return await self._of(context_id, template)
+        self._cache[context_id] = _Compiled(version, layer, policy, now)
+        self._cache.move_to_end(context_id)
+        while len(self._cache) > MOST_CACHED:
+            self._cache.popitem(last=False)
+        return policy
+
+    def _without_documents(self, layer: Layer | None) -> Policy:
+        """The policy of whoever has no documents of their own: one for all of them."""
+        if layer is None:
+            return self._default
+        known = self._shared.get(id(layer))
+        if known is None:
+            if len(self._shared) >= MOST_TEMPLATES:
+                self._shared.clear()
+            known = self._shared[id(layer)] = (layer, self._compile(None, layer, None))
+        return known[1]
+
+    async def decide(self, operation: Operation, workspace: str | None = None) -> Decision:
+        """What the policy of its context says of an operation. `workspace` is where its files lie on this server."""
+        if operation.kind == "session":
+            verdict = await self._of_start(operation)
+        else:
+            policy = await self.of(operation.context_id, operation.sandbox_id)
+            if not policy.governed and not policy.sources:
+                return Decision()
+            verdict = await self._decider.decide(policy, operation, workspace)
+        return Decision(verdict.verdict, verdict.rule, verdict.source, verdict.reason, verdict.hint)
+
+    async def _of_start(self, operation: Operation) -> Verdict:
+        """The variables a sandbox is started with are those of every command in it, and decided like theirs."""
+        env, template = operation.arguments.get("env"), operation.arguments.get("template")
+        if operation.name != "deploy_or_resume" or not isinstance(env, Mapping):
+            return ALLOWED
+        named = await self.template_for(operation.context_id, template if isinstance(template, str) else None)
+        return decide_environment(await self._of(operation.context_id, named), env)
+
+    async def fit(self, record: SessionRecord, asked: Limits) -> SessionRecord:
+        """A session within the limits of its policy; what was asked for beyond them is refused."""
+        policy = await self.of_record(record)
+        caps = {
+            "memory_mb": policy.limits.max_memory_mb,
+            "timeout_s": policy.limits.max_execution_time_seconds,
+        }
+        changes: dict[str, int] = {}
+        for name, most in caps.items():
+            given, now = getattr(asked, name), getattr(record.limits, name)
+            if most is not None and given is not None and given > most:
+                raise LimitExceeded(
+                    f"the policy of this context allows {name} = {most} at most",
+                    field=f"limits.{name}",
+                    hint="ask for less, or let the sources of the policy be changed",
+                )
+            if most is not None and now is not None and now > most:
+                changes[name] = most
+        return replace(record, limits=record.limits.model_copy(update=changes)) if changes else record
+
+    async def longest(self, record: SessionRecord) -> float | None:
+        """The longest that a command of a session may take by its policy; None where the policy has no such limit."""
+        return (await self.of_record(record)).limits.max_execution_time_seconds
+
+    async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
+        """What the policy says of a command, part by part."""
+        verdict = await self._decider.explain(await self.of(context_id), command, cwd)
+        return Explanation(
+            verdict=verdict.verdict,
+            reason=verdict.reason,
+            rule=verdict.rule,
+            parts=[
+                ExplainedPart(
+                    kind=part.kind,
+                    text=part.text,
+                    verdict=part.verdict,
+                    reason=part.reason,
+                    rule=part.rule,
+                    source=part.source,
+                    via=list(part.via),
+                )
+                for part in verdict.parts
+            ],
+        )
+
+    # keeping
+
+    async def get(self, context_id: str) -> PolicyInfo:
+        """The policy of a context as it was given, with what should be known about its rules."""
+        record = await self._store.get(context_id)
+        layer = await self._layer(context_id)
+        return await whole(lambda: self._info(context_id, record, layer))
+
+    async def put(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
+        """Change the policy of a context; refused whole when a rule cannot be read or would defeat it."""
+        before = await self._store.get(context_id)
+        fields = given.model_fields_set
+        settings = given.settings if "settings" in fields else before.settings if before else None
+        sources = given.sources if "sources" in fields else before.sources if before else None
+        record = PolicyRecord(context_id, settings, sources, 0, time.time(), by)
+        layer = await self._layer(context_id)
+        await whole(lambda: self._compile(context_id, layer, record))
+        expected = given.version if given.version is not None else before.version if before else 0
+        await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
+        self._forget(context_id)
+        await self.on_changed(context_id)
+        return await self.get(context_id)
+
+    async def delete(self, context_id: str) -> None:
+        """Forget the policy of a context: the server's own holds from now on."""
+        await self._store.delete(context_id)
+        self._forget(context_id)
+        await self.on_changed(context_id)
+
+    async def copy(self, origin: str, context_id: str) -> Callable[[], Awaitable[None]]:
+        """Give a fork the policy of its origin. A context may have one from before it was deleted: only who administers
+        may replace that, else a fork would be the way to other rules. What is returned takes it back.
+        """
+        record, own = await self._store.get(origin), await self._store.get(context_id)
+        given, has = ((each.settings, each.sources) if each else (None, None) for each in (record, own))
+        if own is not None and has != given and not caller.get().identity.has(Scope.ADMINISTER):
+            raise AlreadyExists(
+                f"context '{context_id}' has a policy of its own",
+                field="context_id",
+                hint="fork to a new context, or let the policy be deleted first",
+            )
+        put = 0
+        if record is not None and has != given:
+            at, version = time.time(), 0 if own is None else own.version
+            put = await self._store.put(context_id, *given, by=record.updated_by, at=at, expected=version)
+            self._forget(context_id)
+
+        async def undo() -> None:
+            if not put:
+                return
+            if own is None:
+                await self._store.delete(context_id, version=put)
+            else:
+                by, at = own.updated_by, time.time()
+                with suppress(Conflict):  # it was changed meanwhile
+                    await self._store.put(context_id, own.settings, own.sources, by=by, at=at, expected=put)
+            self._forget(context_id)
+
+        return undo
+
+    async def check_rule(self, context_id: str, rule: str) -> None:
+        """Refuse a rule that cannot be read or would defeat the policy."""
+        if not (await self.of(context_id)).governed:
+            raise InvalidRequest(
+                "this context has no settings: with this rule as the only one, everything else would ask",
+                field="rule",
+                hint="approve it for the context, or give the context settings first",
+            )
+        before, layer = await self._store.get(context_id), await self._layer(context_id)
+        await whole(lambda: self._compile(context_id, layer, _with_rule(context_id, before, rule)))
+
+    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
+        """Allow something in a context from now on."""
+        for left in reversed(range(TRIES)):
+            record = _with_rule(context_id, await self._store.get(context_id), rule)
+            given = PolicyDocuments(settings=dict(record.settings or {}), version=record.version)
+            try:
+                await self.put(context_id, given, by)
+                return
+            except Conflict:  # another rule was given at the same moment
+                if not left:
+                    raise
+
+    def _forget(self, context_id: str) -> None:
+        """Its policy was changed."""
+        self._changes += 1
+        self._cache.pop(context_id, None)
+
+    async def _layer(self, context_id: str) -> Layer | None:
+        return await self.layer_of(await self.template_of(context_id))
+
+    def _info(self, context_id: str, record: PolicyRecord | None, layer: Layer | None) -> PolicyInfo:
+        policy = self._compile(context_id, layer, record)
+        told = [(each.source, each.rule, each.text) for each in policy.warnings]
+        told += [(each.source, each.text, words) for each, words in unmasked(policy)]
+        return PolicyInfo(
+            context_id=context_id,
+            settings=None if record is None or record.settings is None else dict(record.settings),
+            sources=None if record is None or record.sources is None else dict(record.sources),
+            version=0 if record is None else record.version,
+            updated_at=None if record is None else datetime.fromtimestamp(record.updated_at, UTC),
+            updated_by=None if record is None else record.updated_by,
+            warnings=[PolicyWarning(source=source, rule=rule, text=text) for source, rule, text in told],
+        )
+
+    def _compile(self, context_id: str | None, layer: Layer | None, record: PolicyRecord | None) -> Policy:
+        layers = [*self._server, *(() if layer is None else (layer,))]
+        if record is not None:
+            settings = sources = None
+            if record.settings is not None:
+                settings = settings_document.load(json.dumps(record.settings), settings_document.NAME)
+            if record.sources is not None:
+                sources = sources_document.load(json.dumps(record.sources), sources_document.NAME)
+            layers.append(Layer(settings_document.NAME, settings, sources))
+        if not layers:
+            return Policy.open()
+        return Policy.of(layers, context_id=context_id or "ephemeral", workspace=WORKSPACE)
+
+
+def _names_context(layers: Sequence[Layer | None]) -> bool:
+    """Whether a rule means something else in every context."""
+    given = [layer.settings.permissions for layer in layers if layer is not None and layer.settings is not None]
+    return any("${CONTEXT_ID}" in text for each in given for text in (*each.allow, *each.deny))
+
+
+def _text(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise PlatformError(
+            f"the policy {path} cannot be read: {error.strerror}", field="policy", hint="check the path and its mode"
+        ) from None
+
+
+def _with_rule(context_id: str, before: PolicyRecord | None, rule: str) -> PolicyRecord:
+    """A policy that allows something more."""
+    record = before or PolicyRecord(context_id, None, None, 0, 0.0, "")
+    settings = json.loads(json.dumps(record.settings or {}))
+    allow = settings.setdefault("permissions", {}).setdefault("allow", [])
+    if rule not in allow:
+        allow.append(rule)
+    return replace(record, settings=settings)

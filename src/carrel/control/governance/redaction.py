@@ -1,0 +1,229 @@
+"""Takes secrets out of what is shown: errors, what is told of commands, and the output of a command as it comes, two
+streams, cut anywhere, read from any offset.
+
+An offset counts raw bytes of both streams in the order they were written. One is handed out only where everything
+before it has been given, so that whoever goes on from it misses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from carrel.control.supervisor.frames import Chunk, FrameReader
+from carrel.errors import CarrelError, SandboxLost
+from carrel.models import CommandInfo, CommandResult
+from carrel.redaction.redact import Redactor, StreamRedactor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Current = Callable[[], Awaitable[Redactor]]
+"""What takes out the secrets there are now: they may change while an output is read."""
+
+LARGE = 32 * 1024
+"""What has more bytes is looked through beside the event loop: text that is made for it takes long."""
+_BESIDE = ThreadPoolExecutor(8, thread_name_prefix="carrel-redact")
+
+QUIET_S = 0.05
+"""How long a terminal waits for what may be the rest of a secret."""
+MOST_WAITING = 64 * 1024
+"""How much of one stream waits while the other may be in the middle of a secret."""
+
+
+async def apart(size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Do it, beside the event loop when that many bytes have to be looked through."""
+    if size <= LARGE:
+        return work(*arguments, **named)
+    return await asyncio.get_running_loop().run_in_executor(_BESIDE, partial(work, *arguments, **named))
+
+
+class OutputRedactor:
+    """One reading of an output. `skip` raw bytes come first that are only looked at: they lie before the offset."""
+
+    def __init__(self, redactor: Redactor, skip: int = 0):
+        self._redactor = redactor
+        self._skip = skip
+        self._before: dict[str, bytes] = {}
+        self._streams: dict[str, StreamRedactor] = {}
+        self._positions: dict[str, int] = {}
+        self._holder: str | None = None
+        self._waiting: deque[Chunk] = deque()
+        self._waiting_bytes = 0
+        self._owed = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether bytes are held back."""
+        return self._holder is not None
+
+    def use(self, redactor: Redactor) -> None:
+        """Take out these secrets from here on, also of what is held back."""
+        if redactor is not self._redactor:
+            self._redactor = redactor
+            for stream in self._streams.values():
+                stream.use(redactor)
+
+    def feed(self, chunk: Chunk) -> list[Chunk]:
+        """What can be given now; `raw` of each says how many raw bytes it completes."""
+        data = chunk.data
+        if self._skip:
+            passed = data[: self._skip]
+            self._before[chunk.stream] = self._before.get(chunk.stream, b"") + passed
+            self._skip -= len(passed)
+            data = data[len(passed) :]
+        if not data:
+            return []
+        if self._holder is not None and chunk.stream != self._holder:
+            self._waiting.append(Chunk(chunk.stream, data))
+            self._waiting_bytes += len(data)
+            return self._settle(self._holder) if self._waiting_bytes > MOST_WAITING else []
+        given: list[Chunk] = []
+        self._pass(chunk.stream, data, given)
+        self._drain(given)
+        return given
+
+    def quiet(self) -> list[Chunk]:
+        """What is so little that it tells nothing, when nothing has come for a moment: an echoed key, a prompt."""
+        given: list[Chunk] = []
+        if self._holder is not None and not self._waiting:
+            stream = self._streams[self._holder]
+            self._give(self._holder, stream.release(), given)
+            self._holder = self._holder if stream.held else None
+        return given
+
+    def finish(self) -> list[Chunk]:
+        """What is left when nothing more comes."""
+        given: list[Chunk] = []
+        while self._holder is not None:
+            given += self._settle(self._holder)
+        return given
+
+    def _settle(self, name: str) -> list[Chunk]:
+        """Take what is held as the end of its stream, and go on with what waited for it."""
+        given: list[Chunk] = []
+        ended = self._streams[name]
+        self._give(name, ended.finish(), given)
+        self._streams[name] = self._redactor.stream(effort=ended.effort)
+        self._positions[name] = 0
+        self._holder = None
+        self._drain(given)
+        return given
+
+    def _drain(self, given: list[Chunk]) -> None:
+        while self._waiting and (self._holder is None or self._waiting[0].stream == self._holder):
+            chunk = self._waiting.popleft()
+            self._waiting_bytes -= len(chunk.data)
+            self._pass(chunk.stream, chunk.data, given)
+        if not self._waiting and self._owed:
+            given.append(Chunk("stdout", b"", self._owed))
+            self._owed = 0
+
+    def _pass(self, name: str, data: bytes, given: list[Chunk]) -> None:
+        stream = self._streams.get(name)
+        if stream is None:
+            before = self._before.pop(name, b"")
+            stream = self._streams[name] = self._redactor.stream(skip=len(before))
+            self._positions[name] = len(before)
+            stream.feed(before)
+        self._give(name, stream.feed(data), given)
+        self._holder = name if stream.held else None
+
+    def _give(self, name: str, data: bytes, given: list[Chunk]) -> None:
+        position = self._streams[name].position
+        raw = position - self._positions[name]
+        self._positions[name] = position
+        if self._waiting:  # what waits lies before some of it: the offset moves when that is given too
+            self._owed += raw
+            raw = 0
+        if data or raw:
+            given.append(Chunk(name, data, raw))
+
+
+async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int) -> AsyncGenerator[Chunk, None]:
+    """The output in a supervisor's frames, as it may be shown; the end comes last.
+
+    The stream begins `skip` bytes before what is wanted: they are only looked at.
+    """
+    reader, cleaned = FrameReader(), OutputRedactor(await current(), skip)
+    async for data in _or_quiet(stream, cleaned):
+        if data is None:
+            for chunk in cleaned.quiet():
+                yield chunk
+            continue
+        cleaned.use(await current())
+        for raw in reader.feed(data):
+            for chunk in cleaned.finish() if raw.stream == "end" else await apart(len(raw.data), cleaned.feed, raw):
+                yield chunk
+            if raw.stream == "end":
+                yield raw
+    if not reader.ended:
+        raise SandboxLost("the sandbox ended the output in the middle")
+
+
+async def _or_quiet(stream: AsyncIterator[bytes], cleaned: OutputRedactor) -> AsyncIterator[bytes | None]:
+    """The pieces of a stream; None when bytes are held back and nothing has come for a moment."""
+    coming: asyncio.Future[bytes | None] | None = None
+    try:
+        while True:
+            if not cleaned.holds and coming is None:
+                data = await anext(stream, None)
+            else:
+                coming = coming or asyncio.ensure_future(_next(stream))
+                done, _ = await asyncio.wait({coming}, timeout=QUIET_S)
+                if not done:
+                    yield None
+                    continue
+                data, coming = await coming, None
+            if data is None:
+                return
+            yield data
+    finally:
+        if coming is not None:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+
+async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(stream, None)
+
+
+def clean_error(redactor: Redactor | None, error: CarrelError) -> None:
+    """Take secrets out of an error before anybody is told of it or it is logged. Without a redactor nothing is known
+    of the secrets there are: then it says no more than its code does.
+    """
+    if redactor is None:
+        error.detail, error.hint, error.extra = error.title, None, {}
+    else:
+        error.detail = redactor.text(error.detail)
+        error.hint = None if error.hint is None else redactor.text(error.hint)
+        error.field = None if error.field is None else redactor.text(error.field)
+        error.extra = redactor.value(error.extra)
+    error.args = (error.detail,)
+
+
+def clean_info(redactor: Redactor, info: CommandInfo) -> CommandInfo:
+    """What is told of a command, without the secrets that somebody wrote into it."""
+    return info.model_copy(update={"command": redactor.value(info.command)})
+
+
+R = TypeVar("R", bound=CommandResult)
+
+
+def clean_result(redactor: Redactor, result: R) -> R:
+    """The output of a finished command as it may be shown."""
+    changes: dict[str, object] = {}
+    for name, text, exact in (
+        ("stdout", result.stdout, result.stdout_base64),
+        ("stderr", result.stderr, result.stderr_base64),
+    ):
+        if exact is not None:
+            data = redactor.data(base64.b64decode(exact))
+            changes |= {f"{name}_base64": base64.b64encode(data).decode(), name: data.decode(errors="replace")}
+        elif text:
+            changes[name] = redactor.text(text)
+    return result.model_copy(update=changes)

@@ -1,0 +1,1 @@
+"""MCP servers that run in sandboxes: added, installed, discovered, called."""

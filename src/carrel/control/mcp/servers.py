@@ -1,0 +1,494 @@
+"""The MCP servers of contexts as operations: add, list, start, stop, remove, look at, ask. Each passes the one door.
+
+A call is decided as `mcp(server:tool)`, where the server is the one that was asked and never what a catalogue claims.
+Reading what a server offers starts nothing. A sandbox that is stopped is resumed by a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from carrel.control.governance.redaction import apart
+from carrel.control.mcp import wire as mcp_wire
+from carrel.control.mcp.discovery import McpDiscovery
+from carrel.control.mcp.installing import Installing
+from carrel.control.mcp.links import McpLinks
+from carrel.control.mcp.platform import PlatformServer, PlatformServers
+from carrel.control.mcp.request_checks import (
+    REFUSED,
+    TIMED_OUT,
+    Json,
+    NoAnswer,
+    Refused,
+    decided,
+    declared,
+    given_size,
+    launch,
+    no_answer,
+    refused,
+    tool_name,
+)
+from carrel.control.mcp.showing import catalogue_of, shown, shown_log, shown_platform
+from carrel.control.mcp.wire import Told
+from carrel.control.operations.caller import caller
+from carrel.control.operations.operations import Operations
+from carrel.control.python.calls import Redactors
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.sessions import Sessions
+from carrel.errors import CarrelError, Conflict, InvalidRequest, LimitExceeded, NotFound, NotRunning, SandboxLost
+from carrel.metrics import OK, Metrics, outcome_of
+from carrel.models import (
+    MCP_TIMEOUT_S,
+    MOST_MCP_SERVERS,
+    McpCatalogue,
+    McpLog,
+    McpRequest,
+    McpResult,
+    McpServerInfo,
+    McpServerList,
+    McpServerRequest,
+    SandboxRequest,
+    State,
+)
+from carrel.store import SessionRecord
+from carrel.store.mcp_servers import McpServerRecord, McpServerStore
+
+if TYPE_CHECKING:
+    from mcp.shared.dispatcher import ProgressFnT
+
+    from carrel.control.mcp.session import Speaker
+
+PLATFORM = ""
+"""The context, in the store, of the servers that the operator runs."""
+FRESH_S = 2.0
+"""How long a change made by another server may stay unseen."""
+MOST_SEEN, MOST_OFFERED = 4096, 64
+LOG_KEPT = 256 * 1024
+"""Bytes of the log of a server that its sandbox keeps."""
+T = TypeVar("T")
+Ask = Callable[["Speaker"], Awaitable[Json]]
+
+
+class McpServers:
+    """What callers do with MCP servers."""
+
+    def __init__(
+        self,
+        store: McpServerStore,
+        sessions: Sessions,
+        operations: Operations,
+        installing: Installing,
+        discovery: McpDiscovery,
+        links: McpLinks,
+        platform: PlatformServers,
+        redactor: Redactors,
+        metrics: Metrics,
+    ):
+        self._store = store
+        self._sessions = sessions
+        self._operations = operations
+        self._installing = installing
+        self._discovery = discovery
+        self._links = links
+        self._platform = platform
+        self._redactor = redactor
+        self._metrics = metrics
+        self._seen: OrderedDict[tuple[str, str], tuple[McpServerRecord, float]] = OrderedDict()
+        self._offered: OrderedDict[tuple[str, str], tuple[McpCatalogue, str | None, float]] = OrderedDict()
+
+    # declaring
+
+    async def add(self, name: str, server: str, request: McpServerRequest, actor: str = "") -> McpServerInfo:
+        """Declare a server, or declare it anew: what it needs is installed, and it is asked what it offers."""
+        session, context = await self._durable(name)
+        if server in self._platform:
+            raise Conflict(f"the operator runs an MCP server '{server}'", field="server", hint="choose another name")
+        arguments = decided(server, request)
+        door = self._operations.session_door("add_mcp_server", arguments, actor, session.id, context, kind="shell")
+        async with door:
+            _room(len([each for each in await self._store.list(context) if each.name != server]))
+            environment = await self._installing.python(session, request)
+            program = None
+            if request.npm is not None:
+                async with self._in_use(session) as box:
+                    program = await self._installing.npm(box, server, request)
+            now = time.time()
+            record = McpServerRecord(
+                context_id=context,
+                name=server,
+                declaration=request.model_dump(mode="json", exclude_defaults=True),
+                generation=secrets.token_hex(12),
+                created_at=now,
+                updated_at=now,
+                enabled=request.enabled,
+                environment=environment,
+                program=program,
+            )
+            record = await self._store.put(record, _room)
+            self._seen.pop((context, server), None)
+            await self._end_process(session, server, forget=True)
+            if record.enabled:
+                await self._discovery.look(session, record)
+            return await self._info(session, await self._known(context, server))
+
+    async def remove(self, name: str, server: str, actor: str = "") -> None:
+        """End a server and forget it. What npm installed for it goes when its sandbox runs."""
+        session, context = await self._durable(name)
+        async with self._operations.session_door("remove_mcp_server", {"server": server}, actor, session.id, context):
+            record = await self._known(context, server)
+            await self._store.delete(context, server)
+            self._seen.pop((context, server), None)
+            await self._end_process(session, server, forget=True)
+            box = self._running_now(session)
+            if declared(record).npm is not None and box is not None:
+                await self._installing.remove(box, server)
+
+    async def start(self, name: str, server: str, actor: str = "") -> McpServerInfo:
+        """Let a server be used, and start it now."""
+        session, context = await self._durable(name)
+        async with self._operations.session_door("enable_mcp_server", {"server": server}, actor, session.id, context):
+            record = await self._known(context, server)
+            async with self._in_use(session) as box:
+                await self._conversation(box, record, actor, starting=True)
+            await self._store.enable(context, server, enabled=True)
+            self._seen.pop((context, server), None)
+            return await self._info(session, await self._known(context, server))
+
+    async def stop(self, name: str, server: str, actor: str = "") -> McpServerInfo:
+        """End a server; it stays so until it is started again."""
+        session, context = await self._durable(name)
+        async with self._operations.session_door("stop_mcp_server", {"server": server}, actor, session.id, context):
+            await self._known(context, server)
+            await self._store.enable(context, server, enabled=False)
+            self._seen.pop((context, server), None)
+            await self._end_process(session, server)
+            return await self._info(session, await self._known(context, server))
+
+    async def forked(self, origin: str, context: str) -> None:
+        """A fork has the servers of its origin."""
+        await self._store.copy(origin, context)
+
+    async def forget(self, context: str) -> None:
+        """A context is deleted for good, and its servers with it."""
+        await self._store.forget(context)
+        for key in [key for key in self._seen if key[0] == context]:
+            del self._seen[key]
+
+    # looking
+
+    async def list(self, name: str, actor: str = "") -> McpServerList:
+        """The servers of a context and those the operator runs, by name, with what their processes do now."""
+        session, context = await self._durable(name)
+        async with self._operations.session_door("list_mcp_servers", {}, actor, session.id, context):
+            told, redactor = await self._told(session), await self._redactor(context)
+            own = [each for each in await self._store.list(context) if each.name not in self._platform]
+            found = [shown(context, each, told.get(each.name), redactor) for each in own]
+            outside = {name: await self._store.get(PLATFORM, name) for name in self._platform.names()}
+            found += [shown_platform(context, name, record, redactor) for name, record in outside.items()]
+            return McpServerList(items=sorted(found, key=lambda each: each.name))
+
+    async def get(self, name: str, server: str, actor: str = "") -> McpServerInfo:
+        """One of them."""
+        session, context = await self._durable(name)
+        async with self._operations.session_door("get_mcp_server", {"server": server}, actor, session.id, context):
+            if server in self._platform:
+                record = await self._store.get(PLATFORM, server)
+                return shown_platform(context, server, record, await self._redactor(context))
+            return await self._info(session, await self._known(context, server))
+
+    async def log(self, name: str, server: str, *, offset: int = 0, limit: int = 64 * 1024, actor: str = "") -> McpLog:
+        """What a server wrote to its standard error in the sandbox that runs now."""
+        session, context = await self._durable(name)
+        arguments = {"server": server, "offset": offset}
+        async with self._operations.session_door("get_mcp_log", arguments, actor, session.id, context) as traffic:
+            await self._known(context, server)
+            box, redactor = await self._sessions.find(session.id), await self._redactor(context)
+            behind = min(offset, redactor.lookbehind, LOG_KEPT)
+            try:
+                page = await mcp_wire.log(box.connection, server, offset, limit)
+                before = await mcp_wire.log(box.connection, server, offset - behind, behind) if behind else None
+            except NotFound:  # it was never used in this sandbox
+                return McpLog(text="", offset=0, next=0)
+            except SandboxLost:
+                await self._sessions.lost(box)
+                raise
+            traffic.gave(len(page.text))
+            return shown_log(page, before, await self._redactor(context))
+
+    async def catalogue(self, name: str, server: str, actor: str = "") -> McpCatalogue:
+        """What a server offers, as it is known; nothing is started for it."""
+        session, context = await self._durable(name)
+        async with self._operations.session_door("get_mcp_catalogue", {"server": server}, actor, session.id, context):
+            return await self._catalogue(context, server)
+
+    async def offered(self, name: str, server: str) -> McpCatalogue:
+        """The same as it was not long ago, for whoever serves it on: no operation of a caller. `NotFound` when there is
+        no such server.
+        """
+        _, context = await self._durable(name)
+        known = None if server in self._platform else (await self._declared(context, server)).generation
+        key, now = (context, server), time.monotonic()
+        found, generation, seen_at = self._offered.get(key, (None, None, 0.0))
+        if found is None or generation != known or now - seen_at > FRESH_S:
+            found = await self._catalogue(context, server)
+            self._offered[key] = (found, known, now)
+            while len(self._offered) > MOST_OFFERED:
+                self._offered.popitem(last=False)
+        return found
+
+    async def refresh(self, name: str, server: str, actor: str = "") -> McpCatalogue:
+        """Ask a server what it offers now, in a sandbox of its own."""
+        session, context = await self._durable(name)
+        async with self._operations.session_door("refresh_mcp_server", {"server": server}, actor, session.id, context):
+            if server in self._platform:
+                await self._ask_platform(self._platform.get(server))
+            else:
+                await self._discovery.look(session, await self._ready(session, await self._known(context, server)))
+            return await self._catalogue(context, server)
+
+    # asking
+
+    async def request(
+        self, name: str, server: str, request: McpRequest, actor: str = "", progress: ProgressFnT | None = None
+    ) -> McpResult:
+        """Call a tool of a server."""
+        if not tool_name(request.tool):
+            raise InvalidRequest("this cannot be a tool", field="tool", hint="list the tools of the server")
+        began = time.monotonic()
+        answer = await self._asked(
+            name,
+            server,
+            request.tool,
+            {"arguments": request.arguments},
+            lambda speaker: speaker.call_tool(request.tool, request.arguments, request.timeout, progress),
+            request.timeout,
+            actor,
+        )
+        return McpResult(
+            server=server,
+            tool=request.tool,
+            content=answer.get("content", []),
+            structured_content=answer.get("structuredContent"),
+            is_error=bool(answer.get("isError")),
+            timed_out=bool(answer.get(TIMED_OUT)),
+            error=answer.get(REFUSED),
+            duration_ms=(time.monotonic() - began) * 1000,
+        )
+
+    async def read_resource(self, name: str, server: str, uri: str, actor: str = "") -> Json:
+        """What a resource of a server holds. Decided as `mcp(server:resources/read)`."""
+        ask: Ask = lambda speaker: speaker.read_resource(uri, MCP_TIMEOUT_S)  # noqa: E731
+        return await self._asked(name, server, "resources/read", {"uri": uri}, ask, MCP_TIMEOUT_S, actor)
+
+    async def get_prompt(
+        self, name: str, server: str, prompt: str, arguments: Mapping[str, str] | None, actor: str = ""
+    ) -> Json:
+        """A prompt of a server, filled in. Decided as `mcp(server:prompts/get)`."""
+        ask: Ask = lambda speaker: speaker.get_prompt(prompt, arguments, MCP_TIMEOUT_S)  # noqa: E731
+        given = {"prompt": prompt, "arguments": dict(arguments or {})}
+        return await self._asked(name, server, "prompts/get", given, ask, MCP_TIMEOUT_S, actor)
+
+    async def _asked(
+        self, name: str, server: str, tool: str, given: Mapping[str, object], ask: Ask, timeout: float, actor: str
+    ) -> Json:
+        """Ask a server, through the door: its answer without secrets. That it gave none, or refused, is one too."""
+        size_in = given_size(given)
+        session, context = await self._durable(name)
+        outside = server in self._platform
+        began = time.monotonic()
+        outcome = OK
+        arguments = {"server": server, "tool": tool, **given}
+        door = self._operations.session_door("mcp_request", arguments, actor, session.id, context, kind="mcp")
+        try:
+            async with door as traffic:
+                traffic.took(size_in)
+                try:
+                    if outside:
+                        async with self._platform.get(server).spoken(timeout) as speaker:
+                            answer = await ask(speaker)
+                    else:
+                        known = await self._declared(context, server)
+                        answer = await self._asked_inside(session, known, ask, actor)
+                except NoAnswer:
+                    answer = no_answer(timeout)
+                except Refused as error:
+                    answer = refused(error)
+                outcome = "timed_out" if TIMED_OUT in answer else "tool_error" if answer.get("isError") else OK
+                size = len(json.dumps(answer))
+                traffic.gave(size)
+                clean = (await self._redactor(context)).value
+                return await apart(size, clean, answer)
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            self._metrics.mcp_called("platform" if outside else "context", outcome, time.monotonic() - began)
+
+    async def _asked_inside(self, session: SessionRecord, record: McpServerRecord, ask: Ask, actor: str) -> Json:
+        async with self._in_use(session) as box:
+            conversation = await self._conversation(box, record, actor)
+            async with self._links.watching(box, record.name, conversation):
+                return await ask(conversation)
+
+    async def _conversation(
+        self, box: LiveSandbox, record: McpServerRecord, actor: str, *, starting: bool = False
+    ) -> Any:
+        """The conversation with a server. When its process has to be started for it, that passes the door too."""
+        known = self._links.current(box, record.name, record.generation)
+        if known is not None and (record.enabled or starting):  # a server elsewhere may have been told to stop it
+            return known
+        context, generation = record.context_id, record.generation
+
+        async def check() -> None:
+            now = _found(await self._store.declared(context, record.name), context, record.name)
+            if now.generation != generation:
+                self._seen.pop((context, record.name), None)
+                why = f"the MCP server '{record.name}' was changed meanwhile"
+                raise Conflict(why, field="server", hint="call again")
+            if not (now.enabled or starting):
+                raise Conflict(f"the MCP server '{record.name}' is stopped", field="server", hint="start it first")
+
+        await check()
+        arguments = decided(record.name, declared(record))
+        arguments.pop("install", None)
+        session = box.record
+        with _first_decision():
+            door = self._operations.session_door(
+                "start_mcp_server", arguments, actor, session.id, session.context_id, kind="shell"
+            )
+            async with door:
+                record = await self._ready(session, record)
+                return await self._links.open(box, record.name, launch(record, record.environment), check)
+
+    async def _ready(self, session: SessionRecord, record: McpServerRecord) -> McpServerRecord:
+        """A server with its environment, which is built again where it is not there any more."""
+        ready = await self._installing.ready(session, record)
+        if ready.environment != record.environment:
+            await self._store.place(ready)
+            self._seen.pop((record.context_id, record.name), None)
+        return ready
+
+    # inner
+
+    async def _durable(self, name: str) -> tuple[SessionRecord, str]:
+        record = await self._sessions.record(name)
+        if record.state is State.TERMINATED:
+            await self._sessions.find(name)  # says so
+        if record.context_id is None:
+            raise Conflict(
+                "an ephemeral sandbox keeps nothing, so it has no MCP servers",
+                field="id",
+                hint="make the sandbox with a context_id",
+            )
+        return record, record.context_id
+
+    async def _known(self, context: str, server: str) -> McpServerRecord:
+        return _found(await self._store.get(context, server), context, server)
+
+    async def _declared(self, context: str, server: str) -> McpServerRecord:
+        """A server as it was declared not long ago: this is on the way of every call."""
+        key, now = (context, server), time.monotonic()
+        record, seen_at = self._seen.get(key, (None, 0.0))
+        if record is None or now - seen_at > FRESH_S:
+            record = _found(await self._store.declared(context, server), context, server)
+            self._seen[key] = (record, now)
+            while len(self._seen) > MOST_SEEN:
+                self._seen.popitem(last=False)
+        return record
+
+    def _running_now(self, session: SessionRecord) -> LiveSandbox | None:
+        return next((box for box in self._sessions.live() if box.record.id == session.id), None)
+
+    @asynccontextmanager
+    async def _in_use(self, session: SessionRecord) -> AsyncIterator[LiveSandbox]:
+        """The sandbox of a session, resumed if it is stopped; while the block lasts it is in use."""
+        try:
+            box = await self._sessions.find(session.id)
+        except NotRunning:
+            await self._operations.deploy_or_resume(SandboxRequest(context_id=session.context_id))
+            box = await self._sessions.find(session.context_id or session.id)
+        box.in_flight += 1
+        box.touch()
+        try:
+            yield box
+        except SandboxLost:
+            await self._sessions.lost(box)
+            raise
+        finally:
+            box.in_flight -= 1
+            box.touch()
+
+    async def _end_process(self, session: SessionRecord, server: str, *, forget: bool = False) -> None:
+        box = self._running_now(session)
+        if box is not None:
+            await self._links.stop(box, server, forget=forget)
+
+    async def _told(self, session: SessionRecord) -> dict[str, Told]:
+        box = self._running_now(session)
+        if box is None:
+            return {}
+        try:
+            return await mcp_wire.states(box.connection)
+        except SandboxLost:
+            await self._sessions.lost(box)
+            return {}
+
+    async def _info(self, session: SessionRecord, record: McpServerRecord) -> McpServerInfo:
+        told = (await self._told(session)).get(record.name)
+        return shown(record.context_id, record, told, await self._redactor(record.context_id))
+
+    async def _catalogue(self, context: str, server: str) -> McpCatalogue:
+        if server in self._platform:
+            record = await self._store.get(PLATFORM, server)
+            if record is None or record.catalogue is None:
+                await self._ask_platform(self._platform.get(server))
+                record = await self._known(PLATFORM, server)
+        else:
+            record = await self._known(context, server)
+        return await asyncio.to_thread(catalogue_of, server, record, await self._redactor(context))
+
+    async def _ask_platform(self, server: PlatformServer) -> None:
+        """What a server outside offers; kept for all contexts."""
+        now = time.time()
+        record = McpServerRecord(PLATFORM, server.name, {}, server.name, now, now)
+        await self._store.put(record, lambda _others: None)
+        try:
+            async with server.spoken(MCP_TIMEOUT_S) as speaker:
+                found, why = await speaker.offers(MCP_TIMEOUT_S)
+            await self._discovery.keep(record, found, why)
+        except (NoAnswer, Refused):
+            await self._discovery.keep(record, None, "it does not say what it offers")
+        except CarrelError as error:
+            await self._discovery.keep(record, None, error.detail)
+
+
+def _found(record: McpServerRecord | None, context: str, server: str) -> McpServerRecord:
+    if record is None:
+        why = f"context '{context}' has no MCP server '{server[:64]}'"
+        raise NotFound(why, field="server", hint="list them first")
+    return record
+
+
+def _room(others: int) -> None:
+    if others >= MOST_MCP_SERVERS:
+        raise LimitExceeded(
+            f"a context has {MOST_MCP_SERVERS} MCP servers at most", field="server", hint="remove one first"
+        )
+
+
+@contextmanager
+def _first_decision() -> Iterator[None]:
+    """What a caller showed an approval for was decided already: what follows from it is another operation."""
+    token = caller.set(replace(caller.get(), approval=None))
+    try:
+        yield
+    finally:
+        caller.reset(token)

@@ -1,0 +1,351 @@
+"""A conversation with one process of an MCP server: the official client over a wire of ours.
+
+The one module of the control plane that imports the client of the `mcp` package, which takes long: it is imported when
+a server is first spoken to. What the server says is hostile. It is read only while somebody waits for an answer, what
+nobody asked for is dropped and bounded, and what it asks of us (sampling, roots, elicitation) is refused politely. Its
+schemas are passed on and never used to check anything: they may be made to keep a checker busy for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, Protocol, TypeVar
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from mcp import ClientSession, MCPError, types
+from mcp.shared.dispatcher import ProgressFnT
+from mcp.shared.message import SessionMessage
+from pydantic import BaseModel, ValidationError
+
+from carrel.control.mcp.long_lines import StandIn
+from carrel.control.mcp.request_checks import Json, NoAnswer, Refused, catalogue, sane, told_by, words
+from carrel.control.mcp.wire import failed
+from carrel.errors import CarrelError, LimitExceeded
+
+CLIENT = types.Implementation(name="carrel", version="0.1.0")
+MOST_CALLS = 64
+"""Calls of one server at once."""
+MOST_UNASKED = 32 * 1024 * 1024
+MOST_NONSENSE = 1000
+MOST_ASKING = 16
+"""Requests of a server that wait for our refusal at once."""
+MOST_PROGRESS = 2000
+"""Notices of progress that are passed on between two answers."""
+MOST_PAGES, MOST_LISTED = 64, 10_000
+ASKED_COST = 64 * 1024
+"""What a request of a server counts for, as if it had been so many bytes nobody asked for."""
+CLOSE_S = 5.0
+
+R = TypeVar("R", bound=BaseModel)
+Messages = MemoryObjectSendStream[SessionMessage | Exception]
+
+logging.getLogger("client").setLevel(logging.CRITICAL)  # what hostile servers do wrong would fill the log
+logging.getLogger("mcp.shared.jsonrpc_dispatcher").setLevel(logging.CRITICAL)
+
+
+class Lines(Protocol):
+    """What a conversation is carried by; `mcp_wire.Wire` is one."""
+
+    ended: str | None
+
+    def lines(self) -> AsyncIterator[bytes]: ...  # noqa: D102
+    async def send(self, line: bytes) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Speaker:
+    """Asks a server through a session that was initialized."""
+
+    def __init__(self, server: str):
+        self.server = server
+        self.session: ClientSession | None = None
+        self.told: types.InitializeResult | None = None
+
+    async def call_tool(
+        self, tool: str, arguments: Mapping[str, Any], timeout: float, progress: ProgressFnT | None = None
+    ) -> Json:
+        """What a tool answers: a result of the protocol."""
+        params = types.CallToolRequestParams(name=tool, arguments=dict(arguments))
+        return await self._ask(types.CallToolRequest(params=params), types.CallToolResult, timeout, progress)
+
+    async def read_resource(self, uri: str, timeout: float) -> Json:
+        """What a resource holds."""
+        params = types.ReadResourceRequestParams(uri=uri)
+        return await self._ask(types.ReadResourceRequest(params=params), types.ReadResourceResult, timeout)
+
+    async def get_prompt(self, name: str, arguments: Mapping[str, str] | None, timeout: float) -> Json:
+        """A prompt, filled in."""
+        params = types.GetPromptRequestParams(name=name, arguments=None if arguments is None else dict(arguments))
+        return await self._ask(types.GetPromptRequest(params=params), types.GetPromptResult, timeout)
+
+    async def offers(self, timeout: float) -> tuple[Json, str | None]:
+        """What the server offers, as it is kept, and what was left out."""
+        told = self.told
+        if told is None:
+            raise self.lost()
+        can = told.capabilities
+        found: dict[str, list[Json]] = {}
+        if can.tools is not None:
+            found["tools"] = await self._listed(types.ListToolsRequest, types.ListToolsResult, "tools", timeout)
+        if can.prompts is not None:
+            found["prompts"] = await self._listed(types.ListPromptsRequest, types.ListPromptsResult, "prompts", timeout)
+        if can.resources is not None:
+            kinds = types.ListResourcesRequest, types.ListResourcesResult
+            found["resources"] = await self._listed(*kinds, "resources", timeout)
+            with suppress(Refused):  # many servers with resources have no templates
+                templates = types.ListResourceTemplatesRequest, types.ListResourceTemplatesResult
+                found["resource_templates"] = await self._listed(*templates, "resourceTemplates", timeout)
+        return catalogue(
+            protocol_version=str(told.protocol_version),
+            server_info=told.server_info.model_dump(mode="json", by_alias=True),
+            instructions=told.instructions,
+            found=found,
+        )
+
+    async def _listed(self, request: Callable[..., Any], result: type[R], key: str, timeout: float) -> list[Json]:
+        found: list[Json] = []
+        cursor: str | None = None
+        for _ in range(MOST_PAGES):
+            params = None if cursor is None else types.PaginatedRequestParams(cursor=cursor)
+            page = await self._ask(request(params=params), result, timeout)
+            found += page.get(key, [])
+            following = page.get("nextCursor")
+            if not isinstance(following, str) or following == cursor or len(found) > MOST_LISTED:
+                break
+            cursor = following
+        return found
+
+    async def introduce(self, session: ClientSession) -> types.InitializeResult:
+        """Begin with the session; `McpServerFailed` when the server does not speak the protocol."""
+        try:
+            told = await session.initialize()
+        except MCPError as error:
+            raise self.lost(f"refused to introduce itself: {words(error.message, 300)}") from None
+        except (ValidationError, ValueError, RuntimeError, RecursionError):
+            raise self.lost("does not speak a version of MCP that carrel knows") from None
+        self.session, self.told = session, told
+        return told
+
+    def lost(self, why: str = "has ended") -> CarrelError:
+        """Why the server cannot be asked any more; `why` when nothing better is known."""
+        return failed(self.server, why)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is still somebody to speak to."""
+        return self.session is not None
+
+    async def _ask(self, request: Any, result: type[R], timeout: float, progress: ProgressFnT | None = None) -> Json:
+        session = self.session
+        if session is None or not self.alive:
+            raise self.lost()
+        began = time.monotonic()
+        try:
+            answer = await session.send_request(request, result, timeout, progress_callback=progress)
+            return answer.model_dump(mode="json", by_alias=True, exclude_none=True)
+        except MCPError as error:
+            if time.monotonic() - began >= timeout:
+                raise NoAnswer from None
+            if not self.alive:
+                raise self.lost() from None
+            raise Refused(error.code, words(error.message, 2000)) from None
+        except (ValidationError, ValueError, RecursionError):
+            raise failed(self.server, "answered something that is not what the protocol asks for") from None
+
+
+class Conversation(Speaker):
+    """One initialized session. `open` makes one; it lasts until `close`, or until the server is of no use any more."""
+
+    def __init__(self, server: str, wire: Lines):
+        super().__init__(server)
+        self._wire = wire
+        self._task: asyncio.Task[None]
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closing = asyncio.Event()
+        self._wanted = asyncio.Event()
+        self._waiting = 0
+        self._failure: CarrelError | None = None
+        self._asked: set[object] = set()
+        self._asking = 0
+        self._unasked = self._nonsense = self._progress = 0
+
+    @classmethod
+    async def open(cls, server: str, wire: Lines, deadline_s: float) -> Conversation:
+        """Begin to speak to a process that was started."""
+        made = cls(server, wire)
+        made._task = asyncio.get_running_loop().create_task(made._run())
+        made._want(1)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.shield(made._ready)
+        except TimeoutError:
+            await made.close()
+            raise failed(server, f"did not introduce itself within {deadline_s:g} seconds") from None
+        except BaseException:
+            await made.close()
+            raise
+        finally:
+            made._want(-1)
+        return made
+
+    @property
+    def alive(self) -> bool:
+        """See `Speaker`."""
+        return not self._task.done() and self._failure is None and not self._closing.is_set()
+
+    async def close(self) -> None:
+        """End the conversation; the process is left alone."""
+        self._closing.set()
+        pause = CLOSE_S if self._ready.done() else 0.0
+        try:
+            await asyncio.wait({self._task}, timeout=pause)
+        finally:  # whoever closes it may be broken off, again and again: then it ends by itself
+            self._task.cancel()
+        await asyncio.wait({self._task})
+
+    # asking
+
+    async def _ask(self, request: Any, result: type[R], timeout: float, progress: ProgressFnT | None = None) -> Json:
+        if self._waiting >= MOST_CALLS:
+            raise LimitExceeded(
+                f"{MOST_CALLS} calls of the MCP server '{self.server}' are under way already", hint="wait for some"
+            )
+        self._want(1)
+        try:
+            return await super()._ask(request, result, timeout, progress)
+        finally:
+            self._want(-1)
+
+    def lost(self, why: str = "has ended") -> CarrelError:
+        """See `Speaker`."""
+        return self._failure or failed(self.server, self._wire.ended or why)
+
+    def _want(self, change: int) -> None:
+        """What the server says is read while somebody waits for it, and not otherwise."""
+        self._waiting += change
+        if self._waiting > 0:
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+
+    # the conversation itself
+
+    async def _run(self) -> None:
+        try:
+            into, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+            outgoing, out_of = anyio.create_memory_object_stream[SessionMessage](0)
+            with into, incoming, outgoing, out_of:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._read(into)), group.create_task(self._write(out_of))]
+                    try:
+                        await self._speak(incoming, outgoing)
+                    finally:
+                        for task in tasks:
+                            task.cancel()
+        except BaseExceptionGroup as group_of:
+            told = told_by(group_of)
+            self._fail(told if isinstance(told, CarrelError) else failed(self.server, "could not be spoken to"))
+        except CarrelError as error:
+            self._fail(error)
+        finally:
+            self._wire.close()
+            self._fail(failed(self.server, self._wire.ended or "has ended"))
+
+    async def _speak(self, incoming: Any, outgoing: Any) -> None:
+        async with ClientSession(incoming, outgoing, client_info=CLIENT) as session:
+            await self.introduce(session)
+            if not self._ready.done():
+                self._ready.set_result(None)
+            await self._closing.wait()
+
+    def _fail(self, error: CarrelError) -> None:
+        if self._failure is None:
+            self._failure = error
+        if not self._ready.done():
+            self._ready.set_exception(self._failure)
+            self._ready.exception()  # nobody may be left to hear it
+        self._closing.set()
+
+    async def _read(self, into: Messages) -> None:
+        try:
+            async with aclosing(self._wire.lines()) as lines:  # type: ignore[type-var]
+                async for line in lines:
+                    await self._wanted.wait()
+                    message = self._taken(line)
+                    if message is not None:
+                        await into.send(message)
+            self._fail(failed(self.server, self._wire.ended or "has ended"))
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            return
+        except CarrelError as error:
+            self._fail(error)
+        finally:
+            into.close()  # whoever waits is told
+
+    def _taken(self, line: bytes) -> SessionMessage | None:
+        """A message that is to be heard; None for what nobody asked for. Raises when there is too much of that."""
+        size = line.size if isinstance(line, StandIn) else len(line)
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            self._count(size, nonsense=True)
+            return None
+        if not sane(value):
+            raise failed(self.server, "sent a message that is nested too deeply or has too many parts")
+        if not self._expected(value):
+            self._count(size)
+            return None
+        try:
+            return SessionMessage(types.jsonrpc_message_adapter.validate_python(value, by_name=False))
+        except (ValidationError, RecursionError):
+            self._count(size, nonsense=True)
+            return None
+
+    def _expected(self, value: Json) -> bool:
+        """Whether a message is an answer that somebody waits for, or one of the few others that are heard."""
+        method, name = value.get("method"), value.get("id")
+        if method is None:
+            if not isinstance(name, int | str) or name not in self._asked:
+                return False
+            self._asked.discard(name)
+            self._unasked = self._progress = 0
+        elif name is not None:
+            if self._asking >= MOST_ASKING:
+                return False
+            self._asking += 1
+            self._count(ASKED_COST)
+        elif method == "notifications/progress" and self._progress < MOST_PROGRESS:
+            self._progress += 1
+        else:
+            return False
+        return True
+
+    def _count(self, size: int, *, nonsense: bool = False) -> None:
+        self._unasked += size
+        self._nonsense += nonsense
+        if self._unasked > MOST_UNASKED:
+            raise failed(self.server, "sends more than it was asked for")
+        if self._nonsense > MOST_NONSENSE:
+            raise failed(self.server, "sends messages that are none of the protocol")
+
+    async def _write(self, out_of: MemoryObjectReceiveStream[SessionMessage]) -> None:
+        try:
+            async for each in out_of:
+                message = each.message
+                if isinstance(message, types.JSONRPCRequest):
+                    self._asked.add(message.id)
+                elif not isinstance(message, types.JSONRPCNotification):
+                    self._asking -= 1
+                await self._wire.send(message.model_dump_json(by_alias=True, exclude_unset=True).encode())
+        except CarrelError as error:
+            self._fail(error)
+        finally:
+            out_of.close()

@@ -1,0 +1,194 @@
+"""The way to one process of an MCP server: lines in, lines out, through the supervisor of its sandbox.
+
+Knows the supervisor's routes and frames, and nothing of what the lines say. They are written by hostile code: what is
+kept of them is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from pydantic import Field
+
+from carrel.control.mcp.long_lines import LongLine
+from carrel.control.operations.checks import SMALL, check, json_object, query_of
+from carrel.control.supervisor.connection import Download, Json, SupervisorConnection
+from carrel.errors import Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
+from carrel.models import Answer, McpLog, McpState
+
+MOST_LINE = 4 * 1024 * 1024
+"""The longest message that is taken from a server."""
+MOST_PASSED = 16 * 1024 * 1024
+"""The longest that a supervisor lets through. Whoever waits for one between the two is told that it is too long."""
+START_S = 60.0
+SEND_S = 45.0
+SHORT = 30.0
+LONGEST_REASON = 500
+TOO_LONG = f"sent a message of more than {MOST_LINE // (1024 * 1024)} MB"
+_HEADER = 5
+_END, _MESSAGE, _OPENED = 0, 1, 2
+
+
+class Told(Answer):
+    """What a supervisor says of one MCP server."""
+
+    name: str = Field(max_length=64)
+    state: McpState
+    incarnation: int = 0
+    started: int = 0
+    restarts: int = 0
+    reason: str | None = Field(default=None, max_length=4096)
+    retry_in_s: float | None = None
+
+
+class _ToldAll(Answer):
+    items: list[Told] = Field(max_length=64)
+
+
+class _End(Answer):
+    exit_code: int | None = None
+    signal: str | None = Field(default=None, max_length=64)
+    reason: str | None = Field(default=None, max_length=4096)
+
+
+class _Opened(Answer):
+    incarnation: int
+
+
+class Wire:
+    """One connection to one process. `open` makes one, and starts the process when it does not run."""
+
+    def __init__(self, connection: SupervisorConnection, path: str, stream: Download):
+        self._connection = connection
+        self._path = path
+        self._stream = stream
+        self._incarnation = 0
+        self._opened = asyncio.Event()
+        self.ended: str | None = None
+        """Why there is nothing more to read, once that is so."""
+
+    @classmethod
+    async def open(cls, connection: SupervisorConnection, declaration: Json, name: str) -> Wire:
+        """A fresh process of a server, declared as it is now. `McpServerFailed` when it cannot be started."""
+        try:
+            path = f"/mcp/{name}"
+            told = check(Told, await connection.request_json("PUT", path, declaration, deadline=SHORT, max_bytes=SMALL))
+            if told.state == "running":  # somebody spoke to it before: nobody knows what was said
+                await connection.request_json("POST", f"{path}/stop", {}, deadline=SHORT, max_bytes=SMALL)
+            stream = await connection.download(f"{path}/connect", method="POST", deadline=START_S, idle=None)
+        except (McpServerFailed, Conflict, LimitExceeded, NotFound) as error:
+            raise failed(name, error.detail, error.hint) from None
+        return cls(connection, path, stream)
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The messages, one after the other; in the place of an answer that is too long, a `StandIn`. When they end,
+        `ended` says why.
+        """
+        try:
+            async for body in self._messages():
+                yield body
+        finally:
+            self.ended = self.ended or "ended without a word"
+            self._opened.set()
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        held = bytearray()
+        long: LongLine | None = None
+        async for data in self._stream:
+            held += data
+            start = 0
+            while long is not None or len(held) - start >= _HEADER:
+                if long is not None:
+                    start += long.feed(held[start:])
+                    if long.left:
+                        break
+                    stand_in, long = long.stand_in(MOST_LINE), None
+                    if stand_in is None:
+                        self.ended = TOO_LONG
+                        return
+                    yield stand_in
+                    continue
+                kind, size = held[start], int.from_bytes(held[start + 1 : start + _HEADER], "big")
+                if kind == _MESSAGE and MOST_LINE < size <= MOST_PASSED:
+                    long, start = LongLine(size), start + _HEADER
+                    continue
+                if size > MOST_LINE or kind not in {_END, _MESSAGE, _OPENED}:
+                    self.ended = TOO_LONG
+                    return
+                stop = start + _HEADER + size
+                if len(held) < stop:
+                    break
+                body = bytes(held[start + _HEADER : stop])
+                start = stop
+                if kind == _MESSAGE:
+                    yield body
+                elif kind == _OPENED:
+                    self._incarnation = check(_Opened, json_object(body)).incarnation
+                    self._opened.set()
+                else:
+                    self.ended = _reason(check(_End, json_object(body)))
+                    return
+            del held[:start]
+
+    async def send(self, line: bytes) -> None:
+        """A message for the server; while nobody reads `lines`, it waits."""
+        await self._opened.wait()
+        query = query_of(incarnation=self._incarnation)
+        try:
+            await self._connection.request("POST", f"{self._path}/send{query}", line, deadline=SEND_S, max_bytes=SMALL)
+        except (NotRunning, LimitExceeded, Conflict, NotFound) as error:
+            self.ended = self.ended or error.detail[:LONGEST_REASON]
+            raise failed(self._path.rpartition("/")[2], error.detail) from None
+
+    def close(self) -> None:
+        """Stop reading; the process goes on until somebody stops it."""
+        self._stream.close()
+
+
+async def states(connection: SupervisorConnection) -> dict[str, Told]:
+    """Every server that the supervisor knows."""
+    answer = await connection.request_json("GET", "/mcp", deadline=SHORT, max_bytes=SMALL)
+    return {each.name: each for each in check(_ToldAll, answer).items}
+
+
+async def stop(connection: SupervisorConnection, name: str) -> None:
+    """End the process of a server, if there is one."""
+    await _quietly(connection, "POST", f"/mcp/{name}/stop")
+
+
+async def end(connection: SupervisorConnection, name: str) -> None:
+    """End the process of a server that is of no use. One that has ended by itself is left to wait its time."""
+    told = await states(connection)
+    if name in told and told[name].state == "running":
+        await stop(connection, name)
+
+
+async def forget(connection: SupervisorConnection, name: str) -> None:
+    """End the process of a server, and forget its declaration."""
+    await _quietly(connection, "DELETE", f"/mcp/{name}")
+
+
+async def _quietly(connection: SupervisorConnection, method: str, path: str) -> None:
+    try:
+        await connection.request(method, path, b"{}" if method == "POST" else None, deadline=SHORT, max_bytes=SMALL)
+    except NotFound:
+        return
+
+
+async def log(connection: SupervisorConnection, name: str, offset: int, limit: int) -> McpLog:
+    """What a server wrote to its standard error."""
+    path = f"/mcp/{name}/log{query_of(offset=offset, limit=limit)}"
+    return check(McpLog, await connection.request_json("GET", path, deadline=SHORT, max_bytes=4 * SMALL))
+
+
+def failed(name: str, why: str, hint: str | None = None) -> McpServerFailed:
+    """What callers are told when a server is of no use."""
+    told = why.removeprefix(f"MCP server '{name}' ")[:LONGEST_REASON]
+    return McpServerFailed(f"the MCP server '{name}' {told}", field="server", hint=hint or "its log may say more")
+
+
+def _reason(end: _End) -> str:
+    if end.reason:
+        return end.reason[:LONGEST_REASON]
+    return f"was ended by {end.signal}" if end.signal else f"ended with {end.exit_code}"

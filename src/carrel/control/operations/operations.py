@@ -1,0 +1,502 @@
+"""The one door: every operation is decided, dispatched to the supervisor, and recorded here, whichever way it
+came.
+
+There is no second path to a supervisor. Answers come from inside a sandbox and are checked before they are
+believed.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
+
+from carrel.control.governance.redaction import apart, clean_error, clean_info, clean_result
+from carrel.control.operations.caller import caller
+from carrel.control.operations.checks import (
+    GRACE,
+    LIST,
+    SMALL,
+    Emptied,
+    R,
+    asked,
+    brought,
+    check,
+    checked_path,
+    checked_result,
+    command_body,
+    deadline_of,
+    edited,
+    json_object,
+    query_of,
+    result_size,
+    segment_of,
+    size_of,
+)
+from carrel.control.operations.door import SELF, Door, Kind, Operation, Traffic
+from carrel.control.operations.tools import TOOLS, create_file, python_exec
+from carrel.control.python.calls import PythonOperations, Redactors
+from carrel.control.python.code_contexts import CodeContextOperations
+from carrel.control.python.stateless_callers import LABEL
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.sessions import Sessions
+from carrel.control.supervisor.connection import Download, Json
+from carrel.control.supervisor.frames import Chunk
+from carrel.control.supervisor.memory import for_memory
+from carrel.control.supervisor.streaming import written
+from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, NotFound, SandboxLost
+from carrel.isolation.launchers import PLACE
+from carrel.metrics import OK, Metrics, outcome_of
+from carrel.models import (
+    MAX_OUTPUT_BYTES,
+    CommandInfo,
+    CommandList,
+    CommandRequest,
+    CommandResult,
+    EditRequest,
+    EditResult,
+    ExecuteRequest,
+    ExecuteResult,
+    FileInfo,
+    FileList,
+    MkdirRequest,
+    MoveRequest,
+    SandboxInfo,
+    SandboxRequest,
+    SignalRequest,
+    SupervisorHealth,
+    TerminalSize,
+    TerminateRequest,
+    ToolRequest,
+    ToolResult,
+)
+from carrel.store import SessionRecord
+
+SHORT = 30.0
+LARGEST_RESULT = result_size(MAX_OUTPUT_BYTES)
+
+Longest = Callable[[SessionRecord], Awaitable[float | None]]
+"""The longest that a command of a session may take by its policy; None where the policy has no such limit."""
+
+
+async def _nothing(_box: LiveSandbox) -> None:
+    return
+
+
+class Operations:
+    """Every operation on running sandboxes."""
+
+    def __init__(self, sessions: Sessions, door: Door, metrics: Metrics, redactor: Redactors, longest: Longest):
+        self._sessions = sessions
+        self._longest = longest
+        self._redactor = redactor
+        self._outer = door
+        self._metrics = metrics
+        self.python = PythonOperations(self._door, redactor, self._result)
+        self.settled: Callable[[LiveSandbox], Awaitable[None]] = _nothing
+        """Waits a little where what a command may need is on its way."""
+        self.code_contexts = CodeContextOperations(self._door, redactor, self.python.environment)
+
+    @asynccontextmanager
+    async def _door(
+        self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
+    ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
+        box = await self._sessions.find(name)
+        require_open(box, actor)
+        record = box.record
+        operation = Operation(
+            kind, operation_name, arguments, actor, record.id, record.context_id, box.asks_as, box.instance
+        )
+        async with self._admitted(operation) as traffic:
+            box.in_flight += 1
+            if actor != SELF:  # upkeep is no activity of the agent
+                box.touch()
+            try:
+                yield box, traffic
+            except SandboxLost:
+                await self._sessions.lost(box)
+                raise
+            finally:
+                box.in_flight -= 1
+                if actor != SELF:
+                    box.touch()
+
+    @asynccontextmanager
+    async def _admitted(self, operation: Operation) -> AsyncIterator[Traffic]:
+        began = time.monotonic()
+        outcome = OK
+        try:
+            async with self._outer.admit(operation) as traffic:
+                yield traffic
+        except BaseException as error:
+            outcome = outcome_of(error)
+            if isinstance(error, CarrelError):
+                await self.clean(operation.context_id or operation.sandbox_id or None, error)
+            raise
+        finally:
+            if operation.actor != SELF:
+                self._metrics.operated(operation.kind, operation.name, outcome, time.monotonic() - began)
+
+    async def clean(self, name: str | None, error: CarrelError) -> None:
+        """Take the secrets of a context, or of an ephemeral sandbox, out of an error."""
+        try:
+            redactor = await self._redactor(name)
+        except CarrelError:
+            redactor = None
+        clean_error(redactor, error)
+
+    # sessions
+
+    async def deploy_or_resume(
+        self, request: SandboxRequest, idempotency_key: str | None = None, actor: str = ""
+    ) -> tuple[SandboxInfo, bool]:
+        """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
+        arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
+        if variables := await self._sessions.new_variables(request):
+            arguments["env"] = variables
+        async with self.session_door("deploy_or_resume", arguments, actor, "", request.context_id):
+            return await self._sessions.deploy_or_resume(request, caller.get().own(idempotency_key))
+
+    async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
+        """End a session for good."""
+        record = await self._sessions.record(name)
+        async with self.session_door("terminate", request.model_dump(), actor, record.id, record.context_id):
+            return await self._sessions.terminate(
+                name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
+            )
+
+    async def stop(self, name: str, actor: str = "") -> SandboxInfo:
+        """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
+        record = await self._sessions.record(name)
+        async with self.session_door("stop", {}, actor, record.id, record.context_id):
+            return await self._sessions.stop(name, "stopped on request")
+
+    def session_door(
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        actor: str,
+        sandbox_id: str,
+        context_id: str | None = None,
+        *,
+        kind: Kind = "session",
+    ) -> AbstractAsyncContextManager[Traffic]:
+        """The door for what is done to a whole session or beside its sandbox."""
+        return self._admitted(Operation(kind, name, arguments, actor, sandbox_id, context_id))
+
+    # commands
+
+    async def run_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandResult:
+        """Run a command to its end."""
+        if request.interactive:
+            raise InvalidRequest(
+                "an interactive command runs in the background",
+                field="interactive",
+                hint="start it, then send input",
+            )
+        async with self._door(name, "shell", "run_command", asked(request), actor) as (box, traffic):
+            if actor != SELF:
+                await self.settled(box)
+            body, timeout = command_body(request, box.record.limits.timeout_s)
+            if request.stdin is not None:
+                traffic.took(size_of(request.stdin))
+            answer = await box.connection.request(
+                "POST",
+                "/commands?wait=1",
+                body,
+                deadline=None if timeout is None else timeout + GRACE,
+                max_bytes=result_size(request.output_limit),
+            )
+            return await self._result(box, traffic, checked_result(answer, CommandResult))
+
+    async def start_command(
+        self, name: str, request: CommandRequest, actor: str = "", *, attended: bool = False
+    ) -> CommandInfo:
+        """Start a command in the background. `attended` says that the caller reads its output until it ends: a request
+        without a deadline then gets that of the sandbox, and else none but the policy's.
+        """
+        async with self._door(name, "shell", "start_command", asked(request), actor) as (box, traffic):
+            if actor != SELF:
+                await self.settled(box)
+            default = box.record.limits.timeout_s
+            if request.timeout is None and not attended:
+                default = await self._longest(box.record)
+            body, _ = command_body(request, default)
+            if request.stdin is not None:
+                traffic.took(size_of(request.stdin))
+            answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=SMALL)
+            return await self._told(box, json_object(answer))
+
+    async def list_commands(self, name: str, actor: str = "") -> CommandList:
+        """The commands the sandbox remembers."""
+        async with self._door(name, "shell", "list_commands", {}, actor) as (box, _):
+            found = check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
+            redactor = await self._redactor(box.record.context_id or box.record.id)
+            for info in found.items:
+                info.oom_killed = box.starved.get(info.id, False)
+            return CommandList(items=[clean_info(redactor, info) for info in found.items])
+
+    async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
+        """One command."""
+        path = f"/commands/{segment_of(command_id)}"
+        async with self._door(name, "shell", "get_command", {"id": command_id}, actor) as (box, _):
+            return await self._told(box, await self._ask(box, "GET", path))
+
+    async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
+        """Wait for the end of a command."""
+        path = f"/commands/{segment_of(command_id)}/result"
+        async with self._door(name, "shell", "command_result", {"id": command_id}, actor) as (box, traffic):
+            answer = await box.connection.request("GET", path, deadline=None, max_bytes=LARGEST_RESULT)
+            return await self._result(box, traffic, checked_result(answer, CommandResult))
+
+    async def command_output(
+        self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
+    ) -> AsyncIterator[Chunk]:
+        """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
+        segment = segment_of(command_id)
+        arguments = {"id": command_id, "offset": offset}
+        async with self._door(name, "shell", "command_output", arguments, actor) as (box, traffic):
+            current = partial(self._redactor, box.record.context_id or box.record.id)
+            chunks = written(box, traffic, current, f"/commands/{segment}/output", offset, follow=follow)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+
+    async def send_input(
+        self, name: str, command_id: str, data: bytes, *, close: bool = False, actor: str = ""
+    ) -> None:
+        """Bytes for the standard input of a command."""
+        path = f"/commands/{segment_of(command_id)}/stdin{query_of(close=close)}"
+        arguments = {"id": command_id, "bytes": len(data)}
+        async with self._door(name, "shell", "send_input", arguments, actor) as (box, traffic):
+            traffic.took(len(data))
+            await box.connection.request("POST", path, data, deadline=86_400, max_bytes=SMALL)
+
+    async def signal_command(self, name: str, command_id: str, request: SignalRequest, actor: str = "") -> None:
+        """A signal for a command."""
+        path = f"/commands/{segment_of(command_id)}/signal"
+        arguments = {"id": command_id, "signal": request.signal}
+        async with self._door(name, "shell", "signal_command", arguments, actor) as (box, _):
+            await self._ask(box, "POST", path, request.model_dump())
+
+    async def resize_terminal(self, name: str, command_id: str, size: TerminalSize, actor: str = "") -> None:
+        """A new size for the terminal of a command."""
+        path = f"/commands/{segment_of(command_id)}/resize"
+        async with self._door(name, "shell", "resize_terminal", {"id": command_id}, actor) as (box, _):
+            await self._ask(box, "POST", path, size.model_dump())
+
+    async def delete_command(self, name: str, command_id: str, actor: str = "") -> None:
+        """Kill a command with its whole tree and forget it."""
+        path = f"/commands/{segment_of(command_id)}"
+        async with self._door(name, "shell", "delete_command", {"id": command_id}, actor) as (box, _):
+            await self._ask(box, "DELETE", path)
+
+    async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
+        """Code in a language, with files in and the names of files produced out."""
+        if request.language == "python":
+            return await self.python.execute(name, request, actor)
+        if request.env_name is not None or request.requirements is not None:
+            raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
+        arguments: dict[str, object] = {"command": request.code} | brought(request.files)
+        arguments |= request.model_dump(include={"timeout"}, exclude_defaults=True)
+        async with self._door(name, "shell", "execute", arguments, actor) as (box, traffic):
+            await self.settled(box)
+            if request.files:
+                _room(box)
+                traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
+            body = request.model_dump()
+            body["timeout"] = timeout = deadline_of(request.timeout, box.record.limits.timeout_s)
+            deadline = None if timeout is None else timeout + GRACE
+            answer = await self._ask(box, "POST", "/execute", body, deadline=deadline, limit=LARGEST_RESULT)
+            result = check(ExecuteResult, answer)
+            size = size_of(result.output) + size_of(result.stderr)
+            traffic.gave(size)
+            clean = (await self._redactor(box.record.context_id or box.record.id)).value
+            changes = await apart(size, clean, {"output": result.output, "stderr": result.stderr})
+            return result.model_copy(update=changes)
+
+    # secrets
+
+    async def deliver_secrets(self, box: LiveSandbox, values: Mapping[str, bytes]) -> None:
+        """Make these the secrets of a sandbox that runs, or is about to be used. carrel's own upkeep: whoever changes a
+        secret has passed the door.
+        """
+        given = {name: b64encode(value).decode() for name, value in values.items()}
+        await self._ask(box, "PUT", "/secrets", {"secrets": given})
+
+    async def give_packages(self, box: LiveSandbox, env: str, imports: Sequence[str]) -> None:
+        """Let the Python of a sandbox have an environment without being asked for it. carrel's own upkeep too."""
+        await self._ask(box, "PUT", "/python/packages", {"env": env, "imports": list(imports)})
+        command = CommandRequest(command=[f"{PLACE}/carrel-venv", "--there"], timeout=SHORT)
+        await self.run_command(box.record.id, command, SELF)
+
+    # files
+
+    async def read_file(
+        self, name: str, path: str, *, offset: int = 0, length: int | None = None, actor: str = ""
+    ) -> AsyncIterator[int | bytes | None]:
+        """First the number of bytes to come (None when unknown), then the bytes of a file."""
+        query = query_of(path=checked_path(path), offset=offset or None, length=length)
+        async with self._door(name, "file", "read", {"path": path}, actor) as (box, traffic):
+            stream: Download = await box.connection.download(f"/files/content{query}")
+            try:
+                yield stream.length
+                async for data in stream:
+                    traffic.gave(len(data))
+                    yield data
+            finally:
+                stream.close()
+
+    async def write_file(
+        self,
+        name: str,
+        path: str,
+        content: AsyncIterator[bytes] | bytes,
+        *,
+        mode: str | None = None,
+        parents: bool = True,
+        exclusive: bool = False,
+        actor: str = "",
+    ) -> FileInfo:
+        """A file from bytes or from a stream of any length, atomically."""
+        if mode is not None and not (0 < len(mode) <= 4 and set(mode) <= set("01234567")):
+            raise InvalidRequest(
+                "the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7"
+            )
+        target = f"/files/content{query_of(path=checked_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
+        arguments = {"path": path} | ({} if mode is None else {"mode": mode})
+        async with self._door(name, "file", "write", arguments, actor) as (box, traffic):
+            _room(box)
+            if isinstance(content, bytes):
+                traffic.took(len(content))
+                answer = await box.connection.request("PUT", target, content, deadline=60.0, max_bytes=SMALL)
+                return check(FileInfo, json_object(answer))
+            return check(FileInfo, await box.connection.upload("PUT", target, _metered(box, content, traffic)))
+
+    async def stat_file(self, name: str, path: str, actor: str = "") -> FileInfo:
+        """What is at a path; a symlink itself, not where it points."""
+        query = query_of(path=checked_path(path))
+        async with self._door(name, "file", "stat", {"path": path}, actor) as (box, _):
+            return check(FileInfo, await self._ask(box, "GET", f"/files/stat{query}"))
+
+    async def list_files(
+        self, name: str, path: str = ".", *, recursive: bool = False, limit: int = 1000, actor: str = ""
+    ) -> FileList:
+        """The entries of a directory."""
+        query = query_of(path=checked_path(path), recursive=recursive, limit=limit)
+        async with self._door(name, "file", "list", {"path": path}, actor) as (box, _):
+            listing = check(FileList, await self._ask(box, "GET", f"/files/list{query}", limit=LIST))
+            if len(listing.items) > limit:
+                raise SandboxLost("the sandbox listed more files than were asked for")
+            return listing
+
+    async def edit_file(self, name: str, request: EditRequest, actor: str = "") -> EditResult:
+        """Replace text in a file."""
+        checked_path(request.path)
+        async with self._door(name, "file", "edit", edited(request), actor) as (box, traffic):
+            _room(box)
+            traffic.took(size_of(request.new))
+            return check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump(exclude_none=True)))
+
+    async def move_file(self, name: str, request: MoveRequest, actor: str = "") -> FileInfo:
+        """Move or rename."""
+        checked_path(request.source, "source")
+        checked_path(request.destination, "destination")
+        arguments = {"path": request.source, "destination": request.destination}
+        async with self._door(name, "file", "move", arguments, actor) as (box, _):
+            return check(FileInfo, await self._ask(box, "POST", "/files/move", request.model_dump()))
+
+    async def make_directory(self, name: str, request: MkdirRequest, actor: str = "") -> FileInfo:
+        """Make a directory and its parents."""
+        checked_path(request.path)
+        async with self._door(name, "file", "mkdir", {"path": request.path}, actor) as (box, _):
+            _room(box)
+            return check(FileInfo, await self._ask(box, "POST", "/files/mkdir", request.model_dump()))
+
+    async def delete_file(self, name: str, path: str, *, recursive: bool = False, actor: str = "") -> None:
+        """Delete a file, or with `recursive` a tree."""
+        query = query_of(path=checked_path(path), recursive=recursive)
+        arguments = {"path": path} | ({"recursive": True} if recursive else {})
+        async with self._door(name, "file", "delete", arguments, actor) as (box, _):
+            await self._ask(box, "DELETE", f"/files{query}", deadline=600.0)
+
+    # tools and health
+
+    async def tool_request(self, name: str, request: ToolRequest, actor: str = "") -> ToolResult:
+        """A named tool: `create_file` or `python_exec`."""
+        if request.tool_name not in TOOLS:
+            raise InvalidRequest(
+                f"there is no tool '{request.tool_name}'",
+                field="tool_name",
+                hint=f"the tools are: {', '.join(TOOLS)}",
+            )
+        if request.tool_name == "python_exec":
+            ran = await self.python.run(name, python_exec(request.params), actor)
+            return ToolResult(tool_name=request.tool_name, result=ran.model_dump(mode="json"))
+        path, content, mode = create_file(request.params)
+        info = await self.write_file(name, path, content, mode=mode, actor=actor)
+        return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
+
+    async def health(self, name: str, actor: str = "") -> SupervisorHealth:
+        """What the supervisor says of itself."""
+        async with self._door(name, "session", "health", {}, actor) as (box, _):
+            return check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
+
+    async def empty(self, name: str) -> Emptied:
+        """Make a sandbox as new; the first time, let it remember what that is. carrel's own upkeep."""
+        async with self._door(name, "session", "empty", {}, SELF) as (box, _):
+            found = check(Emptied, await self._ask(box, "POST", "/empty"))
+            if found.clean:
+                box.over_quota = None
+            return found
+
+    # inner
+
+    async def _ask(
+        self,
+        box: LiveSandbox,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        deadline: float | None = SHORT,
+        limit: int = SMALL,
+    ) -> Json:
+        return await box.connection.request_json(method, path, body, deadline=deadline, max_bytes=limit)
+
+    async def _told(self, box: LiveSandbox, answer: object) -> CommandInfo:
+        info = check(CommandInfo, answer)
+        info.oom_killed = await for_memory(box, info)
+        return clean_info(await self._redactor(box.record.context_id or box.record.id), info)
+
+    async def _result(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
+        size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
+        traffic.gave(size)
+        result.oom_killed = await for_memory(box, result)
+        return await apart(size, clean_result, await self._redactor(box.record.context_id or box.record.id), result)
+
+
+def require_open(box: LiveSandbox, actor: str) -> None:
+    """Refuse a sandbox that is not for whoever asks: one of carrel's own, or one for another's calls."""
+    if actor == SELF:
+        return
+    record, identity, hint = box.record, caller.get().identity, "make a sandbox of your own"
+    if record.acts_for is not None:
+        # It has the secrets of a context, or makes what others will use; the door would not know whose rules hold.
+        raise NotFound(f"sandbox '{record.id}' is one in which carrel itself works", field="id", hint=hint)
+    if LABEL in record.labels and box.only_for != (identity.subject, identity.namespace):
+        raise NotFound(f"sandbox '{record.id}' is for calls without a context only", field="id", hint=hint)
+
+
+def _room(box: LiveSandbox) -> None:
+    if box.over_quota is not None:
+        raise LimitExceeded(box.over_quota, field="disk_mb", hint="delete files first, then write again")
+
+
+async def _metered(box: LiveSandbox, content: AsyncIterator[bytes], traffic: Traffic) -> AsyncIterator[bytes]:
+    async for chunk in content:
+        _room(box)
+        traffic.took(len(chunk))
+        yield chunk

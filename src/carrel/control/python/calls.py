@@ -1,0 +1,200 @@
+"""Python as operations. Each passes the one door as the `python3 -c` it stands for, so that a policy that denies the
+interpreter denies this too; the audit log has the code, cut and without secrets, and the hash of all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from carrel.control.governance.redaction import clean_info
+from carrel.control.operations.checks import (
+    GRACE,
+    SMALL,
+    R,
+    brought,
+    check,
+    checked_result,
+    json_object,
+    result_size,
+    size_of,
+)
+from carrel.control.operations.door import Kind, Traffic
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.supervisor.connection import Json
+from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
+from carrel.models import (
+    MAX_PYTHON_TIMEOUT_S,
+    PYTHON_TIMEOUT_S,
+    CommandInfo,
+    EnvironmentAttach,
+    EnvironmentInfo,
+    ExecuteRequest,
+    ExecuteResult,
+    PythonRequest,
+    PythonResult,
+)
+from carrel.redaction.redact import Redactor
+
+SHORT = 30.0
+START_S = 90.0
+"""How long an interpreter may take to start: what it imports may be much."""
+FRESH_S = 60.0
+"""How long an environment that a sandbox has is not looked up again."""
+
+MOST_REMEMBERED = 256
+"""How much is remembered of one sandbox."""
+
+Redactors = Callable[[str | None], Awaitable[Redactor]]
+"""What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
+Attach = Callable[[str, EnvironmentAttach, str], Awaitable[EnvironmentInfo]]
+
+
+class Enter(Protocol):
+    """The door to a running sandbox, by its name."""
+
+    def __call__(
+        self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str, /
+    ) -> AbstractAsyncContextManager[tuple[LiveSandbox, Traffic]]:
+        """Decide, record, and let in."""
+
+
+class Conclude(Protocol):
+    """What a result becomes before it is shown."""
+
+    async def __call__(self, box: LiveSandbox, traffic: Traffic, result: R, /) -> R:
+        """Count it, and take the secrets out of it."""
+
+
+class Wanting(Protocol):
+    """A request that may name an environment."""
+
+    @property
+    def env(self) -> str | None: ...  # noqa: D102
+    @property
+    def requirements(self) -> list[str] | None: ...  # noqa: D102
+
+
+async def _no_packages(_box: LiveSandbox) -> None:
+    return
+
+
+async def _no_environments(_name: str, _request: EnvironmentAttach, _actor: str) -> EnvironmentInfo:
+    raise Unsupported("this server has no environments", field="env")
+
+
+class PythonOperations:
+    """Calls of Python."""
+
+    def __init__(self, door: Enter, redactor: Redactors, conclude: Conclude):
+        self._door = door
+        self._redactor = redactor
+        self._conclude = conclude
+        self.attach: Attach = _no_environments
+        """Gives a sandbox an environment."""
+        self.ready: Callable[[LiveSandbox], Awaitable[None]] = _no_packages
+        """Lets the Python of a sandbox have the packages of its template; raises when they cannot be had."""
+
+    async def run(self, name: str, request: PythonRequest, actor: str = "") -> PythonResult:
+        """Run a code to its end."""
+        if request.interactive:
+            raise InvalidRequest(
+                "an interactive call runs in the background", field="interactive", hint="start it, then send input"
+            )
+        async with self._door(name, "shell", "python_exec", _asked(request), actor) as (box, traffic):
+            body, timeout = await self._body(box, request, traffic, actor)
+            answer = await box.connection.request(
+                "POST",
+                "/python?wait=1",
+                body,
+                deadline=timeout + GRACE + START_S,
+                max_bytes=result_size(request.output_limit) + SMALL,
+            )
+            result = await self._conclude(box, traffic, checked_result(answer, PythonResult))
+            redactor = await self._redactor(box.record.context_id or box.record.id)
+            return result.model_copy(update={"files_produced": list(map(redactor.text, result.files_produced))})
+
+    async def start(self, name: str, request: PythonRequest, actor: str = "") -> CommandInfo:
+        """Start a code in the background: from then on it is a command like any other."""
+        async with self._door(name, "shell", "start_python", _asked(request), actor) as (box, traffic):
+            body, _ = await self._body(box, request, traffic, actor)
+            answer = await box.connection.request("POST", "/python", body, deadline=SHORT + START_S, max_bytes=SMALL)
+            redactor = await self._redactor(box.record.context_id or box.record.id)
+            return clean_info(redactor, check(CommandInfo, json_object(answer)))
+
+    async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
+        """`/execute` for Python: the same call, answered in the form of that route."""
+        timeout = None if request.timeout == "default" else request.timeout
+        if timeout is not None and not 0 < timeout <= MAX_PYTHON_TIMEOUT_S:
+            raise InvalidRequest(
+                f"a call of Python may take {MAX_PYTHON_TIMEOUT_S:.0f} seconds at most",
+                field="timeout",
+                hint="start a command for what takes longer",
+            )
+        if request.env_name is not None and request.requirements is not None:
+            raise InvalidRequest("name an environment or give requirements, not both", field="env_name")
+        env, requirements = request.env_name, request.requirements
+        if requirements is not None and request.python_index is not None:
+            wanted = EnvironmentAttach(requirements=requirements, index=request.python_index)
+            env, requirements = (await self.attach(name, wanted, actor)).name, None
+        call = PythonRequest(
+            code=request.code, timeout=timeout, files=request.files, env=env, requirements=requirements
+        )
+        result = await self.run(name, call, actor)
+        return ExecuteResult(
+            output=result.stdout,
+            stderr=result.stderr,
+            exit_code=result.exit_code,
+            signal=result.signal,
+            timed_out=result.timed_out,
+            oom_killed=result.oom_killed,
+            truncated=result.truncated,
+            execution_time_ms=result.duration_ms,
+            files_produced=result.files_produced,
+            files_truncated=result.files_truncated,
+        )
+
+    async def _body(
+        self, box: LiveSandbox, request: PythonRequest, traffic: Traffic, actor: str
+    ) -> tuple[bytes, float]:
+        if request.files and box.over_quota is not None:
+            raise LimitExceeded(box.over_quota, field="disk_mb", hint="delete files first, then write again")
+        if request.files or request.stdin is not None:
+            given = sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values())
+            traffic.took(given + size_of(request.stdin))
+        timeout = request.timeout or min(PYTHON_TIMEOUT_S, box.record.limits.timeout_s or PYTHON_TIMEOUT_S)
+        body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
+        body |= {"timeout": timeout, "env": await self.environment(box, request, actor)}
+        return json.dumps(body, separators=(",", ":")).encode(), timeout
+
+    async def environment(self, box: LiveSandbox, request: Wanting, actor: str) -> str | None:
+        """The name that an environment has in the sandbox, which gets it if it has it not; None for what its Python has
+        without being asked for.
+        """
+        if request.env is None and request.requirements is None:
+            await self.ready(box)
+            return None
+        key = request.env or json.dumps(request.requirements)
+        name, seen_at = box.attached.get(key, ("", 0.0))
+        if not name or time.monotonic() - seen_at > FRESH_S:
+            wanted = EnvironmentAttach(env=request.env, requirements=request.requirements)
+            name = (await self.attach(box.record.id, wanted, actor)).name
+            if len(box.attached) >= MOST_REMEMBERED:
+                box.attached.clear()
+            box.attached[key] = (name, time.monotonic())
+        return name
+
+
+def _asked(request: PythonRequest) -> dict[str, object]:
+    """Everything of a call that decides what it does."""
+    arguments: dict[str, object] = {"command": ["python3", "-c", request.code, *request.args]}
+    chosen = request.model_dump(include={"cwd", "stdin", "timeout", "requirements"}, exclude_defaults=True)
+    arguments |= chosen
+    if request.variables:
+        arguments["env"] = dict(request.variables)
+    if request.env is not None:
+        arguments["environment"] = request.env
+    return arguments | brought(request.files)

@@ -1,0 +1,235 @@
+"""Code contexts as operations: cells, interrupt, restart, list, delete. A cell passes the one door as the `python3 -c`
+it stands for.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+from pydantic import ValidationError
+
+from carrel.control.governance.redaction import apart, clean_info
+from carrel.control.operations.checks import GRACE, LIST, SMALL, check, deadline_of, json_object, segment_of, size_of
+from carrel.control.python.calls import MOST_REMEMBERED, START_S, Enter, Redactors, Wanting
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.supervisor.connection import Json
+from carrel.control.supervisor.frames import Chunk
+from carrel.control.supervisor.memory import for_memory
+from carrel.control.supervisor.streaming import written
+from carrel.errors import InvalidRequest, SandboxLost
+from carrel.models import (
+    CellError,
+    CellRequest,
+    CellResult,
+    CodeContextInfo,
+    CodeContextList,
+    CommandInfo,
+    RichResult,
+)
+from carrel.redaction.redact import Redactor
+
+SHORT = 30.0
+MOST_RESULT = 64 * 1024 * 1024
+_BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
+
+FindEnvironment = Callable[[LiveSandbox, Wanting, str], Awaitable[str | None]]
+Recall = Callable[[str, str], Awaitable[str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    env: str | None
+    requirements: None = None
+
+
+async def _nothing_kept(_session_id: str, _name: str) -> str | None:
+    return None
+
+
+async def _keep_nothing(_session_id: str, _name: str, _env: str | None) -> None:
+    return
+
+
+class CodeContextOperations:
+    """Everything about code contexts."""
+
+    def __init__(
+        self,
+        door: Enter,
+        redactor: Redactors,
+        environment: FindEnvironment,
+    ):
+        self._door = door
+        self._redactor = redactor
+        self._environment = environment
+        self.recall: Recall = _nothing_kept
+        """The environment that a code context of a session had, here or on another server."""
+        self.keep: Callable[[str, str, str | None], Awaitable[None]] = _keep_nothing
+        """Writes that down, or with None forgets it."""
+
+    async def run_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CellResult:
+        """Run a cell to its end, after those that came before it."""
+        _checked(context)
+        async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, traffic):
+            body, env = await self._body(box, context, request, actor)
+            # It may wait for all the cells before it: only the sandbox knows for how long.
+            answer = await box.connection.request(
+                "POST", f"/contexts/{context}/cells?wait=1", body, deadline=None, max_bytes=MOST_RESULT
+            )
+            await self._remember(box, context, env)
+            return await self._shown(box, answer, traffic.gave)
+
+    async def start_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CommandInfo:
+        """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
+        _checked(context)
+        async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, _):
+            body, env = await self._body(box, context, request, actor)
+            path = f"/contexts/{context}/cells"
+            answer = await box.connection.request("POST", path, body, deadline=SHORT + START_S, max_bytes=SMALL)
+            await self._remember(box, context, env)
+            redactor = await self._redactor(box.record.context_id or box.record.id)
+            return clean_info(redactor, check(CommandInfo, json_object(answer)))
+
+    async def cell_output(
+        self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
+    ) -> AsyncIterator[Chunk]:
+        """What a cell prints, from `offset` on."""
+        path = f"/contexts/{context}/cells/{segment_of(cell_id)}/output"
+        arguments = {"code_context": context, "cell": cell_id, "offset": offset}
+        async with self._door(name, "shell", "cell_output", arguments, actor) as (box, traffic):
+            current = partial(self._redactor, box.record.context_id or box.record.id)
+            chunks = written(box, traffic, current, path, offset, follow=follow)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+
+    async def get_cell(self, name: str, context: str, cell_id: str, actor: str = "") -> CellResult:
+        """The result of a cell, once there is one."""
+        path = f"/contexts/{context}/cells/{segment_of(cell_id)}"
+        arguments = {"code_context": context, "cell": cell_id}
+        async with self._door(name, "shell", "get_cell", arguments, actor) as (box, traffic):
+            answer = await box.connection.request("GET", path, deadline=None, max_bytes=MOST_RESULT)
+            return await self._shown(box, answer, traffic.gave)
+
+    async def list(self, name: str, actor: str = "") -> CodeContextList:
+        """The code contexts of a sandbox."""
+        async with self._door(name, "shell", "list_code_contexts", {}, actor) as (box, _):
+            answer = await box.connection.request_json("GET", "/contexts", deadline=SHORT, max_bytes=LIST)
+            return check(CodeContextList, answer)
+
+    async def get(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+        """One code context."""
+        return await self._told(name, "get_code_context", "GET", context, "", actor)
+
+    async def interrupt(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+        """Interrupt the cell that runs; the variables stay."""
+        return await self._told(name, "interrupt_code_context", "POST", context, "/interrupt", actor)
+
+    async def restart(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+        """Begin anew without the variables."""
+        return await self._told(name, "restart_code_context", "POST", context, "/restart", actor)
+
+    async def delete(self, name: str, context: str, actor: str = "") -> None:
+        """End a code context and forget its cells."""
+        arguments = {"code_context": context}
+        async with self._door(name, "shell", "delete_code_context", arguments, actor) as (box, _):
+            await self._remember(box, context, None)
+            await box.connection.request("DELETE", f"/contexts/{context}", deadline=SHORT, max_bytes=SMALL)
+
+    # inner
+
+    async def _told(
+        self, name: str, operation: str, method: str, context: str, action: str, actor: str
+    ) -> CodeContextInfo:
+        async with self._door(name, "shell", operation, {"code_context": context}, actor) as (box, _):
+            path = f"/contexts/{context}{action}"
+            answer = await box.connection.request_json(method, path, deadline=GRACE + START_S, max_bytes=SMALL)
+            return check(CodeContextInfo, answer)
+
+    async def _body(self, box: LiveSandbox, context: str, request: CellRequest, actor: str) -> tuple[bytes, str | None]:
+        """What the supervisor is asked for, and the environment in it."""
+        body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
+        body["timeout"] = deadline_of(request.timeout, box.record.limits.timeout_s)
+        wanted: Wanting = request
+        had = await self._recalled(box, context)
+        if request.env is None and request.requirements is None and had is not None:
+            wanted = _Named(had)  # its sandbox may have started anew, here or on another server
+        env = body["env"] = await self._environment(box, wanted, actor)
+        if had is None:
+            await self._remember(box, context, env)  # also if the cell takes the sandbox with it
+        return json.dumps(body, separators=(",", ":")).encode(), env
+
+    async def _recalled(self, box: LiveSandbox, context: str) -> str | None:
+        if context not in box.code_contexts:
+            if len(box.code_contexts) >= MOST_REMEMBERED:
+                box.code_contexts.clear()
+            box.code_contexts[context] = await self.recall(box.record.id, context)
+        return box.code_contexts[context]
+
+    async def _remember(self, box: LiveSandbox, context: str, env: str | None) -> None:
+        if await self._recalled(box, context) != env:
+            await self.keep(box.record.id, context, env)
+            box.code_contexts[context] = env
+
+    async def _shown(self, box: LiveSandbox, answer: bytes, gave: Callable[[int], None]) -> CellResult:
+        try:
+            result = CellResult.model_validate_json(answer)
+        except ValidationError:
+            raise SandboxLost("the sandbox's answer is not a CellResult") from None
+        gave(size_of(result.stdout) + size_of(result.stderr))
+        result.oom_killed = result.status == "died" and await for_memory(box, result)
+        redactor = await self._redactor(box.record.context_id or box.record.id)
+        return await apart(len(answer), clean_cell, redactor, result)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _checked(context: str) -> None:
+    if not _NAME.fullmatch(context):
+        raise InvalidRequest(
+            "the name of a code context has letters, digits, '.', '_' and '-'", field="name", hint="64 at most"
+        )
+
+
+def _asked(context: str, request: CellRequest) -> dict[str, object]:
+    """Everything of a cell that decides what it does."""
+    arguments: dict[str, object] = {"command": ["python3", "-c", request.code], "code_context": context}
+    arguments |= request.model_dump(include={"timeout", "requirements"}, exclude_defaults=True)
+    if request.variables:
+        arguments["env"] = dict(request.variables)
+    if request.env is not None:
+        arguments["environment"] = request.env
+    return arguments
+
+
+def clean_cell(redactor: Redactor, result: CellResult) -> CellResult:
+    """A cell as it may be shown."""
+    fault = result.error
+    changes: dict[str, object] = {
+        "stdout": redactor.text(result.stdout),
+        "stderr": redactor.text(result.stderr),
+        "results": [_clean(redactor, each) for each in result.results],
+        "error": None if fault is None else CellError.model_validate(redactor.value(fault.model_dump())),
+    }
+    return result.model_copy(update=changes)
+
+
+def _clean(redactor: Redactor, shown: RichResult) -> RichResult:
+    data: dict[str, str] = {}
+    for form, text in shown.data.items():
+        if form in _BINARY:
+            try:
+                data[form] = base64.b64encode(redactor.data(base64.b64decode(text, validate=True))).decode()
+            except (binascii.Error, ValueError):
+                continue  # no image
+        else:
+            data[form] = redactor.text(text)
+    return RichResult(kind=shown.kind, data=data)

@@ -1,0 +1,216 @@
+"""What an environment is asked to be: requirements, interpreter, where packages come from; and the lock that comes of
+it. Pure but for looking which interpreters the host has; makes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from carrel.egress.outbound.rules import Rules
+from carrel.egress.plan import Index
+from carrel.errors import InvalidRequest, PlatformError
+from carrel.models import Limits, Trust
+from carrel.policy.documents.sources import Git, PackageManager, PackageManagers, Registry, Sources, WebAccess
+from carrel.policy.rules.layers import Layer, Policy
+from carrel.store import SessionRecord
+
+PLACES = ("/usr/bin", "/usr/local/bin")
+MOST_LOCK = 4 * 1024 * 1024
+INDEX_LABEL = "index"
+_INTERPRETER = re.compile(r"python(3\.\d{1,2})")
+_PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.!+_-]+)( ; [^\\\n#]{1,500})?( \\)?")
+_HASH = re.compile(r"    --hash=(sha(?:256|384|512):[0-9a-f]{64,128})( \\)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """For whom an environment is built: under whose policy, and with whose limits."""
+
+    context_id: str | None = None
+    template: str | None = None
+    sandbox_id: str = ""
+    provider: str = "auto"
+    trust: Trust = Trust.MEDIUM
+    limits: Limits = field(default_factory=Limits)
+
+    @classmethod
+    def of(cls, record: SessionRecord) -> Asker:
+        """Whoever has a session."""
+        kept = {"cpus", "memory_mb", "processes"}
+        limits = Limits.model_validate(record.limits.model_dump(include=kept, exclude_none=True))
+        return cls(record.context_id, record.template, record.id, record.provider, record.trust, limits)
+
+    @property
+    def name(self) -> str | None:
+        """What its secrets are found by."""
+        return self.context_id or self.sandbox_id or None
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """Exactly which packages, and which files of them."""
+
+    text: str
+    packages: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request that can be resolved."""
+
+    requirements: tuple[str, ...]
+    version: str
+    interpreter: str
+    registries: tuple[str, ...]
+    rules: str
+    index: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for requests that have the same answer for as long as the indexes do not change."""
+        said = [self.requirements, self.version, self.interpreter, self.registries, self.rules, self.index]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+    def hash(self, lock: Lock) -> str:
+        """Of all that decides the content. The registries are in it because source packages are built with what those
+        have: who has others must not share what comes of it.
+        """
+        said = [lock.text, self.version, self.interpreter, self.registries, platform.machine()]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def name_of(key: bytes, hash: str) -> str:
+    """The name of an environment: nobody without the key can make it up from the hash of a lock."""
+    return hmac.new(key, hash.encode(), hashlib.sha256).hexdigest()[:40]
+
+
+def requirements_of(given: Iterable[str]) -> tuple[str, ...]:
+    """Requirements in one way of writing; `InvalidRequest` for what is none, or names a place."""
+    found = set()
+    for text in given:
+        try:
+            parsed = Requirement(text)
+        except InvalidRequirement as error:
+            raise InvalidRequest(
+                f"'{text[:200]}' is not a requirement: {str(error).splitlines()[0]}",
+                field="requirements",
+                hint="write it like pandas>=2",
+            ) from None
+        if parsed.url is not None:
+            raise InvalidRequest(
+                f"'{text[:200]}' names a place: an environment is built from the registries of the policy alone",
+                field="requirements",
+                hint="install it into the workspace's own virtual environment with pip",
+            )
+        parsed.name = canonicalize_name(parsed.name)
+        found.add(str(parsed))
+    return tuple(sorted(found))
+
+
+def interpreters(places: Sequence[str] = PLACES) -> dict[str, str]:
+    """The interpreters that sandboxes have, by version: `3.11` to its path. Blocking."""
+    found: dict[str, str] = {}
+    for place in places:
+        try:
+            names = os.listdir(place)
+        except OSError:
+            continue
+        for name in names:
+            match = _INTERPRETER.fullmatch(name)
+            if match and os.access(f"{place}/{name}", os.X_OK):
+                found.setdefault(match[1], f"{place}/{name}")
+    return found
+
+
+def interpreter_of(version: str | None) -> tuple[str, str]:
+    """The version and the path of the interpreter to use; refused with what there is. Blocking."""
+    found = interpreters()
+    if version is None:
+        match = _INTERPRETER.fullmatch(os.path.basename(os.path.realpath("/usr/bin/python3")))
+        version = match[1] if match else None
+        if version is None or version not in found:
+            raise PlatformError("the sandboxes of this host have no python3", field="python")
+    if version not in found:
+        raise InvalidRequest(
+            f"there is no Python {version} here", field="python", hint=f"there is: {', '.join(sorted(found)) or 'none'}"
+        )
+    return version, found[version]
+
+
+def wanted(
+    requirements: tuple[str, ...],
+    python: tuple[str, str],
+    policy: Policy,
+    host: Sequence[Index],
+    index: str | None,
+) -> Wanted:
+    """A request under a policy; `host` are the indexes where the policy names none. Refuses an index it has not."""
+    rules = Rules(policy, indexes=host).packages
+    if not rules.enabled:
+        raise InvalidRequest("this agent may not install packages", field="requirements")
+    places = [(each.name, each.url) for each in (host if rules.registries is None else rules.registries)]
+    if index is not None:
+        if rules.registries is None and len(host) > 1:
+            raise InvalidRequest(
+                "the policy names no registries to choose from", field="index", hint="leave the index out"
+            )
+        if index not in {name for name, _ in places}:
+            raise InvalidRequest(
+                f"the policy has no registry '{index[:100]}'",
+                field="index",
+                hint=f"there is: {', '.join(name for name, _ in places) or 'none'}",
+            )
+        places = [each for each in places if each[0] == index]
+    said = [sorted(rules.blocked), rules.allowed and sorted(rules.allowed), rules.max_install_bytes]
+    return Wanted(requirements, *python, tuple(url for _, url in places), json.dumps(said), index)
+
+
+def building_layer(policy: Policy, index: str | None) -> Layer:
+    """What is added to a policy where an environment is built: nothing is reached but the package front, and there one
+    index when one was chosen.
+    """
+    registries: tuple[Registry, ...] | None = None
+    if index is not None:
+        named = Rules(policy).packages.registries
+        registries = None if named is None else tuple(each for each in named if each.name == index)
+    pip = None if registries is None else PackageManager(registries=registries)
+    sources = Sources(
+        package_managers=PackageManagers(pip=pip), web_access=WebAccess(allowed_domains=()), git=Git(enabled=False)
+    )
+    return Layer("environment", None, sources, "environment")
+
+
+def lock_of(text: str) -> Lock:
+    """The lock that a resolver wrote, in one way of writing. It comes from inside a sandbox: nothing but pinned
+    packages with hashes is taken.
+    """
+    if len(text) > MOST_LOCK:
+        raise InvalidRequest("the requirements need too many packages", field="requirements", hint="ask for less")
+    entries: list[tuple[str, str, str, list[str]]] = []
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if match := _PINNED.fullmatch(line):
+            entries.append((canonicalize_name(match[1]), match[2], match[3] or "", []))
+        elif (match := _HASH.fullmatch(line)) and entries:
+            entries[-1][3].append(match[1])
+        else:
+            raise InvalidRequest(f"the resolver said what is no lock: {line[:200]!r}", field="requirements")
+    if not entries or not all(each[3] for each in entries):
+        raise InvalidRequest("the resolver gave no hashes", field="requirements", hint="choose another index")
+    entries.sort()
+    lines = [
+        " \\\n".join([f"{name}=={version}{marker}", *(f"    --hash={each}" for each in sorted(set(hashes)))])
+        for name, version, marker, hashes in entries
+    ]
+    return Lock("\n".join(lines) + "\n", tuple((name, version) for name, version, _, _ in entries))

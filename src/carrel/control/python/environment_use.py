@@ -1,0 +1,134 @@
+"""Environments as operations: build, attach, detach. Each passes the one door, the first two as the `pip install` that
+they stand for.
+"""
+
+from __future__ import annotations
+
+from carrel.control.operations.door import SELF
+from carrel.control.operations.operations import Operations, require_open
+from carrel.control.python.environment_checks import Asker, requirements_of
+from carrel.control.python.environments import Environments, Say
+from carrel.control.python.template_packages import TemplatePackages
+from carrel.control.sessions.sessions import Sessions
+from carrel.errors import Conflict, NotFound
+from carrel.isolation.launchers import PLACE, VENV
+from carrel.models import (
+    CommandRequest,
+    EnvironmentAttach,
+    EnvironmentBuild,
+    EnvironmentInfo,
+    EnvironmentList,
+    EnvironmentRequest,
+    State,
+)
+from carrel.providers.base import Capability
+from carrel.store import SessionRecord
+from carrel.store.environments import EnvironmentRecord
+
+
+class EnvironmentUse:
+    """What callers do with environments."""
+
+    def __init__(
+        self, environments: Environments, packages: TemplatePackages, sessions: Sessions, operations: Operations
+    ):
+        self._environments = environments
+        self._packages = packages
+        self._sessions = sessions
+        self._operations = operations
+
+    async def build(self, request: EnvironmentBuild, actor: str = "", say: Say | None = None) -> EnvironmentInfo:
+        """Build an environment under the policy of the server, and call it by its label."""
+        asked = requirements_of(request.requirements)  # before it is decided: none of them is an option
+        arguments = {"command": ["pip", "install", *asked], "name": request.name}
+        async with self._operations.session_door("build_env", arguments, actor, "", None, kind="shell"):
+            record = await self._environments.ensure(request, Asker(), say)
+            if request.name is not None:
+                record = await self._environments.label(record, request.name)
+            return self._environments.info(record)
+
+    async def attach(
+        self, name: str, request: EnvironmentAttach, actor: str = "", say: Say | None = None
+    ) -> EnvironmentInfo:
+        """An environment for a running sandbox, built when there is none yet. It is seen there at once; while the
+        session lasts, it stays.
+        """
+        box = await self._sessions.find(name)
+        require_open(box, actor)  # it can be the Python of whatever runs there next
+        box.provider.require(Capability.ENVIRONMENTS)
+        if request.template:
+            return await self._packages.info(box, say)
+        request = await self._here(request, box.record)
+        asker, holder = Asker.of(box.record), box.record.context_id or box.record.id
+        known = None if request.env is None else self._environments.find(request.env, holder)
+        # One that is named may have been built under another policy: all that it holds is decided.
+        named = request.requirements or () if known is None else [each["name"] for each in known.packages]
+        asked = requirements_of(named)
+        arguments = {"command": ["pip", "install", *asked], "env": request.env}
+
+        async def find() -> EnvironmentRecord:
+            if known is not None:
+                return self._environments.known(known.name) or self._environments.find(
+                    known.name
+                )  # its label may have moved
+            wanted = EnvironmentRequest(
+                requirements=request.requirements or [], python=request.python, index=request.index
+            )
+            return await self._environments.ensure(wanted, asker, say)
+
+        record, door = box.record, self._operations.session_door
+        async with door("attach_env", arguments, actor, record.id, record.context_id, kind="shell"):
+            box.in_flight += 1  # a sandbox that waits for its environment is not idle
+            try:
+                found = await self._environments.hold(find, holder)
+                info = self._environments.info(found)
+                if request.venv:
+                    await self._base(record.id, info.path)
+                return info
+            finally:
+                box.in_flight -= 1
+                box.touch()
+
+    async def list(self, name: str) -> EnvironmentList:
+        """The environments that a session has."""
+        record = await self._kept(name)
+        return await self._environments.of(record.context_id or record.id)
+
+    async def detach(self, name: str, env: str, actor: str = "") -> None:
+        """Let go of an environment, so that it may be removed when nobody else has it."""
+        record = await self._kept(name)
+        running = [each for each in self._sessions.live() if each.record.id == record.id]
+        for box in running:
+            require_open(box, actor)
+        door = self._operations.session_door("detach_env", {"env": env}, actor, record.id, record.context_id)
+        async with door:
+            await self._environments.release(env, record.context_id or record.id)
+            for box in running:
+                box.attached.clear()
+
+    async def _here(self, request: EnvironmentAttach, record: SessionRecord) -> EnvironmentAttach:
+        """A request by a name that the session has on another server and nobody has here, as what it asks for."""
+        holder = record.context_id or record.id
+        try:
+            if request.env is not None:
+                self._environments.find(request.env, holder)
+        except NotFound:
+            found = await self._environments.had_elsewhere(request.env or "", holder)
+            if found is None:
+                raise
+            return EnvironmentAttach(requirements=found.requirements, python=found.python, venv=request.venv)
+        return request
+
+    async def _kept(self, name: str) -> SessionRecord:
+        """A session that has not been terminated."""
+        record = await self._sessions.record(name)
+        if record.state is State.TERMINATED:
+            await self._sessions.find(name)  # says so
+        return record
+
+    async def _base(self, name: str, path: str) -> None:
+        command = CommandRequest(command=[f"{PLACE}/carrel-venv", path], timeout=60)
+        result = await self._operations.run_command(name, command, SELF)
+        if result.exit_code != 0:
+            words = (result.stderr or result.stdout).strip()[:500]
+            raise Conflict(f"{VENV} could not be made: {words}", field="venv", hint="remove it, or do without")

@@ -1,0 +1,476 @@
+"""Environments: sets of Python packages that are built and kept once, and seen by every sandbox that knows their name.
+
+A name is told to nobody but those whose contexts have the environment, or built it; what has a label is for everybody,
+by that. One resolution for a request and one build for a lock, however many ask. What is in use is never removed: an
+environment is held by a context, or by an ephemeral session, from when it is attached until the session is terminated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+from carrel.config import EnvironmentSettings
+from carrel.control.operations.caller import caller
+from carrel.control.python.environment_builds import Builder
+from carrel.control.python.environment_checks import (
+    Asker,
+    Lock,
+    Wanted,
+    interpreter_of,
+    name_of,
+    requirements_of,
+    wanted,
+)
+from carrel.egress.index.host import host_index
+from carrel.egress.plan import Index
+from carrel.errors import CarrelError, Conflict, NotFound, PlatformError
+from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.models import EnvironmentInfo, EnvironmentList, EnvironmentPackage, EnvironmentRequest
+from carrel.policy.rules.layers import Policy
+from carrel.store.environments import EnvironmentRecord, EnvironmentStore
+from carrel.workspaces.environments import Shelf
+
+log = logging.getLogger("carrel.environments")
+
+RESOLVED_S = 3600.0
+"""For this long the same request has the same lock without asking an index again."""
+MOST_RESOLVED = 1024
+GRACE_S = 60.0
+"""For this long after its last use an environment that nobody holds is not removed: somebody may be about to."""
+USED_S = 60.0
+"""How old the time of the last use may be."""
+LOOKED_S = 10.0
+"""How long an interpreter that the host has got or lost may stay unseen."""
+PARALLEL = 4
+MOST_SAID = 1000
+DAY_S = 86_400.0
+EPHEMERAL = "eph-"
+"""What the id of an ephemeral session begins with, which is nobody's context."""
+
+Clean = Callable[[str | None, str], Awaitable[str]]
+"""A text as it may be shown in a context, or in an ephemeral sandbox."""
+Say = Callable[[str], None]
+T = TypeVar("T")
+Records = list[EnvironmentRecord]
+
+
+class Work(Generic[T]):
+    """Something under way that many wait for; whoever comes late hears what was said before."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[T]
+        self._said: list[str] = []
+        self._listeners: set[Say] = set()
+
+    def say(self, line: str) -> None:
+        """Tell everybody who waits."""
+        if len(self._said) < MOST_SAID:
+            self._said.append(line)
+        for listener in list(self._listeners):
+            listener(line)
+
+    async def wait(self, say: Say) -> T:
+        """Its end. Whoever stops waiting does not stop it."""
+        for line in self._said:
+            say(line)
+        self._listeners.add(say)
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self._listeners.discard(say)
+
+
+class Environments:
+    """The environments of one server. `open` it before it is used, `close` it while sandboxes can still be ended."""
+
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        store: EnvironmentStore,
+        shelf: Shelf,
+        builder: Builder,
+        key: bytes,
+        policy_of: Callable[[str | None, str | None], Awaitable[Policy]],
+        clean: Clean,
+    ):
+        self._settings = settings
+        self._store = store
+        self._shelf = shelf
+        self._builder = builder
+        self._key = key
+        self._policy_of = policy_of
+        self._clean = clean
+        self._known: dict[str, EnvironmentRecord] = {}
+        self._holders: dict[str, set[str]] = {}
+        self._coming: set[str] = set()
+        self._answers: dict[str, str] = {}
+        self._resolved: OrderedDict[str, tuple[Lock, float]] = OrderedDict()
+        self._resolving: dict[str, Work[Lock]] = {}
+        self._building: dict[str, Work[EnvironmentRecord]] = {}
+        self._host: Sequence[Index] | None = None
+        self._interpreters: dict[str | None, tuple[tuple[str, str], float]] = {}
+        self._gate = asyncio.Semaphore(PARALLEL)
+        self._shelving = asyncio.Lock()
+        self.grace_s = GRACE_S
+
+    async def open(self) -> None:
+        """Bring the records and the disk together, and remove what was left unfinished."""
+        records = {record.name: record for record in await self._store.all()}
+        there = set(await asyncio.to_thread(self._shelf.sweep, list(records)))
+        await self._store.forget(records.keys() - there)
+        self._known = {name: record for name, record in records.items() if name in there}
+        self._holders = await self._store.held()
+        self._answers = await self._store.answers()
+
+    async def close(self) -> None:
+        """Break off what is being built."""
+        tasks: list[asyncio.Task[Any]] = [work.task for work in self._resolving.values()]
+        tasks += [work.task for work in self._building.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # finding
+
+    def find(self, name: str, holder: str | None = None) -> EnvironmentRecord:
+        """An environment by its name or a label; `NotFound` also for one that is out of the reach of who asks, unless
+        `holder` has it.
+        """
+        found = self._known.get(name)
+        if found is None:
+            found = next((each for each in self._known.values() if name in each.labels), None)
+        elif not self._visible(found) and holder not in self._holders.get(name, ()):
+            found = None
+        if found is None:
+            raise NotFound(f"there is no environment '{name[:64]}'", field="env", hint="`carrel envs` shows them")
+        return found
+
+    async def had_elsewhere(self, name: str, holder: str) -> EnvironmentRequest | None:
+        """What one context has by this name on another server, to be had here too."""
+        found = await self._store.had_elsewhere(holder, name)
+        if found is None:
+            return None
+        return EnvironmentRequest(requirements=found[0], python=".".join(found[1].split(".")[:2]))
+
+    def known(self, name: str) -> EnvironmentRecord | None:
+        """An environment by its name, if it is there."""
+        return self._known.get(name)
+
+    def records(self) -> Iterable[EnvironmentRecord]:
+        """Every environment."""
+        return self._known.values()
+
+    async def list(self) -> EnvironmentList:
+        """Every environment that who asks may use, the last used first."""
+        async with self._shelving:
+            self._holders = await self._store.held(self._coming)
+        found = sorted(filter(self._visible, self._known.values()), key=lambda each: (-each.last_used_at, each.name))
+        return EnvironmentList(items=[self.info(each) for each in found])
+
+    def _visible(self, record: EnvironmentRecord) -> bool:
+        return bool(record.labels) or self._reached(record)
+
+    def _reached(self, record: EnvironmentRecord) -> bool:
+        """Whether a context that has an environment, or built it, is within the reach of who asks."""
+        reaches = caller.get().identity.reaches
+        if reaches(None):
+            return True
+        holders = {each for each in self._holders.get(record.name, ()) if not each.startswith(EPHEMERAL)}
+        return any(map(reaches, holders if record.built_by is None else {record.built_by, *holders}))
+
+    def info(self, record: EnvironmentRecord) -> EnvironmentInfo:
+        """As the API shows it to who asks. The name would be enough to run it in any sandbox, whatever its policy: one
+        that is only known by a label is shown by that until it was attached.
+        """
+        told, by = self._reached(record) or not record.labels, record.built_by
+        return EnvironmentInfo(
+            name=record.name if told else record.labels[0],
+            path=f"{ENVIRONMENTS}/{record.name}" if told else "",
+            hash=record.hash,
+            labels=record.labels,
+            python=record.python,
+            requirements=record.requirements,
+            packages=[EnvironmentPackage.model_validate(each) for each in record.packages],
+            imports=record.imports,
+            size=record.size,
+            created_at=datetime.fromtimestamp(record.created_at, UTC),
+            last_used_at=datetime.fromtimestamp(record.last_used_at, UTC),
+            built_by=by if by is not None and caller.get().identity.reaches(by) else None,
+            in_use=bool(self._holders.get(record.name)),
+        )
+
+    # making
+
+    async def ensure(
+        self, request: EnvironmentRequest, asker: Asker, say: Say | None = None, *, as_before: bool = False
+    ) -> EnvironmentRecord:
+        """The environment of a request: the one that lies ready, or one that is built now. With `as_before` the one
+        that the same request came to under the same policy, whatever an index has that is newer.
+        """
+        tell = say or _silently
+        requirements = requirements_of(request.requirements)
+        python = await self._interpreter(request.python)
+        if self._host is None:
+            self._host = await asyncio.to_thread(host_index)
+        policy = await self._policy_of(asker.context_id, asker.template)
+        asked = wanted(requirements, python, policy, self._host, request.index)
+        before = self._known.get(self._answers.get(asked.key, ""))
+        if as_before and before is not None and self._shelf.has(before.name):
+            return before
+        try:
+            lock = await self._lock(asked, asker, tell)
+            record = await self._ready(asked, lock, asker, tell)
+        except TimeoutError:
+            raise PlatformError("the environment could not be built in time", hint="ask again") from None
+        if self._answers.get(asked.key) != record.name:
+            await self._store.answered(asked.key, record.name)
+            self._answers[asked.key] = record.name
+        return record
+
+    async def _interpreter(self, version: str | None) -> tuple[str, str]:
+        known = self._interpreters.get(version)
+        if known is None or time.monotonic() - known[1] > LOOKED_S:
+            known = await asyncio.to_thread(interpreter_of, version), time.monotonic()
+            self._interpreters[version] = known
+        return known[0]
+
+    async def _lock(self, asked: Wanted, asker: Asker, say: Say) -> Lock:
+        key = asked.key
+        known = self._resolved.get(key)
+        if known is not None and time.monotonic() - known[1] < RESOLVED_S:
+            return known[0]
+        work = self._resolving.get(key)
+        if work is None:
+            work = self._resolving[key] = Work()
+            work.task = self._start(self._resolve(asked, asker, work), self._resolving, key)
+        return await work.wait(say)
+
+    async def _resolve(self, asked: Wanted, asker: Asker, work: Work[Lock]) -> Lock:
+        lock = await self._with_words(asker, work, lambda say: self._builder.resolve(asked, asker, say))
+        self._resolved[asked.key] = (lock, time.monotonic())
+        while len(self._resolved) > MOST_RESOLVED:
+            self._resolved.popitem(last=False)
+        return lock
+
+    async def _ready(self, asked: Wanted, lock: Lock, asker: Asker, say: Say) -> EnvironmentRecord:
+        hash = asked.hash(lock)
+        name = name_of(self._key, hash)
+        work = self._building.get(name)
+        if work is None:
+            async with self._shelving:
+                known = self._known.get(name)
+                if known is not None and self._shelf.has(name):  # one look: a thread would cost more
+                    return known
+            work = self._building.get(name)
+        if work is None:
+            work = self._building[name] = Work()
+            work.task = self._start(self._build(asked, lock, asker, name, hash, work), self._building, name)
+        return await work.wait(say)
+
+    async def _build(
+        self, asked: Wanted, lock: Lock, asker: Asker, name: str, hash: str, work: Work[EnvironmentRecord]
+    ) -> EnvironmentRecord:
+        if await asyncio.to_thread(self._shelf.free) * 100 < self._settings.keep_free_percent:
+            await self.evict()
+        built = await self._with_words(asker, work, lambda say: self._builder.build(asked, lock, asker, say))
+        now = time.time()
+        record = EnvironmentRecord(
+            name,
+            hash,
+            built.python,
+            asked.interpreter,
+            list(asked.requirements),
+            built.packages,
+            built.imports,
+            built.draft.size,
+            now,
+            now,
+            asker.context_id,
+        )
+        await asyncio.to_thread(self._shelf.settle, built.draft)
+        async with self._shelving:
+            await asyncio.to_thread(self._shelf.place, built.draft, name)
+            await self._store.put(record)  # killed before this, the next start removes what is on the shelf
+            self._known[name] = record
+        return record
+
+    async def _with_words(self, asker: Asker, work: Work[Any], act: Callable[[Say], Awaitable[T]]) -> T:
+        """Do something whose words are shown only when they are clean."""
+        lines: asyncio.Queue[str | None] = asyncio.Queue(MOST_SAID)
+
+        def hear(line: str) -> None:
+            with suppress(asyncio.QueueFull):
+                lines.put_nowait(line)
+
+        async def tell() -> None:
+            while (line := await lines.get()) is not None:
+                work.say(await self._clean(asker.name, line))
+
+        telling = asyncio.get_running_loop().create_task(tell())
+        try:
+            async with self._gate:
+                return await act(hear)
+        except CarrelError as error:
+            error.detail = await self._clean(asker.name, error.detail)
+            error.args = (error.detail,)
+            raise
+        finally:
+            await lines.put(None)
+            await telling
+
+    def _start(self, work: Awaitable[T], running: dict[str, Work[T]], key: str) -> asyncio.Task[T]:
+        async def run() -> T:
+            try:
+                return await work
+            finally:
+                running.pop(key, None)
+
+        task = asyncio.get_running_loop().create_task(run())
+        task.add_done_callback(_heard)
+        return task
+
+    # using
+
+    async def hold(self, find: Callable[[], Awaitable[EnvironmentRecord]], holder: str) -> EnvironmentRecord:
+        """What `find` gives, held by a context or an ephemeral session from now on."""
+        for _ in range(3):
+            record = await find()
+            async with self._shelving:
+                if record.name not in self._known:
+                    continue  # it was removed in this very moment
+                now = time.time()
+                record = self._known[record.name]
+                holders = self._holders.setdefault(record.name, set())
+                if holder not in holders or now - record.last_used_at > USED_S:
+                    await self._store.used(record.name, now, holder)
+                    holders.add(holder)
+                    record = self._known[record.name] = replace(record, last_used_at=now)
+                return record
+        raise PlatformError("the environment is removed as often as it is built", hint="the disk may be full")
+
+    async def of(self, holder: str) -> EnvironmentList:
+        """What a context, or an ephemeral session, holds."""
+        names = await self._store.holds(holder)
+        return EnvironmentList(items=[self.info(self._known[name]) for name in names if name in self._known])
+
+    async def release(self, name: str, holder: str) -> None:
+        """Let go of an environment; it can still be used there while it lasts."""
+        record = self.find(name, holder)
+        async with self._shelving:
+            # Before it is written: who is believed to hold it would not be written down again.
+            self._holders.get(record.name, set()).discard(holder)
+            if not await self._store.release(holder, record.name):
+                raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
+
+    async def forked(self, origin: str, context_id: str) -> None:
+        """A fork holds what its origin does: its own virtual environment may sit on top of it. It has no session yet;
+        `made` is called when it has, or when there is none to come.
+        """
+        async with self._shelving:
+            self._coming.add(context_id)
+            await self._store.copy_uses(origin, context_id)
+            for holders in self._holders.values():
+                if origin in holders:
+                    holders.add(context_id)
+
+    def made(self, context_id: str) -> None:
+        """From now on a fork holds what it does for as long as its session lasts."""
+        self._coming.discard(context_id)
+
+    async def unforked(self, context_id: str) -> None:
+        """A fork could not be made: it holds nothing."""
+        self.made(context_id)
+        async with self._shelving:
+            for name in await self._store.holds(context_id):
+                self._holders.get(name, set()).discard(context_id)
+                await self._store.release(context_id, name)
+
+    async def label(self, record: EnvironmentRecord, label: str) -> EnvironmentRecord:
+        """Call an environment by a label, which is taken off any other. Whoever gives it one is about to use it."""
+        if label in self._known:
+            raise Conflict(f"'{label}' is the name of an environment", field="name", hint="choose another label")
+        async with self._shelving:
+            if record.name not in self._known:
+                raise Conflict("the environment was removed in this very moment", field="name", hint="build it again")
+            now = time.time()
+            await self._store.label(label, record.name)
+            await self._store.used(record.name, now)
+            for each in list(self._known.values()):
+                if label in each.labels:
+                    self._known[each.name] = replace(each, labels=[other for other in each.labels if other != label])
+            known = self._known[record.name]
+            labels = sorted({*known.labels, label})
+            self._known[record.name] = replace(known, labels=labels, last_used_at=now)
+            return self._known[record.name]
+
+    # removing
+
+    async def remove(self, name: str) -> None:
+        """Remove an environment; `Conflict` when a session has it."""
+        record = self.find(name)
+        async with self._shelving:
+            self._holders = await self._store.held(self._coming)
+            if held := self._holders.get(record.name):
+                raise Conflict(
+                    f"the environment is in use by {', '.join(sorted(held)[:5])}",
+                    field="env",
+                    hint="terminate those first",
+                )
+            gone = await self._retire(record.name)
+        await self._delete(gone)
+
+    async def evict(self) -> int:
+        """Remove what nobody holds and is too old, or too much, or fills the disk; how many were removed."""
+        removed = 0
+        for record in sorted(self._known.values(), key=lambda each: each.last_used_at):
+            async with self._shelving:
+                now = time.time()
+                record = self._known.get(record.name, record)  # noqa: PLW2901 - it may have been used meanwhile
+                if now - record.last_used_at < self.grace_s or not await self._too_much(record, now):
+                    continue
+                self._holders = await self._store.held(self._coming)
+                if self._holders.get(record.name):
+                    continue
+                gone = await self._retire(record.name)
+            log.info("environment %s was not used for long and is removed", record.name)
+            await self._delete(gone)
+            removed += 1
+        return removed
+
+    async def _too_much(self, record: EnvironmentRecord, now: float) -> bool:
+        if now - record.last_used_at > self._settings.ttl_days * DAY_S:
+            return True
+        if sum(each.size for each in self._known.values()) > self._settings.max_mb << 20:
+            return True
+        return await asyncio.to_thread(self._shelf.free) * 100 < self._settings.keep_free_percent
+
+    async def _retire(self, name: str) -> str | None:
+        await self._store.forget([name])
+        self._known.pop(name, None)
+        self._holders.pop(name, None)
+        self._answers = {key: answer for key, answer in self._answers.items() if answer != name}
+        return await asyncio.to_thread(self._shelf.retire, name)
+
+    async def _delete(self, path: str | None) -> None:
+        if path is not None:
+            try:
+                await asyncio.to_thread(self._shelf.remove, path)
+            except (CarrelError, OSError) as error:
+                log.warning("an environment could not be deleted, which is tried again at the next start: %s", error)
+
+
+def _silently(_line: str) -> None:
+    return
+
+
+def _heard(task: asyncio.Task[T]) -> None:
+    if not task.cancelled():
+        task.exception()  # nobody may be left to hear it

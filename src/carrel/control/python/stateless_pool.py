@@ -1,0 +1,388 @@
+"""Calls of Python that have no context: runs each in a sandbox that the routing table chooses.
+
+A sandbox runs one call at a time, and is only ever one caller's: it is emptied after each call, when the answer is on
+its way, and ended when that does not work. The table follows what sandboxes answer and what happens to them; nothing is
+asked again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import logging
+import time
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+
+from carrel.config import RouterSettings
+from carrel.control.operations.caller import caller
+from carrel.control.operations.door import SELF
+from carrel.control.operations.operations import Operations
+from carrel.control.python.stateless_callers import LABEL, Load, Owner, Place, RoutingTable, Wish
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.sessions import Sessions
+from carrel.control.workspaces.bundles import Large, contents
+from carrel.errors import CarrelError, LimitExceeded, NotFound, NotRunning, PlatformError
+from carrel.metrics import OK, Metrics, outcome_of
+from carrel.models import ExecuteRequest, SandboxInfo, SandboxRequest, StatelessRequest, StatelessResult
+
+log = logging.getLogger("carrel.router")
+
+MOST_RETURNED = 8 * 1024 * 1024
+"""How many bytes of produced files come back with a result; the others are only named."""
+Put = Callable[[str], Awaitable[None]]
+"""Puts files into a sandbox."""
+HELD_S = 300.0
+"""How long files may be on their way to or from a sandbox."""
+SLOW_S = 0.05
+"""How long a call waits for a sandbox that is being emptied rather than take a new one."""
+_TRIES = 3
+
+
+class Router:
+    """The sandboxes for calls without a context."""
+
+    def __init__(self, settings: RouterSettings, sessions: Sessions, operations: Operations, metrics: Metrics):
+        self.table = RoutingTable(settings)
+        self._sessions = sessions
+        self._operations = operations
+        self._metrics = metrics
+        self._given: dict[Wish, asyncio.Future[Place]] = {}
+        self._timers: dict[Place, asyncio.TimerHandle] = {}
+        self._used: dict[str | None, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    @property
+    def _settings(self) -> RouterSettings:
+        return self.table.settings
+
+    async def open(self) -> None:
+        """End what the server before this one left."""
+        for box in self._sessions.live():
+            if box.record.ephemeral and LABEL in box.record.labels:
+                await self._sessions.terminate(box.record.id, "its server is gone")
+
+    async def close(self) -> None:
+        """Let nobody wait any longer. The sandboxes end with the sessions."""
+        self._closing = True
+        for wish, future in self._given.items():
+            self.table.leave(wish)
+            if not future.done():
+                future.set_exception(PlatformError("the server is shutting down"))
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def ended(self, box: LiveSandbox) -> None:
+        """A sandbox ends, whoever ended it."""
+        for place in [each for each in self.table.places if each.id == box.record.id]:
+            self._forget(place)
+
+    async def run(self, request: StatelessRequest) -> StatelessResult:
+        """Run a code in some sandbox. `LimitExceeded` when none is free for too long."""
+        async with self.running(request) as (sandbox, result):
+            return result.model_copy(update={"files": await self._produced(sandbox, result.files_produced)})
+
+    @asynccontextmanager
+    async def running(
+        self, request: StatelessRequest, put: Put | None = None
+    ) -> AsyncIterator[tuple[str, StatelessResult]]:
+        """Run a code in some sandbox, into which `put` puts files first. The sandbox is still there, with what was
+        produced, for as long as the block lasts; nobody else's meanwhile.
+        """
+        outcome = OK
+        try:
+            async with self._ran(request, put) as (place, result):
+                yield place.id, result
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            self._metrics.routed(outcome)
+
+    @asynccontextmanager
+    async def _ran(self, request: StatelessRequest, put: Put | None) -> AsyncIterator[tuple[Place, StatelessResult]]:
+        identity = caller.get().identity
+        env = request.env_name
+        if request.requirements is not None:
+            env = json.dumps([sorted(request.requirements), request.python_index])
+        call = ExecuteRequest(language="python", **request.model_dump(exclude={"template"}, exclude_defaults=True))
+        for _ in range(_TRIES):
+            async with self._held((identity.subject, identity.namespace), request.template, env) as place:
+                if not await self._alive(place):
+                    continue
+                if put is not None:
+                    with self._in_time(place):
+                        await put(place.id)
+                try:
+                    done = await self._operations.python.execute(place.id, call)
+                except NotRunning:  # it ended before the call reached it
+                    if put is not None:
+                        break  # what was put cannot be had twice
+                    continue
+                if env is not None:
+                    place.envs.add(env)
+                with self._in_time(place):
+                    yield place, StatelessResult(**done.model_dump())
+                return
+        raise PlatformError("the sandboxes for this call ended before it began", hint="ask again")
+
+    @contextmanager
+    def _in_time(self, place: Place) -> Iterator[None]:
+        """While files are sent or taken. Who does not get on with it loses the sandbox: others wait for it."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(HELD_S, lambda: self._background(self._end(place, "its files took too long")))
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    # a place for a call
+
+    @asynccontextmanager
+    async def _held(self, owner: Owner, template: str | None, env: str | None) -> AsyncIterator[Place]:
+        """A sandbox that is this call's alone; afterwards it is emptied, or ended."""
+        place = await self._wait(owner, template, env)
+        clean = False
+        try:
+            await self._enter(place, owner)
+            yield place
+            clean = True
+        except CarrelError as error:
+            clean = not isinstance(error, PlatformError)
+            raise
+        finally:
+            if place.id:
+                self._used[template] = place.used_at = time.monotonic()
+            if place in self.table.places:
+                reuse = clean and place.reusable
+                place.state = "emptying" if reuse else "ending"
+                self._background(self._empty(place) if reuse else self._end(place, "used"))
+
+    async def _wait(self, owner: Owner, template: str | None, env: str | None) -> Place:
+        """Wait for a turn."""
+        if self._closing:
+            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        wish = self.table.ask(owner, template, env)
+        future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._given[wish] = future
+        self._turn()
+        try:
+            async with asyncio.timeout(self._settings.wait_s):
+                return await future
+        except BaseException as error:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._let_go(future.result())
+            self.table.leave(wish)
+            self._measure()
+            if isinstance(error, TimeoutError):
+                raise self._busy(f"no sandbox became free within {self._settings.wait_s:g} s") from None
+            raise
+        finally:
+            del self._given[wish]
+
+    def _turn(self) -> None:
+        """Do what the table says."""
+        if self._closing:
+            return
+        moves = self.table.match()
+        unwanted: list[Place] = []
+        for wish, place in moves.given:
+            self._disarm(place)
+            if self._given[wish].done():  # its caller has gone just now
+                unwanted.append(place)
+            else:
+                self._given[wish].set_result(place)
+        for wish in moves.refused:
+            if not self._given[wish].done():
+                self._given[wish].set_exception(self._busy("too many calls wait already"))
+        for place in moves.to_end:
+            self._background(self._end(place, "room for another call"))
+        self._measure()
+        for place in unwanted:
+            self._let_go(place)
+
+    def _busy(self, why: str) -> LimitExceeded:
+        return LimitExceeded(
+            f"all {self._settings.max_sandboxes} sandboxes for calls without a context are busy: {why}",
+            hint="ask again in a moment, or raise CARREL_ROUTER_MAX_SANDBOXES",
+            retry=True,
+        )
+
+    # what becomes of a sandbox
+
+    async def _enter(self, place: Place, owner: Owner) -> None:
+        """Start the sandbox, or pass the door of one that was started ahead; from now on it is the caller's."""
+        request = SandboxRequest(template=place.template, labels={LABEL: "call"})
+        if place.state == "starting":
+            info, _ = await self._operations.deploy_or_resume(request)
+            await self._started(place, info)
+            place.state = "busy"
+        elif not place.entered:
+            arguments = request.model_dump(mode="json", exclude_defaults=True)
+            async with self._operations.session_door("deploy_or_resume", arguments, "", place.id):
+                pass
+        place.entered = True
+
+    async def _alive(self, place: Place) -> bool:
+        try:
+            box = await self._sessions.find(place.id)
+        except (NotFound, NotRunning):
+            return False
+        if await box.provider.alive(box.handle):
+            box.only_for, box.asks_as = place.owner, json.dumps(["stateless", place.owner, place.template])
+            return True
+        await self._sessions.lost(box)
+        return False
+
+    async def _produced(self, id: str, names: list[str]) -> dict[str, str]:
+        """The contents of what a call produced, as far as it may be read and there is room."""
+        files: dict[str, str] = {}
+        left = MOST_RETURNED
+        async with aclosing(contents(self._operations, id, names)) as found:
+            async for name, each in found:
+                if isinstance(each, CarrelError) or (len(each) if isinstance(each, bytes) else each.size) > left:
+                    continue
+                content = each if isinstance(each, bytes) else await _whole(each)
+                if content is not None:
+                    files[name] = b64encode(content).decode()
+                    left -= len(content)
+        return files
+
+    async def _started(self, place: Place, info: SandboxInfo) -> None:
+        """A new sandbox, which nobody has used. One that does not isolate has the host's files: it is never emptied."""
+        place.id = info.id
+        if not info.unsafe:
+            with suppress(NotFound):  # its zygote is of an older carrel
+                await self._look(place)
+
+    async def _look(self, place: Place) -> None:
+        """Let a sandbox be made as new, or remember what it has while it is."""
+        found = await self._operations.empty(place.id)
+        place.reusable, place.load = found.clean, Load(found.memory_bytes)
+        if not found.clean:
+            log.info("sandbox %s is not as new: %s", place.id, found.reason)
+
+    async def _empty(self, place: Place) -> None:
+        slow = asyncio.get_running_loop().call_later(SLOW_S, self._slow, place)
+        try:
+            await self._look(place)
+        except CarrelError as error:
+            place.reusable = False
+            log.info("sandbox %s could not be emptied: %s", place.id, error)
+        finally:
+            slow.cancel()
+        place.slow = False
+        if place.reusable:
+            self._let_go(place)
+        else:
+            await self._end(place, "used")
+
+    def _slow(self, place: Place) -> None:
+        place.slow = True
+        self._turn()
+
+    def _let_go(self, place: Place) -> None:
+        """Nobody uses it now."""
+        if place not in self.table.places:
+            return
+        if place.state == "starting":  # it was never started
+            self._forget(place)
+            return
+        place.state = "idle"
+        self._arm(place)
+        self._turn()
+        self._refill(place.template)
+
+    def _arm(self, place: Place) -> None:
+        self._disarm(place)
+        loop = asyncio.get_running_loop()
+        self._timers[place] = loop.call_later(self._settings.idle_s, self._rested, place)
+
+    def _disarm(self, place: Place) -> None:
+        timer = self._timers.pop(place, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _rested(self, place: Place) -> None:
+        """Nobody has used it for long."""
+        del self._timers[place]
+        if place.state != "idle" or place not in self.table.places:
+            return
+        recent = time.monotonic() - self._used.get(place.template, 0.0) < self._settings.idle_s
+        if place.owner is None and recent:
+            self._arm(place)
+            return
+        self._background(self._end(place, "idle"))
+
+    async def _end(self, place: Place, reason: str) -> None:
+        self._disarm(place)
+        place.state = "ending"
+        try:
+            if place.id:
+                await self._sessions.terminate(place.id, reason)
+        except CarrelError as error:
+            log.warning("sandbox %s of the router could not be ended: %s", place.id, error)
+        finally:
+            self._forget(place)
+
+    def _forget(self, place: Place) -> None:
+        self._disarm(place)
+        self.table.forget(place)
+        self._turn()
+
+    # spares
+
+    def _refill(self, template: str | None) -> None:
+        place = None if self._closing else self.table.spare(template)
+        if place is not None:
+            self._background(self._start_spare(place))
+
+    async def _start_spare(self, place: Place) -> None:
+        request = SandboxRequest(template=place.template, labels={LABEL: "spare"})
+        try:
+            info, _ = await self._operations.deploy_or_resume(request, actor=SELF)
+        except CarrelError as error:
+            log.info("no spare sandbox could be started: %s", error)
+            self._forget(place)
+            return
+        except BaseException:
+            self.table.forget(place)
+            raise
+        try:
+            await self._started(place, info)
+            await self._operations.python.ready(await self._sessions.find(place.id))
+        except CarrelError as error:
+            log.info("no spare sandbox of template %s: %s", place.template, error)
+            await self._end(place, "it was not ready")
+            return
+        place.used_at, place.state = time.monotonic(), "idle"
+        self._let_go(place)
+
+    def _background(self, work: Coroutine[object, object, None]) -> None:
+        """The server's own work: no caller's identity goes with it."""
+        if self._closing:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _measure(self) -> None:
+        idle = self.table.idle
+        self._metrics.router(self.table.waiting, len(self.table.places) - idle, idle, self.table.memory_bytes)
+
+
+async def _whole(file: Large) -> bytes | None:
+    """What a file has, or None when it cannot be read to its end."""
+    try:
+        return b"".join([piece async for piece in file.stream if isinstance(piece, bytes)])
+    except CarrelError:
+        return None

@@ -1,0 +1,158 @@
+"""The packages of a template, for the sandboxes made by it: an environment that is built on first use, once, and that
+their Python has from then on without being asked for.
+
+They are the operator's word, so nobody is asked whether they may be installed; what the policy of a context blocks is
+blocked here too, by the package front. What becomes of them inside is for the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from carrel.control.python.environment_checks import Asker, requirements_of
+from carrel.control.python.environments import Environments, Say
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.templates import Templates
+from carrel.errors import CarrelError, Conflict, InvalidRequest, NotFound, PlatformError
+from carrel.models import EnvironmentInfo, EnvironmentList, EnvironmentRequest, TemplateList
+from carrel.policy.documents.recipes import Recipe
+from carrel.providers.base import Capability
+from carrel.store.environments import EnvironmentRecord
+
+log = logging.getLogger("carrel.environments")
+
+WAIT_S = 20.0
+"""For this long a command waits for packages that are being built; callers have deadlines of their own."""
+PAUSE_S = 10.0
+"""For this long packages that could not be had are not tried again."""
+
+Give = Callable[[LiveSandbox, str, Sequence[str]], Awaitable[None]]
+"""Tells a sandbox which environment its Python has, and what to import ahead."""
+
+
+class TemplatePackages:
+    """Gives sandboxes the packages of their templates."""
+
+    def __init__(self, templates: Templates, environments: Environments, give: Give):
+        self._templates = templates
+        self._environments = environments
+        self._give = give
+
+    async def ready(self, box: LiveSandbox, say: Say | None = None) -> None:
+        """Let the Python of a sandbox have the packages of its template. Waits for as long as they are being built;
+        `PlatformError` with the reason when they cannot be had.
+        """
+        if box.packages is not None:
+            return
+        if box.refused is not None and time.monotonic() < box.refused[1]:
+            raise box.refused[0].with_traceback(None)
+        await self.attach(box, say)
+
+    async def settled(self, box: LiveSandbox) -> None:
+        """Wait a little for packages that are being built: a command may be Python too. `Conflict` when they take
+        longer; where they cannot be had at all, commands do without.
+        """
+        if box.packages is not None:
+            return
+        said = ""
+
+        def hear(line: str) -> None:
+            nonlocal said
+            said = f": {line}"
+
+        refused = box.refused
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self.ready(box, hear)
+        except TimeoutError:
+            raise Conflict(
+                f"the packages of the template '{box.record.template}' are still being built{said[:300]}",
+                field="template",
+                hint="ask again in a moment",
+                retry=True,
+            ) from None
+        except PlatformError as error:
+            if box.refused is not refused:
+                log.warning("sandbox %s goes on without the packages of its template: %s", box.record.id, error)
+
+    async def attach(self, box: LiveSandbox, say: Say | None = None) -> EnvironmentRecord | None:
+        """As `ready`, whatever is known already; the environment, or None when the template has no packages."""
+        recipe = await self._recipe(box)
+        if recipe is None:
+            box.packages = ""
+            return None
+        try:
+            return await self._attach(box, recipe, say)
+        except CarrelError as error:
+            failure = PlatformError(
+                f"the packages of the template '{box.record.template}' cannot be had: {error.detail}",
+                field="template",
+                hint="ask again in a moment, or let the operator look at the template and the policy",
+            )
+            box.refused = (failure, time.monotonic() + PAUSE_S)
+            raise failure from None
+
+    async def info(self, box: LiveSandbox, say: Say | None = None) -> EnvironmentInfo:
+        """The environment of a sandbox's template as the API shows it; `NotFound` when there is none."""
+        record = await self.attach(box, say)
+        if record is None:
+            raise NotFound("the template of this sandbox has no packages", field="template", hint="name an environment")
+        return self._environments.info(record)
+
+    async def templates(self) -> TemplateList:
+        """Every template; those with packages say whether they lie ready."""
+        found = await self._templates.list()
+        built = {tuple(each.requirements) for each in self._environments.records()}
+        return TemplateList(
+            items=[
+                each.model_copy(update={"built": _asked(each.packages) in built}) if each.packages else each
+                for each in found.items
+            ]
+        )
+
+    async def environments(self) -> EnvironmentList:
+        """Every environment, with the templates that ask for just its packages."""
+        found = await self._environments.list()
+        wanted: dict[tuple[str, ...], list[str]] = {}
+        for each in (await self._templates.list()).items:
+            if each.packages:
+                wanted.setdefault(_asked(each.packages), []).append(each.name)
+        return EnvironmentList(
+            items=[
+                each.model_copy(update={"templates": wanted.get(tuple(each.requirements), [])}) for each in found.items
+            ]
+        )
+
+    async def _recipe(self, box: LiveSandbox) -> Recipe | None:
+        record = box.record
+        if record.template is None or record.acts_for is not None:  # what carrel builds with needs nothing
+            return None
+        await self._templates.layer(record.template)  # says so when it is gone
+        recipe = (await self._templates.get(record.template)).recipe
+        return recipe if recipe.packages else None
+
+    async def _attach(self, box: LiveSandbox, recipe: Recipe, say: Say | None) -> EnvironmentRecord:
+        box.provider.require(Capability.ENVIRONMENTS)
+        record, asker = box.record, Asker.of(box.record)
+        wanted = EnvironmentRequest(requirements=recipe.packages, python=recipe.python)
+        box.in_flight += 1  # a sandbox that waits for its packages is not idle
+        try:
+            found = await self._environments.hold(
+                lambda: self._environments.ensure(wanted, asker, say, as_before=True), record.context_id or record.id
+            )
+            if box.packages != found.name:
+                await self._give(box, found.name, found.imports if recipe.imports is None else recipe.imports)
+                box.packages, box.refused = found.name, None
+            return found
+        finally:
+            box.in_flight -= 1
+
+
+def _asked(packages: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return requirements_of(packages)
+    except InvalidRequest:
+        return ()

@@ -1,0 +1,1 @@
+"""The secrets of contexts: kept, given to sandboxes, encrypted anew."""

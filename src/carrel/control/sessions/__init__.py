@@ -1,0 +1,1 @@
+"""Sessions: get or create, start, stop, resume, leases, recovery, upkeep."""

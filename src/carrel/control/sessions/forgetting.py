@@ -1,0 +1,61 @@
+"""Deletes a context with everything that is kept of it, its rules too. The audit log stays.
+
+For administrators only: whoever asks has been checked before.
+"""
+
+from __future__ import annotations
+
+from carrel.control.governance.policies import Policies
+from carrel.control.operations.operations import Operations
+from carrel.control.secrets.service import Secrets
+from carrel.control.sessions.sessions import Sessions
+from carrel.control.workspaces.filespaces import Filespaces
+from carrel.control.workspaces.workspaces import Workspaces
+from carrel.errors import NotFound
+from carrel.store import SessionStore
+
+
+class Forgetting:
+    """Knows everything that can be kept of a context."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        operations: Operations,
+        workspaces: Workspaces,
+        store: SessionStore,
+        policies: Policies,
+        secrets: Secrets,
+        filespaces: Filespaces,
+    ):
+        self._sessions = sessions
+        self._operations = operations
+        self._workspaces = workspaces
+        self._store = store
+        self._policies = policies
+        self._secrets = secrets
+        self._filespaces = filespaces
+
+    async def forget(self, context_id: str) -> None:
+        """End the session of a context and delete all that is kept of it; `NotFound` when that is nothing."""
+        async with self._operations.session_door("forget_context", {}, "", "", context_id):
+            if not await self._known(context_id):
+                raise NotFound(
+                    f"nothing is known of a context '{context_id[:128]}'",
+                    field="context_id",
+                    hint="`carrel ps --all` shows contexts, terminated ones too",
+                )
+            await self._sessions.delete(context_id, "forgotten")
+            await self._filespaces.erase(context_id)
+            await self._policies.delete(context_id)  # last: its rules hold until everything else is gone
+
+    async def _known(self, context_id: str) -> bool:
+        newest = await self._store.newest_of_context(context_id)
+        if (newest is not None and not newest.forgotten) or await self._workspaces.exists(context_id):
+            return True
+        policy = await self._policies.get(context_id)
+        if policy.settings is not None or policy.sources is not None:
+            return True
+        if (await self._secrets.list(context_id)).items:
+            return True
+        return await self._filespaces.holds(context_id)

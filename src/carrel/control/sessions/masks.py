@@ -1,0 +1,220 @@
+"""What of a policy holds inside a sandbox, whatever runs there: programs that cannot be run, files that cannot be read,
+places that alone can be written. Pure: makes the value that a provider is given.
+
+The rest of a policy is decided at the door alone. What is not masked, or not for all it means, is named by `unmasked`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from carrel.control.operations.door import Decision, Operation, refusal
+from carrel.errors import InvalidRequest, Unsupported
+from carrel.isolation.masks import MOST, Part, check_program, is_possible, split, unmaskable
+from carrel.isolation.rootfs import WORKSPACE
+from carrel.policy.rules.layers import Policy
+from carrel.policy.rules.patterns import Pattern
+from carrel.policy.rules.rules import Rule
+from carrel.providers import Masks
+
+_NOT_HELD = "programs inside are not held by it: {}"
+_TOO_MANY = _NOT_HELD.format(f"there are more than {MOST} programs and paths to mask")
+_AT_THE_START = (
+    "programs inside are held by it for what is there when the sandbox starts; "
+    "what they make later they may change until it starts again"
+)
+
+
+def masks_of(policy: Policy, context_id: str | None) -> Masks | None:
+    """The masks of a policy; None when it has nothing that needs one."""
+    programs = {name: rule for name, rule in _outright(policy) if _unmaskable_program(name) is None}
+    hidden = [text for rule in policy.deny.files_of("read") if unmaskable(text := _path(rule)) is None]
+    hidden = [text for text in hidden if is_possible(text)]
+    readonly = [place for rule in policy.deny.files_of("write") for place in _inside(rule)]
+    writable = () if f"{WORKSPACE}/**" in readonly else _writable(policy)
+    if writable == ():
+        readonly = []
+    if not programs and not hidden and not readonly and writable is None:
+        return None
+    left = max(MOST - len(writable or ()), 0)
+    fitting: list[tuple[str, ...]] = []
+    for wanted in (list(programs), hidden, readonly):
+        fitting.append(tuple(dict.fromkeys(wanted))[:left])
+        left -= len(fitting[-1])
+    names, hiding, keeping = fitting
+    refusals = {name: _words(programs[name], context_id) for name in names}
+    return Masks(names, hiding, writable, refusals, keeping)
+
+
+def hides(masks: Masks | None) -> Callable[[str], bool] | None:
+    """Whether a path of the workspace is one that masks hide or keep as it is, or lies below one; None when none is."""
+    if masks is None:
+        return None
+    patterns = [(split(text), True) for text in masks.hidden]
+    patterns += [(split(text), _whole(text)) for text in masks.readonly]
+    patterns = [each for each in patterns if not isinstance(each[0][0], str) or each[0][0] == WORKSPACE[1:]]
+    if not patterns:
+        return None
+    return lambda path: any(
+        _matches(parts, [WORKSPACE[1:], *path.split("/")], all_in_it) for parts, all_in_it in patterns
+    )
+
+
+def _matches(parts: tuple[Part, ...], names: list[str], all_in_it: bool) -> bool:
+    """Whether a pattern means a path or, with all that is in it, something above it."""
+    states = _past(parts, {0})
+    for name in names:
+        if all_in_it and len(parts) in states:
+            return True
+        ahead: set[int] = set()
+        for at in states:
+            part = parts[at] if at < len(parts) else ""
+            if part is None:
+                ahead.add(at)
+            elif part == name if isinstance(part, str) else part(name):
+                ahead.add(at + 1)
+        states = _past(parts, ahead)
+    return len(parts) in states
+
+
+def _past(parts: tuple[Part, ...], states: set[int]) -> set[int]:
+    """The same states, and those behind a part that may mean no name at all."""
+    return states | {at + 1 for at in states if at < len(parts) and parts[at] is None}
+
+
+def unmasked(policy: Policy) -> list[tuple[Rule, str]]:
+    """The deny rules that hold at the door and not, or not for all they mean, inside: each with what is so of it."""
+    masks = masks_of(policy, None) or Masks()
+    masked = {*masks.programs, *masks.hidden, *masks.readonly}
+    found: list[tuple[Rule, str]] = []
+    rules = [(rule, name, _unmaskable_program(name)) for name, rule in _outright(policy)]
+    paths = [(rule, _path(rule)) for rule in policy.deny.files_of("read")]
+    rules += [(rule, path, unmaskable(path)) for rule, path in paths if is_possible(path)]
+    for rule, text, why in rules:
+        if why is not None:
+            found.append((rule, _NOT_HELD.format(why)))
+        elif text not in masked:
+            found.append((rule, _TOO_MANY))
+    open_places = [WORKSPACE] if masks.writable is None else [place.removesuffix("/**") for place in masks.writable]
+    kept = [folder for place in masks.readonly if (folder := _folder(place)) is not None]
+    for rule in (*policy.deny.files_of("write"), *policy.deny.files_of("delete")):
+        assert rule.path is not None
+        fixed, places = rule.path.fixed, _inside(rule)
+        if not places or not any(_meet(fixed, place) for place in open_places):
+            continue
+        if any(fixed == place or fixed.startswith(f"{place}/") for place in kept):
+            found.append((rule, _AT_THE_START))
+        elif rule.operation == "delete":
+            found.append((rule, _NOT_HELD.format("who may write can delete; deny to write it too")))
+        else:
+            found.append((rule, _AT_THE_START if masked.issuperset(places) else _TOO_MANY))
+    return found
+
+
+def _inside(rule: Rule) -> list[str]:
+    """What a rule for writing or deleting means of the workspace, in the way masks write it.
+
+    A folder that is named is meant with all that is in it where it must not be written.
+    """
+    assert rule.path is not None
+    if not rule.path.parts:
+        return []
+    first, *rest = rule.path.parts
+    rests = []
+    if first is None:
+        rests.append((None, *rest))
+        first, *rest = rest or (None,)
+    if first is not None and first.matches(WORKSPACE[1:]):
+        rests.append(tuple(rest))
+    named = rule.operation == "write" and (last := rule.path.parts[-1]) is not None and last.literal is not None
+    places = [f"{WORKSPACE}/{_written(rest)}" + ("/**" if named else "") for rest in rests if rest]
+    return [place for place in places if is_possible(place)]
+
+
+def _whole(place: str) -> bool:
+    """Whether a path is meant with all that is in it."""
+    return place.endswith("/**")
+
+
+def _folder(place: str) -> str | None:
+    """The path of a folder that is meant with all that is in it; None when it is a pattern."""
+    *names, last = split(place)
+    fixed = [name for name in names if isinstance(name, str)]
+    return "/" + "/".join(fixed) if last is None and len(fixed) == len(names) else None
+
+
+def _meet(path: str, other: str) -> bool:
+    """Whether one of two paths is the other, or lies below it."""
+    first, second = f"{path.rstrip('/')}/", f"{other.rstrip('/')}/"
+    return first.startswith(second) or second.startswith(first)
+
+
+def _outright(policy: Policy) -> Iterator[tuple[str, Rule]]:
+    """The programs that are denied whatever their arguments, and the rules that do it."""
+    for rules in policy.deny.firsts.values():
+        for rule in rules:
+            if rule.open and len(rule.words) == 1 and (name := rule.words[0].literal):
+                yield name, rule
+
+
+def _unmaskable_program(name: str) -> str | None:
+    """Why a program cannot be masked, or None when it can."""
+    try:
+        check_program(name)
+    except (InvalidRequest, Unsupported) as error:
+        return error.detail
+    return None
+
+
+def _path(rule: Rule) -> str:
+    """The path of a file rule, in the way masks write it."""
+    assert rule.path is not None
+    parts = rule.path.parts
+    whole = parts[-1:] == (None,) and all(part is not None for part in parts[:-1])
+    return "/" + _written(parts[:-1] if whole else parts)  # all below a folder is the folder
+
+
+def _written(parts: Sequence[Pattern | None]) -> str:
+    names = []
+    for part in parts:
+        if part is None:
+            names.append("**")
+        elif part.literal is not None:
+            names.append(_plain(part.literal))
+        else:
+            names.append("".join("*?"[each] if isinstance(each, int) else _plain(each) for each in part.tokens))
+    return "/".join(names)
+
+
+def _plain(text: str) -> str:
+    """Text that stands for itself."""
+    return re.sub(r"([*?\\])", r"\\\1", text)
+
+
+def _writable(policy: Policy) -> tuple[str, ...] | None:
+    """The only places of the workspace that may be written; None when all of it may, or no rule says anything."""
+    allowed = list(policy.allow.files_of("write"))
+    if not allowed:
+        return None
+    places: list[str] = []
+    for rule in allowed:
+        assert rule.path is not None
+        fixed = rule.path.fixed
+        if fixed in {"/", WORKSPACE}:
+            return None
+        if fixed.startswith(WORKSPACE + "/") and not set("*?") & set(fixed) and is_possible(fixed):
+            # A pattern in the middle of a path is decided at the door; here the folder before it has to do.
+            exact = all(part is not None and part.literal is not None for part in rule.path.parts)
+            places.append(fixed if exact else f"{fixed}/**")
+    return tuple(dict.fromkeys(places))
+
+
+def _words(rule: Rule, context_id: str | None) -> str:
+    name = rule.words[0].literal or ""
+    operation = Operation("shell", "run_command", {"command": name}, "", "", context_id)
+    reason = f"{name} is denied for this agent"
+    problem = refusal(operation, Decision("deny", rule.text, rule.source, reason)).problem()
+    kept = ("code", "operation", "rule", "source", "reason", "retry", "approval", "hint")
+    return json.dumps({key: problem.get(key) for key in kept})

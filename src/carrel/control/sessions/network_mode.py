@@ -1,0 +1,112 @@
+"""Which network a sandbox gets: what was asked for, what its policy says, what the operator has switched on.
+
+Decides and refuses; makes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from carrel.config import EgressSettings
+from carrel.control.egress.plans import web_access
+from carrel.errors import Denied, InvalidRequest
+from carrel.models import Network
+from carrel.policy.documents.sources import Sources
+from carrel.policy.rules.layers import Policy
+from carrel.providers.base import NETWORK_CAPABILITY, Provider
+from carrel.store import SessionRecord
+
+_AROUND = frozenset({Network.BRIDGE, Network.HOST})
+"""Networks that go around the proxy."""
+
+
+def names_hosts(policy: Policy) -> bool:
+    """Whether a policy says anything about hosts, so that only the proxy can hold it."""
+    rules = any(index.hosts or index.networks for index in (policy.allow, policy.deny))
+    return rules or bool(web_access(policy)) or any(sources.git is not None for _, sources in policy.sources)
+
+
+def opens_hosts(policy: Policy) -> bool:
+    """Whether a policy lets a sandbox reach some host."""
+    if policy.allow.hosts or policy.allow.networks:
+        return True
+    return any(
+        _installs(sources)
+        or (sources.web_access is not None and bool(sources.web_access.allowed_domains))
+        or (sources.git is not None and sources.git.enabled and bool(sources.git.allowed_remotes))
+        for _, sources in policy.sources
+    )
+
+
+def _installs(sources: Sources) -> bool:
+    """Whether package managers are named, whose registries are then to be reached."""
+    return any(manager.enabled for manager in sources.package_managers.named().values())
+
+
+def fit_network(
+    record: SessionRecord,
+    asked: Network | None,
+    policy: Policy,
+    settings: EgressSettings,
+    provider: Provider,
+    *,
+    default: Network,
+) -> SessionRecord:
+    """A session with the network it may have. `asked` is what the caller named, None when they left it open; `default`
+    is what the operator gives to who names none.
+    """
+    off = next(
+        (name for name, sources in policy.sources if sources.web_access and not sources.web_access.enabled), None
+    )
+    if provider.unsafe:
+        return record  # it promises nothing of networks
+    if asked is None and record.network is Network.NONE and off is None and opens_hosts(policy):
+        if NETWORK_CAPABILITY[Network.ALLOWLIST] in provider.capabilities():
+            return replace(record, network=Network.ALLOWLIST)
+        return record
+    if off is not None and record.network is not Network.NONE:
+        if asked is None:
+            return replace(record, network=Network.NONE)
+        raise Denied(
+            "the policy of this context allows no network",
+            field="network",
+            hint="leave the network out",
+            operation="network",
+            rule="web_access.enabled: false",
+            source=off,
+            reason="the policy of this context allows no network",
+            retry=False,
+            approval=None,
+        )
+    if record.network is Network.INTERNET and not (settings.allow_internet or default is Network.INTERNET):
+        raise InvalidRequest(
+            "the network 'internet' reaches every public host and is switched off on this server",
+            field="network",
+            hint="choose 'allowlist', or let the operator set CARREL_EGRESS_ALLOW_INTERNET=true",
+        )
+    if record.network in _AROUND:
+        _refuse_around(record.network, policy, settings)
+    return record
+
+
+def _refuse_around(network: Network, policy: Policy, settings: EgressSettings) -> None:
+    enabled = settings.allow_bridge if network is Network.BRIDGE else settings.allow_host
+    if not enabled:
+        raise InvalidRequest(
+            f"the network '{network}' goes around the proxy and is switched off on this server",
+            field="network",
+            hint=f"choose 'allowlist', or let the operator set CARREL_EGRESS_ALLOW_{network.upper()}=true",
+        )
+    if names_hosts(policy):
+        reason = f"the policy of this context names hosts, and nothing would hold that in the network '{network}'"
+        raise Denied(
+            reason,
+            field="network",
+            hint="choose 'allowlist'",
+            operation="network",
+            rule=None,
+            source=None,
+            reason=reason,
+            retry=False,
+            approval=None,
+        )

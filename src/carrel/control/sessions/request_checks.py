@@ -1,0 +1,159 @@
+"""The terms a sandbox runs under: what is asked against what is promised, recorded and already running.
+
+Decides and refuses before anything is made; makes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping
+
+from carrel.config import Settings
+from carrel.control.operations.caller import caller
+from carrel.control.sessions.lifecycle import LIVE, Event, next_state
+from carrel.control.sessions.placement import resolve
+from carrel.errors import Conflict, InvalidRequest
+from carrel.identity import Kind
+from carrel.models import SandboxRequest, State
+from carrel.providers import Masks
+from carrel.providers.base import Capability, Launch, Provider
+from carrel.store import SessionRecord
+
+_SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
+"""A sandbox is found by its id or its context: what is meant for one must not come to another."""
+
+
+def plan(
+    request: SandboxRequest,
+    existing: SessionRecord | None,
+    key: str | None,
+    settings: Settings,
+    providers: Mapping[str, Provider],
+    node: str,
+    *,
+    host_memory_mb: int,
+) -> tuple[SessionRecord, Provider]:
+    """The record of a sandbox to be started and its provider. Everything that can be refused is refused here."""
+    if existing is None and _SANDBOX.fullmatch(request.context_id or ""):
+        raise InvalidRequest(
+            "a context cannot be called like a sandbox", field="context_id", hint="take another name for the context"
+        )
+    given = request.model_fields_set
+    trust = request.trust if existing is None or "trust" in given else existing.trust
+    explicit = {} if existing is None else existing.limits.model_dump(exclude_none=True)
+    explicit |= request.limits.model_dump(exclude_none=True)
+    resolved = resolve(
+        settings,
+        providers,
+        provider=request.provider,
+        trust=trust,
+        network=request.network or (None if existing is None else existing.network),
+        limits=explicit,
+        host_memory_mb=host_memory_mb,
+    )
+    provider = resolved.provider
+    now = time.time()
+    ephemeral = request.context_id is None
+    if ephemeral and request.filespace:
+        raise InvalidRequest(
+            "an ephemeral sandbox has no filespace", field="filespace", hint="make the sandbox with a context_id"
+        )
+    filespace = request.filespace
+    if filespace is None:
+        filespace = existing.filespace if existing else settings.sandbox.filespace and not ephemeral
+    record = SessionRecord(
+        id=existing.id if existing else f"{'eph' if ephemeral else 'sbx'}-{secrets.token_hex(8)}",
+        context_id=request.context_id,
+        ephemeral=ephemeral,
+        state=State.CREATING if existing is None else next_state(_settled(existing.state), Event.START),
+        provider=provider.name,
+        isolation_level=provider.isolation_level,
+        unsafe=provider.unsafe,
+        trust=trust,
+        network=resolved.network,
+        limits=resolved.limits,
+        env=request.env if existing is None or "env" in given else existing.env,
+        labels=request.labels if existing is None or request.labels else existing.labels,
+        idempotency_key=key or (existing.idempotency_key if existing else None),
+        created_at=existing.created_at if existing else now,
+        last_activity_at=now,
+        node=node,
+        fence=existing.fence if existing else 1,
+        filespace=filespace,
+        snapshot=existing.snapshot if existing else None,
+        notice=existing.notice if existing else None,
+        used_bytes=existing.used_bytes if existing else None,
+        template=request.template,
+    )
+    return record, provider
+
+
+def _settled(state: State) -> State:
+    """Who has the lease and no sandbox finds a session that was left in the middle of something as stopped."""
+    return next_state(state, Event.STOP) if state in LIVE else state
+
+
+def launch(
+    record: SessionRecord, provider: Provider, workspace: str, masks: Masks | None = None, *, trust: bool = False
+) -> Launch:
+    """What the provider is told."""
+    limits = record.limits
+    return Launch(
+        id=record.id,
+        workspace=workspace,
+        network=record.network,
+        cpus=limits.cpus,
+        memory_mb=limits.memory_mb,
+        disk_mb=limits.disk_mb if Capability.LIMIT_DISK in provider.capabilities() else None,
+        processes=limits.processes,
+        env=record.env,
+        masks=masks,
+        trust=trust,
+    )
+
+
+def agent_of(previous: SessionRecord | None, template: str | None) -> str | None:
+    """Whom a workspace belongs to: whoever it was before; else the agent or service that asks, by the name of its
+    token; else, for a person, the agent type, which is the template.
+    """
+    if previous is not None and not previous.forgotten and previous.agent is not None:
+        return previous.agent
+    identity = caller.get().identity
+    return template if identity.kind is Kind.PERSON else identity.subject.partition(":")[2] or None
+
+
+def changes(record: SessionRecord) -> dict[str, object]:
+    """What a new start writes over the record of an old one."""
+    names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
+    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent")
+    return {name: getattr(record, name) for name in (*names, *more)}
+
+
+def refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
+    """What is asked of a running sandbox and differs from what it has is refused, never ignored."""
+    given = request.model_fields_set
+    asked: list[tuple[str, object, object]] = []
+    if request.provider != "auto":
+        asked.append(("provider", request.provider, record.provider))
+    if request.network is not None:
+        asked.append(("network", request.network, record.network))
+    if "trust" in given:
+        asked.append(("trust", request.trust, record.trust))
+    if request.template is not None:
+        asked.append(("template", request.template, record.template))
+    if request.filespace is not None:
+        asked.append(("filespace", request.filespace, record.filespace))
+    if request.env:
+        asked.append(("env", request.env, dict(record.env)))
+    for name, value in request.limits.model_dump(exclude_none=True).items():
+        asked.append((f"limits.{name}", value, getattr(record.limits, name)))
+    for field, wanted, present in asked:
+        if wanted != present:
+            shown = "other values" if field == "env" else f"{present!s}"
+            raise Conflict(
+                f"the sandbox of this context runs with {field} = {shown}",
+                field=field,
+                hint="leave the field out, or end the sandbox first: its files stay",
+            )

@@ -1,0 +1,499 @@
+"""Sessions: get or create, find, end. Binds contexts to sandboxes, one per context however many ask at once.
+
+Chooses providers and writes records under a lease; what happens inside a sandbox is the business of `operations`, what
+becomes of its files that of `workspaces`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
+from weakref import WeakValueDictionary
+
+from carrel.config import Settings
+from carrel.control.sessions.leases import Ownership
+from carrel.control.sessions.lifecycle import LIVE, Event, next_state
+from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
+from carrel.control.sessions.request_checks import refuse_differences
+from carrel.control.sessions.starting import Starting, no_sync
+from carrel.control.workspaces.stopping import Sync
+from carrel.control.workspaces.workspaces import Workspaces
+from carrel.errors import (
+    AlreadyExists,
+    Conflict,
+    NotFound,
+    NotRunning,
+    PlatformError,
+    RunsElsewhere,
+)
+from carrel.models import Limits, Network, SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
+from carrel.policy.rules.variables import changes_what_runs
+from carrel.providers import Masks
+from carrel.providers.base import Provider
+from carrel.store import SessionRecord, SessionStore
+
+log = logging.getLogger("carrel.sessions")
+
+LISTED = tuple(state for state in State if state is not State.TERMINATED)
+_PARALLEL_ENDS = 32
+EXPIRED = "the files were not used for long and are deleted; the newest snapshot that was asked for is brought back"
+
+
+class Sessions:
+    """Every session of this server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: SessionStore,
+        workspaces: Workspaces,
+        ownership: Ownership,
+        live: LiveSandboxes,
+        providers: Mapping[str, Provider],
+    ):
+        self._store = store
+        self._workspaces = workspaces
+        self._ownership = ownership
+        self._providers = dict(providers)
+        self._live = live
+        self._starting = Starting(settings, store, workspaces, ownership, live, providers)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.push: Sync = no_sync
+        self.on_deleted: list[Callable[[str], Awaitable[None]]] = []
+        """What is told of a context that is deleted for good, and forgets what it keeps of it."""
+
+    def pull_with(self, pull: Sync) -> None:
+        """How changes of a filespace come into a workspace before its sandbox starts."""
+        self._starting.pull = pull
+
+    def govern_with(
+        self,
+        fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]],
+        masks: Callable[[SessionRecord], Awaitable[Masks | None]],
+    ) -> None:
+        """What brings a session within its policy's limits, and says which programs and files it must not reach."""
+        self._starting.fit = fit
+        self._starting.masks = masks
+
+    def network_with(
+        self,
+        fit: Callable[[SessionRecord, Network | None, Provider], Awaitable[SessionRecord]],
+        trusting: Callable[[SessionRecord], Awaitable[bool]],
+    ) -> None:
+        """What says which network a session gets, and whether its sandbox is to trust the proxy's certificates."""
+        self._starting.network = fit
+        self._starting.trusting = trusting
+
+    def make_by(self, recipe: Callable[[SandboxRequest, SessionRecord | None], Awaitable[SandboxRequest]]) -> None:
+        """What fills a template into what is asked for."""
+        self._starting.recipe = recipe
+
+    def on_started(self, call: Callable[[LiveSandbox], Awaitable[None]]) -> None:
+        """What to call when a sandbox runs and nobody uses it yet."""
+        self._starting.on_started = call
+
+    def on_moved(self, call: Callable[[SessionRecord], Awaitable[None]]) -> None:
+        """What to call when a session came from another server."""
+        self._starting.on_moved = call
+
+    # finding
+
+    def live(self) -> list[LiveSandbox]:
+        """The sandboxes that run now."""
+        return self._live.all()
+
+    def find_live(self, name: str) -> LiveSandbox | None:
+        """The sandbox with that id or of that context if it runs here."""
+        return self._live.find(name)
+
+    async def find(self, name: str) -> LiveSandbox:
+        """The running sandbox with that id or of that context; `NotFound`, or `NotRunning` if it ended."""
+        box = self._live.find(name)
+        if box is not None:
+            box.check_lease()
+            return box
+        record = await self.record(name)
+        if record.state in LIVE and record.node not in {None, self._ownership.node}:
+            raise RunsElsewhere(
+                f"sandbox '{name}' runs on server '{record.node}'",
+                field="id",
+                hint=f"ask server '{record.node}'",
+                node=record.node,
+            )
+        raise NotRunning(
+            f"sandbox '{name}' is {record.state}",
+            field="id",
+            hint="deploy_or_resume starts it again" if record.state is not State.TERMINATED else "make a new one",
+        )
+
+    async def get(self, name: str) -> SandboxInfo:
+        """A session by its id or its context."""
+        return self._info(await self.record(name))
+
+    async def page(
+        self,
+        *,
+        limit: int = 100,
+        cursor: str | None = None,
+        states: Iterable[State] | None = None,
+        context_id: str | None = None,
+    ) -> SandboxPage:
+        """Sessions, newest first; without `states` those that are not terminated."""
+        records, following = await self._store.page(
+            limit=limit, cursor=cursor, states=LISTED if states is None else states, context_id=context_id
+        )
+        return SandboxPage(items=[self._info(record) for record in records], next=following)
+
+    async def usage(self, name: str) -> WorkspaceUsage:
+        """What a workspace holds now."""
+        record = await self.record(name)
+        self.require_here(record)
+        return await self._workspaces.report_usage(record)
+
+    def require_here(self, record: SessionRecord) -> None:
+        """Refuse what needs the files of a workspace that another server has."""
+        if record.node not in {None, self._ownership.node}:
+            raise RunsElsewhere(
+                f"the workspace of '{record.context_id or record.id}' is on server '{record.node}'",
+                field="id",
+                hint="ask that server, or resume the context here once that server has stopped it",
+                node=record.node,
+            )
+
+    async def require_unused(self, context_id: str) -> None:
+        """Refuse a context that has a session or files, here or elsewhere."""
+        previous = await self._store.newest_of_context(context_id)
+        ended = previous is None or (previous.state is State.TERMINATED and previous.node == self._ownership.node)
+        if not ended or await self._workspaces.exists(context_id):
+            raise AlreadyExists(
+                f"context '{context_id}' has a workspace already", field="context_id", hint="fork to a new context"
+            )
+
+    # making
+
+    async def deploy_or_resume(
+        self, request: SandboxRequest, idempotency_key: str | None = None
+    ) -> tuple[SandboxInfo, bool]:
+        """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
+        if idempotency_key is None:
+            return await self._deploy(request, None)
+        async with self.lock(f"key {idempotency_key}"):
+            made = await self._store.of_key(idempotency_key)
+            if made is None:
+                return await self._deploy(request, idempotency_key)
+            if made.context_id != request.context_id:
+                raise Conflict(
+                    "this idempotency key was used for another request",
+                    field="Idempotency-Key",
+                    hint="take a new key for a new request",
+                )
+            if made.ephemeral or made.state is State.TERMINATED:
+                return self._info(made), False
+            return await self._deploy(request, None)
+
+    async def new_variables(self, request: SandboxRequest) -> dict[str, str]:
+        """The variables asked for that change what commands run, but for those that the session has already."""
+        wanted = {name: value for name, value in request.env.items() if changes_what_runs(name)}
+        if wanted and request.context_id is not None:
+            with suppress(NotFound):
+                kept = (await self.record(request.context_id)).env
+                wanted = {name: value for name, value in wanted.items() if kept.get(name) != value}
+        return wanted
+
+    async def _deploy(self, request: SandboxRequest, key: str | None) -> tuple[SandboxInfo, bool]:
+        if self._starting.closing:
+            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        if request.context_id is None:
+            return await self._starting.start(request, None, None, key), True
+        async with self.lock(f"context {request.context_id}"):
+            box = self._live.find(request.context_id)
+            if box is not None:
+                if await box.provider.alive(box.handle):
+                    return await self._reuse(box, request), False
+                refuse_differences(box.record, request)
+                await self._live.end(box)
+            try:
+                return await self._start_of_context(request, key), True
+            except AlreadyExists:  # another server was quicker: it has the session now
+                return await self._start_of_context(request, key), True
+
+    async def _start_of_context(self, request: SandboxRequest, key: str | None) -> SandboxInfo:
+        previous = await self._store.newest_of_context(request.context_id or "")
+        existing = previous if previous is not None and previous.state is not State.TERMINATED else None
+        return await self._starting.start(request, previous, existing, key)
+
+    async def _reuse(self, box: LiveSandbox, request: SandboxRequest) -> SandboxInfo:
+        refuse_differences(box.record, request)
+        box.last_activity = time.time()
+        if request.labels and dict(box.record.labels) != request.labels:
+            await self._store.update(box.record.id, fence=box.record.fence, labels=request.labels)
+            box.record = replace(box.record, labels=request.labels)
+        return self._info(box.record)
+
+    async def start_own(
+        self,
+        request: SandboxRequest,
+        acts_for: str,
+        seed: Callable[[SessionRecord], Awaitable[None]] | None = None,
+    ) -> SandboxInfo:
+        """An ephemeral sandbox of carrel's own, under the policy of a context; of none when `acts_for` is empty. `seed`
+        may make its workspace before it starts.
+        """
+        if self._starting.closing:
+            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        return await self._starting.start(request, None, None, None, acts_for=acts_for, seed=seed)
+
+    async def end_own(self, session_id: str, harvest: Callable[[str], Awaitable[None]] | None = None) -> None:
+        """End such a sandbox. `harvest` is given its files when nothing runs in it any more, and must not raise."""
+        record = await self.record(session_id)
+        async with self._own_lock(record):
+            record = await self.record(record.id)
+            if record.state is not State.TERMINATED:
+                await self._end(record, Event.TERMINATE, "done", harvest=harvest)
+
+    async def adopt(self, record: SessionRecord) -> bool:
+        """Take over a sandbox that the process before this one started; False when it does not run any more."""
+        provider = self._providers.get(record.provider)
+        handle = record.handle
+        if provider is None or handle is None or not await provider.alive(handle):
+            return False
+        if record.state is not State.RUNNING or record.acts_for is not None:
+            return False  # it was never seen ready, or is being stopped; or whoever made it is gone
+        began = time.monotonic()
+        record = await self._ownership.take(record, anew=True)
+        box = LiveSandbox(record, provider, handle, self._workspaces.path(record))
+        box.leased_until = self._ownership.deadline(began)
+        box.used = box.to_push = True
+        self._live.add(box)
+        return True
+
+    # ending
+
+    async def stop_idle(self, box: LiveSandbox, unused_since: float) -> bool:
+        """Stop a sandbox unless it was used meanwhile; says whether it was stopped."""
+        record = box.record
+        async with self._own_lock(record):
+            if not self._live.has(box) or box.in_flight or box.last_activity > unused_since:
+                return False
+            await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, "idle")
+            return True
+
+    @asynccontextmanager
+    async def stopped(self, record: SessionRecord) -> AsyncIterator[tuple[SessionRecord, bool]]:
+        """Hold a session stopped on this server, so that its files can be replaced; says also whether it was running.
+
+        The session is this server's afterwards, wherever it was.
+        """
+        async with self._own_lock(record):
+            record = await self.record(record.id)
+            ran = record.state in LIVE
+            if ran:
+                if self._live.get(record.id) is None:
+                    record = await self._ownership.take(record)
+                record = await self._end(record, Event.STOP, "its files are replaced")
+            record = await self._ownership.take(record)
+            try:
+                yield record, ran
+            except BaseException:
+                await self._store.update(record.id, fence=record.fence, release=True)
+                raise
+            node = self._ownership.node
+            await self._store.update(record.id, fence=record.fence, release=True, node=node, notice=None)
+
+    async def terminate(
+        self,
+        name: str,
+        reason: str = "",
+        *,
+        snapshot: bool | None = None,
+        delete_workspace: bool = False,
+    ) -> SandboxInfo:
+        """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be repeated.
+
+        A last snapshot is taken of a durable workspace that stays, unless `snapshot` is False.
+        """
+        record = await self.record(name)
+        async with self._own_lock(record):
+            record = await self.record(record.id)
+            if record.state is not State.TERMINATED:
+                if self._live.get(record.id) is None:
+                    record = await self._ownership.take(record)
+                kept = delete_workspace if snapshot is None else not snapshot
+                record = await self._end(record, Event.TERMINATE, reason, kept=kept)
+            elif record.context_id and await self._store.of_context(record.context_id):
+                return record.info()  # the workspace belongs to a newer session of the same context
+            if delete_workspace and record.context_id is not None:
+                await self._forget(record.context_id)
+        return record.info()
+
+    async def delete(self, context_id: str, reason: str) -> None:
+        """Delete a context: end its session if it has one, then everything of it but its filespace and its policy."""
+        async with self.lock(f"context {context_id}"):
+            await self._delete(await self._store.of_context(context_id), context_id, reason)
+
+    async def expire(self, record: SessionRecord, unused_since: float) -> bool:
+        """Delete what is kept of a context that was not used since then, but for the snapshots that were asked for:
+        while there are some, its session stays, and the next start brings the newest back. Says whether it was done.
+        """
+        async with self._own_lock(record):
+            record = await self.record(record.id)
+            context, ended = record.context_id, record.state is State.TERMINATED
+            if context is None or record.state in LIVE or record.last_activity_at > unused_since:
+                return False
+            if ended and await self._store.of_context(context):
+                return False  # the workspace belongs to a newer session of the same context
+            newest = await self._workspaces.asked_for(context)
+            if newest is None:
+                await self._delete(record, context, "expired")
+                return True
+            fence = None if ended else (await self._ownership.take(record)).fence
+            await self._workspaces.expire(context)
+            changes = {"snapshot": newest, "notice": EXPIRED, "expires_at": None}
+            await self._store.update(record.id, changes, fence=fence, release=not ended)
+            return True
+
+    async def _delete(self, record: SessionRecord | None, context_id: str, reason: str) -> None:
+        if record is not None and record.state is not State.TERMINATED:
+            if self._live.get(record.id) is None:
+                record = await self._ownership.take(record)
+            await self._end(record, Event.TERMINATE, reason, kept=True)
+        await self._forget(context_id)
+
+    async def _forget(self, context_id: str) -> None:
+        """Delete everything of a context that has ended but its filespace and its policy."""
+        await self._workspaces.forget(context_id)
+        for each in self.on_deleted:
+            await each(context_id)
+
+    async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
+        """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is terminated."""
+        record = await self.record(name)
+        async with self._own_lock(record):
+            record = await self.record(record.id)
+            if record.state in LIVE:
+                if self._live.get(record.id) is None:
+                    record = await self._ownership.take(record)
+                event = Event.STOP if error is None else Event.FAIL
+                record = await self._end(record, Event.TERMINATE if record.ephemeral else event, reason, error)
+        return record.info()
+
+    async def _end(
+        self,
+        record: SessionRecord,
+        event: Event,
+        reason: str,
+        error: str | None = None,
+        *,
+        kept: bool = False,
+        harvest: Callable[[str], Awaitable[None]] | None = None,
+    ) -> SessionRecord:
+        """End the sandbox, keep its files, then write the end and give the lease back.
+
+        `kept` says that there is nothing to keep. A server that is killed in the middle does it again when it is back.
+        """
+        box = self._live.get(record.id)
+        here = record.node in {None, self._ownership.node}
+        started = record.state in {State.RUNNING, State.IDLE_STOPPING}
+        if record.state is State.RUNNING and not record.ephemeral:
+            record = replace(record, state=next_state(record.state, Event.IDLE))
+            await self._store.update(record.id, fence=record.fence, state=record.state)
+        if box is not None:
+            await self._live.end(box)
+            record = replace(record, last_activity_at=max(box.last_activity, record.last_activity_at))
+        elif here and record.handle is not None and (provider := self._providers.get(record.provider)) is not None:
+            await provider.remove(record.handle)
+        if record.ephemeral:
+            if harvest is not None:
+                await harvest(self._workspaces.path(record))
+            await self._workspaces.discard(record)
+        elif started and not kept and here:
+            record, failure = await self._workspaces.keep(record, self.push)
+            if failure is not None and event is Event.STOP:
+                event, error = Event.FAIL, failure
+        state = next_state(record.state, event)
+        record = replace(record, state=state, handle=None, end_reason=reason or None, error=error)
+        await self._store.update(
+            record.id,
+            fence=record.fence,
+            release=True,
+            state=state,
+            handle=None,
+            end_reason=record.end_reason,
+            error=error,
+            notice=record.notice,
+            snapshot=record.snapshot,
+            used_bytes=record.used_bytes,
+            last_activity_at=record.last_activity_at,
+        )
+        return record
+
+    async def note(self, record: SessionRecord, **values: str | None) -> None:
+        """Write down what a running session says of itself."""
+        box = self._live.get(record.id)
+        if box is not None:
+            box.record = replace(box.record, **values)  # type: ignore[arg-type]
+        await self._store.update(record.id, values, fence=box.record.fence if box else None)
+
+    async def end_recorded(self, record: SessionRecord, reason: str) -> None:
+        """End what the process before this one left: ephemeral sessions are terminated, durable ones stopped."""
+        record = await self._ownership.take(record, anew=True)
+        await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, reason)
+
+    async def lost(self, box: LiveSandbox) -> None:
+        """Somebody could not reach the supervisor: find out whether the sandbox is dead, and record that."""
+        if not self._live.has(box) or self._starting.closing:
+            return
+        if not await box.provider.alive(box.handle):
+            await self.stop(box.record.id, "lost", error="the sandbox died")
+
+    async def shutdown(self) -> None:
+        """End every sandbox; durable workspaces stay and their sessions become stopped."""
+        self._starting.closing = True
+        gate = asyncio.Semaphore(_PARALLEL_ENDS)
+
+        async def end(box: LiveSandbox) -> None:
+            async with gate:
+                try:
+                    await self.stop(box.record.id, "shutdown")
+                except Exception:
+                    log.exception("sandbox %s could not be ended cleanly", box.record.id)
+
+        async with asyncio.TaskGroup() as group:
+            for box in self.live():
+                group.create_task(end(box))
+
+    # inner
+
+    def _info(self, record: SessionRecord) -> SandboxInfo:
+        box = self._live.get(record.id)
+        return record.info(box.last_activity if box else None)
+
+    async def record(self, name: str) -> SessionRecord:
+        """What is recorded of a session, by its id or its context; `NotFound`."""
+        box = self._live.find(name)
+        record = box.record if box else None
+        if record is None and 0 < len(name) <= 128:
+            record = await self._store.get(name) or await self._store.of_context(name)
+        if record is None:
+            raise NotFound(
+                f"there is no sandbox '{name[:128]}'",
+                field="id",
+                hint="list them with GET /v1/sandboxes or `carrel ps`",
+            )
+        return record
+
+    def _own_lock(self, record: SessionRecord) -> AbstractAsyncContextManager[None]:
+        return self.lock(f"context {record.context_id}" if record.context_id else f"id {record.id}")
+
+    @asynccontextmanager
+    async def lock(self, key: str) -> AsyncIterator[None]:
+        """Only one at a time has it on this server; `context …`, `id …` and `key …` are taken by what is done here."""
+        lock = self._locks.get(key)
+        if lock is None:
+            lock = self._locks[key] = asyncio.Lock()
+        async with lock:
+            yield

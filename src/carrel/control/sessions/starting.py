@@ -1,0 +1,252 @@
+"""Starting a sandbox: the workspace, the process and the record come to be together, or not at all.
+
+Everything that can be refused is refused before anything is made. Who calls sees to it that only one start of a context
+is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+
+from carrel.config import Settings
+from carrel.control.sessions.leases import Ownership
+from carrel.control.sessions.lifecycle import Event, next_state
+from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
+from carrel.control.sessions.request_checks import agent_of, changes, launch, plan
+from carrel.control.workspaces.stopping import Sync
+from carrel.control.workspaces.workspaces import Provided, Workspaces
+from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
+from carrel.isolation.cgroups import host_memory_mb
+from carrel.models import Limits, Network, SandboxInfo, SandboxRequest
+from carrel.providers import Masks
+from carrel.providers.base import Capability, Handle, Provider
+from carrel.store import SessionRecord, SessionStore
+
+log = logging.getLogger("carrel.starting")
+
+
+async def no_sync(_record: SessionRecord, _path: str) -> None:
+    """For a server without filespaces."""
+    return
+
+
+async def _nothing(_record: SessionRecord) -> None:
+    return
+
+
+async def _as_it_is(record: SessionRecord, _asked: Limits) -> SessionRecord:
+    return record
+
+
+async def _no_masks(_record: SessionRecord) -> Masks | None:
+    return None
+
+
+async def _as_asked(request: SandboxRequest, _previous: SessionRecord | None) -> SandboxRequest:
+    return request
+
+
+async def _no_change(record: SessionRecord, _asked: Network | None, _provider: Provider) -> SessionRecord:
+    return record
+
+
+async def _no_trust(_record: SessionRecord) -> bool:
+    return False
+
+
+async def _nothing_of(_box: LiveSandbox) -> None:
+    return
+
+
+class Starting:
+    """Starts the sandboxes of one server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: SessionStore,
+        workspaces: Workspaces,
+        ownership: Ownership,
+        live: LiveSandboxes,
+        providers: Mapping[str, Provider],
+    ):
+        self._settings = settings
+        self._store = store
+        self._workspaces = workspaces
+        self._ownership = ownership
+        self._providers = dict(providers)
+        self._live = live
+        self._host_memory_mb = host_memory_mb()
+        self._under_way = 0
+        self.closing = False
+        """Set when the server ends: what is being started then is taken back."""
+        self.pull: Sync = no_sync
+        self.fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]] = _as_it_is
+        """Brings a session within the limits of its policy, or refuses what was asked for."""
+        self.recipe: Callable[[SandboxRequest, SessionRecord | None], Awaitable[SandboxRequest]] = _as_asked
+        """What is asked for, as its template says; `previous` is the last session of the context."""
+        self.masks: Callable[[SessionRecord], Awaitable[Masks | None]] = _no_masks
+        """What the sandbox of a session must not reach."""
+        self.network: Callable[[SessionRecord, Network | None, Provider], Awaitable[SessionRecord]] = _no_change
+        """Gives a session the network it may have, or refuses what was asked for."""
+        self.trusting: Callable[[SessionRecord], Awaitable[bool]] = _no_trust
+        """Whether the sandbox of a session is to trust the certificates of the proxy."""
+        self.on_started: Callable[[LiveSandbox], Awaitable[None]] = _nothing_of
+        """Called when a sandbox runs and nobody uses it yet; when it raises, the start has failed."""
+        self.on_moved: Callable[[SessionRecord], Awaitable[None]] = _nothing
+        """Called when a session came from another server."""
+
+    async def start(
+        self,
+        request: SandboxRequest,
+        previous: SessionRecord | None,
+        existing: SessionRecord | None,
+        key: str | None,
+        *,
+        acts_for: str | None = None,
+        seed: Callable[[SessionRecord], Awaitable[None]] | None = None,
+    ) -> SandboxInfo:
+        """Start the sandbox of a new session, or of one that exists; leaves nothing behind when it fails. `seed` may
+        make its workspace before.
+        """
+        began = time.monotonic()
+        node = self._ownership.node
+        request = await self.recipe(request, previous)
+        record, provider = plan(
+            request, existing, key, self._settings, self._providers, node, host_memory_mb=self._host_memory_mb
+        )
+        record = replace(record, acts_for=acts_for, agent=agent_of(previous, record.template))
+        record = await self.fit(record, request.limits)
+        record = await self.network(record, request.network, provider)
+        if len(self._live) + self._under_way >= self._settings.max_sandboxes:
+            raise LimitExceeded(
+                f"{self._settings.max_sandboxes} sandboxes run already",
+                hint="terminate some, or raise CARREL_MAX_SANDBOXES",
+            )
+        if existing is not None:
+            record = replace(record, fence=(await self._ownership.take(existing)).fence)
+        moved = None
+        if previous is not None and previous.node not in {None, node}:
+            moved = await self._move(record, previous, existing)
+        self._under_way += 1
+        new = moved is not None and moved.new
+        handle: Handle | None = None
+        box: LiveSandbox | None = None
+        # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
+        writing = asyncio.ensure_future(self._write_start(record, fresh=existing is None))
+        try:
+            if seed is not None:
+                await seed(record)
+            provided = moved or await self._workspaces.provide(record, previous)
+            new = provided.new
+            late = await self._pull(record, provided.path) if record.filespace else None
+            masks = await self.masks(record)
+            if masks is not None:
+                provider.require(Capability.MASKS)
+            trusting = await self.trusting(record)
+            handle = await provider.start(launch(record, provider, provided.path, masks, trust=trusting))
+            await writing
+            await self._workspaces.recorded(record)
+            box = LiveSandbox(record, provider, handle, provided.path)
+            box.leased_until = self._ownership.deadline(began)
+            box.masks, box.has_secrets, box.trusting = masks, False, trusting
+            await self.on_started(box)
+            if self.closing:
+                raise PlatformError("the server is shutting down", hint="ask again when it is back")
+            notice = provided.notice or late or record.notice
+            state = next_state(record.state, Event.STARTED)
+            record = replace(record, state=state, handle=handle, notice=notice)
+            await self._store.update(record.id, fence=record.fence, state=state, handle=handle, notice=notice)
+            box.record = record
+            self._live.add(box)
+        except BaseException as error:
+            await asyncio.gather(writing, return_exceptions=True)
+            if box is not None:
+                box.connection.close()
+                self._live.on_end(box)
+            written = not writing.cancelled() and writing.exception() is None
+            await self._undo(record, provider, handle, new=new, written=written, error=error)
+            if isinstance(error, CarrelError) or not isinstance(error, Exception):
+                raise
+            log.exception("a sandbox could not be started")
+            raise PlatformError(f"the sandbox could not be started: {type(error).__name__}") from None
+        finally:
+            self._under_way -= 1
+        seconds = time.monotonic() - began
+        self._workspaces.metrics.started(
+            provider.name, "fresh" if previous is None or previous.forgotten else "resume", seconds
+        )
+        return record.info()
+
+    async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:
+        """Bring the workspace from another server before anything is written: until then it is that server's."""
+        owner = existing.lease_owner if existing else None
+        silent = owner not in {None, self._ownership.node}  # the lease was taken from a server that let it end
+        try:
+            moved = await self._workspaces.move(record, previous, silent=silent)
+            await self.on_moved(record)
+            return moved
+        except BaseException:
+            if silent and owner is not None:
+                await self._ownership.hand_back(record, owner)
+            elif existing is not None:
+                await self._store.update(record.id, fence=record.fence, release=True)
+            raise
+
+    async def _pull(self, record: SessionRecord, path: str) -> str | None:
+        """Bring the filespace's changes in; what the session says when its storage cannot be reached now."""
+        try:
+            await self.pull(record, path)
+        except ArchiveUnavailable as error:
+            return f"the filespace could not be synced: {error.detail}"[:2000]
+        return None
+
+    async def _write_start(self, record: SessionRecord, *, fresh: bool) -> None:
+        if fresh:
+            await self._store.insert(record, self._ownership.lease)
+        else:
+            await self._store.update(
+                record.id, changes(record), fence=record.fence, handle=None, error=None, expires_at=None
+            )
+
+    async def _undo(
+        self,
+        record: SessionRecord,
+        provider: Provider,
+        handle: Handle | None,
+        *,
+        new: bool,
+        written: bool,
+        error: BaseException,
+    ) -> None:
+        """Leave nothing of a start that failed. Each step is tried whatever becomes of the one before."""
+        try:
+            if handle is not None:
+                await provider.remove(handle)
+        except Exception:
+            log.exception("sandbox %s could not be removed after a failed start", record.id)
+        try:
+            if new or record.ephemeral:
+                await self._workspaces.discard(record)
+        except (CarrelError, OSError):
+            log.exception("the workspace of %s could not be removed after a failed start", record.id)
+        if not written:
+            return  # there is no record, or it is another server's by now
+        event = Event.TERMINATE if record.ephemeral else Event.FAIL
+        text = error.detail if isinstance(error, CarrelError) else "the start was broken off"
+        try:
+            await self._store.update(
+                record.id,
+                fence=record.fence,
+                release=True,
+                state=next_state(record.state, event),
+                handle=None,
+                error=text[:2000],
+                idempotency_key=None,
+            )
+        except CarrelError as failure:
+            log.warning("the failed start of %s could not be written down: %s", record.id, failure)

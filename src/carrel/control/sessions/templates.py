@@ -1,0 +1,256 @@
+"""Templates: named recipes that the operator keeps in a directory, or that came with carrel. Read, checked, and filled
+into what is asked for.
+
+A template is a folder with the files `template.toml`, `settings.json` and `sources.json`, each of them optional. What
+its policy means is for `policies` to say, its packages are for `template_packages`; who may use it is whoever may start
+a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import os
+import re
+import time
+from dataclasses import dataclass, field
+
+from carrel.control.operations.caller import caller
+from carrel.control.python.environment_checks import requirements_of
+from carrel.control.sessions.live import LiveSandboxes
+from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
+from carrel.identity import Scope
+from carrel.isolation.rootfs import WORKSPACE
+from carrel.models import Limits, SandboxRequest, State, TemplateInfo, TemplateList
+from carrel.policy.documents import recipes
+from carrel.policy.documents import settings as settings_document
+from carrel.policy.documents import sources as sources_document
+from carrel.policy.documents.documents import MAX_DOCUMENT
+from carrel.policy.documents.recipes import Recipe
+from carrel.policy.rules.layers import Layer, Policy
+from carrel.store import SessionRecord, SessionStore
+
+FRESH_S = 2.0
+"""How long a change of the files may stay unseen."""
+SHIPPED = os.path.join(os.path.dirname(os.path.dirname(__file__)), "templates")
+"""Those that came with carrel. One of the operator's of the same name is used instead."""
+RECIPE, SETTINGS, SOURCES = recipes.NAME, settings_document.NAME, sources_document.NAME
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+Names = list[str]
+_Marks = tuple[tuple[int, int, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template that can be used. It never changes: when its files do, there is another."""
+
+    name: str
+    recipe: Recipe = field(default_factory=Recipe)
+    layer: Layer | None = None
+    shipped: bool = False
+
+    def info(self) -> TemplateInfo:
+        """As the API shows it."""
+        recipe, layer = self.recipe, self.layer
+        return TemplateInfo(
+            name=self.name,
+            description=recipe.description,
+            provider=recipe.provider,
+            network=recipe.network,
+            limits=recipe.limits,
+            env=sorted(recipe.env),
+            labels=recipe.labels,
+            packages=recipe.packages,
+            shipped=self.shipped,
+            settings=layer is not None and layer.settings is not None,
+            sources=layer is not None and layer.sources is not None,
+        )
+
+    def fill(self, request: SandboxRequest) -> SandboxRequest:
+        """What is asked for, with the template's word on what was left open."""
+        recipe = self.recipe
+        limits = recipe.limits.model_dump(exclude_none=True) | request.limits.model_dump(exclude_none=True)
+        changes: dict[str, object] = {
+            "template": self.name,
+            "limits": Limits.model_validate(limits),
+            "env": {**recipe.env, **request.env},
+            "labels": {**recipe.labels, **request.labels},
+        }
+        if request.provider == "auto" and recipe.provider is not None:
+            changes["provider"] = recipe.provider
+        if request.network is None:
+            changes["network"] = recipe.network
+        return request.model_copy(update=changes)
+
+
+class Templates:
+    """The templates of one server. `default` is the one of sandboxes that ask for none."""
+
+    def __init__(self, directory: str, default: str | None, store: SessionStore, live: LiveSandboxes):
+        self._directory = directory
+        self._default = default
+        self._store = store
+        self._live = live
+        self._known: dict[str, tuple[Template, _Marks, float]] = {}
+
+    async def get(self, name: str) -> Template:
+        """A template by its name; `InvalidRequest` names the nearest when there is none, or why it cannot be used."""
+        known = self._known.get(name)
+        now = time.monotonic()
+        if known is not None and now - known[2] < FRESH_S:
+            return known[0]
+        template, marks = await asyncio.to_thread(self._read, name, known)
+        self._known[name] = (template, marks, now)
+        return template
+
+    async def list(self) -> TemplateList:
+        """Every template, by name; one that cannot be used says why."""
+        items = []
+        for name in await asyncio.to_thread(self._names):
+            try:
+                items.append((await self.get(name)).info())
+            except CarrelError as error:
+                items.append(TemplateInfo(name=name, error=error.detail))
+        return TemplateList(items=items)
+
+    async def of(self, name: str) -> str | None:
+        """The template of a context or a sandbox; None when it has none, or there is no such session. A context that
+        was terminated has its own still.
+        """
+        box = self._live.find(name)
+        if box is not None:
+            return box.record.template
+        record = await self._store.newest_of_context(name)
+        return None if record is None else record.template
+
+    async def meant(self, context_id: str | None, asked: str | None) -> str | None:
+        """The template that a sandbox asked for would be made by; `InvalidRequest` as `get`."""
+        kept = None if context_id is None else await self.of(context_id)
+        name = kept or asked or self._default
+        return name if name is None or name == kept else (await self.get(name)).name
+
+    async def layer(self, name: str | None) -> Layer | None:
+        """The policy of a template that something was made by; `PlatformError` when it cannot be had any more."""
+        if name is None:
+            return None
+        try:
+            return (await self.get(name)).layer
+        except InvalidRequest as error:
+            raise PlatformError(
+                f"this was made by the template '{name}', which cannot be used any more: {error.detail}",
+                field="template",
+                hint="let the operator bring the template back",
+            ) from None
+
+    async def forget(self, context_id: str) -> None:
+        """Forget the template of a context that is deleted, so that the next one of that name may have any other.
+
+        A template that brings rules stays unless an administrator deletes the context: else an agent could get rid of
+        its rules by deleting itself.
+        """
+        record = await self._store.newest_of_context(context_id)
+        if record is None or record.state is not State.TERMINATED:
+            return
+        if caller.get().identity.has(Scope.ADMINISTER) or not await self._has_rules(record.template):
+            await self._store.forget(context_id)
+
+    async def _has_rules(self, name: str | None) -> bool:
+        """Whether a template brings rules; one that cannot be read may have had some."""
+        try:
+            return await self.layer(name) is not None
+        except PlatformError:
+            return True
+
+    async def prepare(self, request: SandboxRequest, previous: SessionRecord | None) -> SandboxRequest:
+        """What is asked for, as the template says that it names or that its context has already.
+
+        A context keeps the template it was made with until it is deleted (see `forget`). For one that was terminated
+        an administrator can choose another: else whoever is held by the rules of a template could begin anew without
+        them.
+        """
+        if previous is None or previous.forgotten:
+            name = request.template or self._default
+            return request if name is None else (await self.get(name)).fill(request)
+        kept = previous.template
+        ended = previous.state is State.TERMINATED
+        if request.template is not None and request.template != kept:
+            if not (ended and caller.get().identity.has(Scope.ADMINISTER)):
+                raise Conflict(
+                    f"this context was made {'without a template' if kept is None else f'by the template {kept!r}'}",
+                    field="template",
+                    hint="leave the field out, or take another context",
+                )
+            return (await self.get(request.template)).fill(request)
+        if kept is None:
+            return request
+        await self.layer(kept)
+        if ended:
+            return (await self.get(kept)).fill(request)
+        return request.model_copy(update={"template": kept})
+
+    # reading; blocking
+
+    def _names(self) -> Names:
+        found: set[str] = set()
+        for directory in (SHIPPED, self._directory):
+            try:
+                found.update(entry.name for entry in os.scandir(directory) if entry.is_dir())
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise PlatformError(
+                    f"the templates in {directory} cannot be read: {error.strerror}", field="templates_dir"
+                ) from None
+        return sorted(name for name in found if _NAME.fullmatch(name))
+
+    def _read(self, name: str, known: tuple[Template, _Marks, float] | None) -> tuple[Template, _Marks]:
+        folders = [os.path.join(each, name) for each in (self._directory, SHIPPED)]
+        folder = next((each for each in folders if os.path.isdir(each)), None)
+        if not _NAME.fullmatch(name) or folder is None:
+            raise self._unknown(name)
+        marks = tuple(_mark(os.path.join(folder, each)) for each in (".", RECIPE, SETTINGS, SOURCES))
+        if known is not None and known[1] == marks:
+            return known[0], marks
+        recipe, settings, sources = (_text(folder, each) for each in (RECIPE, SETTINGS, SOURCES))
+        layer = None
+        if settings is not None or sources is not None:
+            where = {each: f"{name}/{each}" for each in (SETTINGS, SOURCES)}
+            layer = Layer(
+                where[SETTINGS],
+                None if settings is None else settings_document.load(settings, where[SETTINGS]),
+                None if sources is None else sources_document.load(sources, where[SOURCES]),
+                where[SOURCES],
+            )
+            Policy.of([layer], context_id="example", workspace=WORKSPACE)  # a rule that cannot be read is told of now
+        read = Recipe() if recipe is None else recipes.load(recipe, f"{name}/{RECIPE}")
+        try:
+            requirements_of(read.packages)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}/{RECIPE}: {error.detail}", field="packages", hint=error.hint) from None
+        return Template(name, read, layer, shipped=folder == folders[1]), marks
+
+    def _unknown(self, name: str) -> InvalidRequest:
+        names = self._names()
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean '{near[0]}'?" if near else f"the templates are: {', '.join(names[:20]) or 'none'}"
+        return InvalidRequest(f"there is no template '{name[:64]}'", field="template", hint=hint)
+
+
+def _mark(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _text(folder: str, name: str) -> bytes | None:
+    try:
+        with open(os.path.join(folder, name), "rb") as file:
+            return file.read(MAX_DOCUMENT + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InvalidRequest(
+            f"{os.path.join(folder, name)} cannot be read: {error.strerror}", field="template", hint="check its mode"
+        ) from None

@@ -1,0 +1,337 @@
+"""Upkeep in the background: keeps leases, watches disk use, takes checkpoints, archives, stops what is idle, has old
+workspaces deleted, prunes the audit log.
+
+Acts only through sessions and operations; decides nothing about what an agent may do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from carrel.audit import AuditLog
+from carrel.config import Settings
+from carrel.control.operations.door import SELF
+from carrel.control.operations.operations import Operations
+from carrel.control.sessions.lease_upkeep import Leasing
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.retention import Retention
+from carrel.control.sessions.sessions import Sessions
+from carrel.control.workspaces.filespaces import Filespaces
+from carrel.control.workspaces.snapshots import Snapshots
+from carrel.control.workspaces.workspaces import Workspaces
+from carrel.errors import CarrelError, Conflict
+from carrel.models import AuditPruned
+from carrel.store import SessionStore
+from carrel.workspaces.usage import max_entries, measure, verdict
+
+log = logging.getLogger("carrel.janitor")
+
+FLUSH_EVERY = 3.0
+BUSY_EVERY = 1.0
+IDLE_EVERY = 30.0
+TICK = 0.25
+COST_FACTOR = 10.0
+GIVE_UP_AFTER = 3
+IDLE_LOOK_EVERY = 15.0
+EXPIRE_EVERY = 3600.0
+CHECKPOINT_LOOK_EVERY = 15.0
+CATCH_UP_EVERY = 5.0
+PUSH_EVERY = 2.0
+DAY_S = 86_400.0
+TEND_EVERY = 1.0
+
+
+class _Watch:
+    """What the disk watch remembers of one sandbox."""
+
+    __slots__ = ("growing", "next_busy", "next_idle", "seen")
+
+    def __init__(self) -> None:
+        self.next_busy = 0.0
+        self.next_idle = 0.0
+        self.seen = 0
+        self.growing = 0
+
+
+class Janitor:
+    """The background loops of a control plane."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        leasing: Leasing,
+        operations: Operations,
+        snapshots: Snapshots,
+        filespaces: Filespaces,
+        workspaces: Workspaces,
+        retention: Retention,
+        store: SessionStore,
+        audit: AuditLog,
+        settings: Settings,
+    ):
+        self._settings = settings.sandbox
+        self._keep_days = settings.audit.keep_days
+        self._lease_s = settings.lease_s
+        self._sessions = sessions
+        self._leasing = leasing
+        self._operations = operations
+        self._snapshots = snapshots
+        self._filespaces = filespaces
+        self._workspaces = workspaces
+        self._retention = retention
+        self._store = store
+        self._audit = audit
+        self._flushed: dict[str, float] = {}
+        self._described: dict[str, tuple[int, float]] = {}
+        self._watches: dict[str, _Watch] = {}
+        self._checkpoints: dict[str, float] = {}
+        self._generations: dict[str, int | None] = {}
+        self._more: list[tuple[Callable[[], Awaitable[object]], float]] = []
+
+    def also(self, work: Callable[[], Awaitable[object]], seconds: float) -> None:
+        """Something else that is to be done every so often. Said before it runs."""
+        self._more.append((work, seconds))
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        settings = self._settings
+        loops: list[tuple[Callable[[], Awaitable[object]], float]] = [
+            (self.flush, FLUSH_EVERY),
+            (self.renew_leases, self._lease_s / 3),
+            (self.stop_idle, min(IDLE_LOOK_EVERY, settings.idle_stop_s / 4)),
+            (self.checkpoint, min(CHECKPOINT_LOOK_EVERY, settings.checkpoint_s / 4)),
+            (self.catch_up, min(CATCH_UP_EVERY, settings.checkpoint_s / 4)),
+            (self.push_filespaces, PUSH_EVERY),
+            (self.count, IDLE_EVERY),
+            (self.describe, IDLE_EVERY),
+            (self.tend, TEND_EVERY),
+            (self._retention.sweep, EXPIRE_EVERY),
+            (self.collect_garbage, EXPIRE_EVERY),
+            *self._more,
+        ]
+        if self._workspaces.driver.kernel_quota:
+            loops.append((self.read_usage, IDLE_EVERY))
+        else:
+            loops.append((self.watch_disks, TICK))
+        if self._keep_days is not None:
+            loops.append((self.prune_audit, EXPIRE_EVERY))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._once(self._retention.recall))
+            for work, seconds in loops:
+                group.create_task(self._repeat(work, seconds))
+
+    async def _once(self, work: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await work()
+        except Exception:
+            log.exception("upkeep failed")
+
+    async def _repeat(self, work: Callable[[], Awaitable[object]], seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await work()
+            except Exception:
+                log.exception("upkeep failed; it is tried again")
+
+    async def flush(self) -> None:
+        """Write the last activity of sandboxes that were used since the last time."""
+        boxes = self._sessions.live()
+        changed = {
+            box.record.id: box.last_activity
+            for box in boxes
+            if self._flushed.get(box.record.id, box.record.last_activity_at) < box.last_activity
+        }
+        await self._store.touch(changed)
+        alive = {box.record.id for box in boxes}
+        self._flushed = {key: value for key, value in (self._flushed | changed).items() if key in alive}
+
+    async def renew_leases(self) -> None:
+        """Keep what is this server's, and settle what a silent server left."""
+        await self._leasing.renew()
+        await self._leasing.settle_abandoned()
+
+    async def checkpoint(self) -> None:
+        """Put a snapshot of every workspace that changed for long enough into the archive."""
+        now = time.monotonic()
+        boxes = {box.record.id: box for box in self._sessions.live() if not box.record.ephemeral}
+        self._checkpoints = {key: self._checkpoints.get(key, now) for key in boxes}
+        self._generations = {key: self._generations.get(key) for key in boxes}
+        for key, box in boxes.items():
+            if now - self._checkpoints[key] < self._settings.checkpoint_s:
+                continue
+            self._checkpoints[key] = time.monotonic()
+            try:
+                if await self._changed(box):
+                    await self._snapshots.checkpoint(box.record)
+            except CarrelError as error:
+                log.warning("no checkpoint of sandbox %s: %s", key, error)
+                await self._sessions.note(box.record, notice=f"no checkpoint could be taken: {error.detail}"[:2000])
+
+    async def _changed(self, box: LiveSandbox) -> bool:
+        """Whether a workspace may have changed since its last checkpoint; what is asked of it counts as a change."""
+        volume = self._workspaces.volume(box.record)
+        generation = await asyncio.to_thread(self._workspaces.driver.generation, volume)
+        known = self._generations[box.record.id]
+        self._generations[box.record.id] = generation
+        if generation is not None and known is not None:
+            return generation != known
+        changed = box.changed or await self._anything_runs(box)
+        box.changed = False
+        return changed
+
+    async def catch_up(self) -> None:
+        """Archive the snapshots that are not in the archive yet."""
+        for context, notice in (await self._workspaces.keeping.catch_up()).items():
+            record = await self._store.of_context(context)
+            if record is not None and record.notice != notice:
+                await self._sessions.note(record, notice=notice)
+
+    async def push_filespaces(self) -> None:
+        """Push what operations may have changed, once nothing is under way."""
+        for box in self._sessions.live():
+            if not box.record.filespace or not box.to_push or box.in_flight or box not in self._sessions.live():
+                continue  # it may have ended while another was pushed
+            box.to_push = False
+            try:
+                await self._sessions.push(box.record, box.workspace)
+            except CarrelError as error:
+                log.warning("sandbox %s: its filespace could not be synced: %s", box.record.id, error)
+
+    async def read_usage(self) -> None:
+        """Ask the kernel what every workspace holds."""
+        for box in self._sessions.live():
+            context = box.record.context_id
+            if context is not None:
+                used = await self._workspaces.usage(box.record)
+                box.used_bytes = used.bytes
+                self._workspaces.report(box.record, used.bytes, box.last_activity)
+
+    async def describe(self) -> None:
+        """Write down what the workspaces hold that were used since the last time, in the records and in themselves."""
+        alive = {box.record.id for box in self._sessions.live()}
+        self._described = {key: value for key, value in self._described.items() if key in alive}
+        for box in self._sessions.live():
+            used, moment = box.used_bytes, box.last_activity
+            if box.record.context_id is None or used is None or self._described.get(box.record.id) == (used, moment):
+                continue
+            await self._workspaces.describe(box.record, used, moment)
+            with suppress(Conflict):  # it is another server's by now
+                await self._store.update(box.record.id, fence=box.record.fence, used_bytes=used)
+            self._described[box.record.id] = used, moment
+
+    async def count(self) -> None:
+        """Count sessions, and look how full the volume is."""
+        self._workspaces.metrics.sandboxes(await self._store.counts())
+        facts = await asyncio.to_thread(os.statvfs, self._workspaces.driver.directory)
+        capacity = facts.f_blocks * facts.f_frsize
+        self._workspaces.metrics.volume(capacity - facts.f_bfree * facts.f_frsize, capacity)
+
+    async def tend(self) -> None:
+        """Look after the storage of the volumes."""
+        await asyncio.to_thread(self._workspaces.driver.tend)
+
+    async def collect_garbage(self) -> None:
+        """Free what deleted snapshots and files of filespaces left."""
+        await asyncio.to_thread(self._workspaces.collect_garbage)
+        for box in self._sessions.live():
+            if box.record.filespace and box.record.context_id is not None:
+                await self._filespaces.collect(box.record.context_id)
+
+    async def prune_audit(self, by: str | None = None) -> AuditPruned:
+        """Remove the audit records that are older than they are to be kept; `Conflict` where they are kept for ever."""
+        if self._keep_days is None:
+            raise Conflict(
+                "this server keeps its audit log for ever",
+                field="audit.keep_days",
+                hint="let the operator set CARREL_AUDIT_KEEP_DAYS",
+            )
+        # By whole days, so that a day has one removal to tell of, however often this is called.
+        before = (time.time() - self._keep_days * DAY_S) // DAY_S * DAY_S
+        removed = await self._audit.prune(before, by)
+        if removed:
+            log.info("%d audit records of before %s were removed", removed, datetime.fromtimestamp(before, UTC))
+        return AuditPruned(before=datetime.fromtimestamp(before, UTC), records=removed)
+
+    async def stop_idle(self) -> None:
+        """Stop the sandboxes that nobody has used for long enough; what runs in one counts as use."""
+        horizon = time.time() - self._settings.idle_stop_s
+        for box in self._sessions.live():
+            if box.last_activity > horizon or box.in_flight:
+                continue
+            try:
+                if (await self._operations.health(box.record.id, SELF)).commands_running:
+                    box.last_activity = time.time()
+                    continue
+                if await self._sessions.stop_idle(box, horizon):
+                    log.info("sandbox %s was idle and is stopped", box.record.id)
+            except CarrelError as error:
+                log.warning("sandbox %s could not be stopped: %s", box.record.id, error)
+
+    async def watch_disks(self) -> None:
+        """Measure the workspaces that are due."""
+        boxes = {box.record.id: box for box in self._sessions.live()}
+        self._watches = {key: watch for key, watch in self._watches.items() if key in boxes}
+        for key, box in boxes.items():
+            disk_mb = box.record.limits.disk_mb
+            if disk_mb is None:
+                continue
+            watch = self._watches.setdefault(key, _Watch())
+            now = time.monotonic()
+            busy = box.used or box.in_flight > 0 or box.over_quota is not None
+            if now >= (watch.next_busy if busy else watch.next_idle):
+                await self._look(box, watch, disk_mb)
+
+    async def _look(self, box: LiveSandbox, watch: _Watch, disk_mb: int) -> None:
+        box.used = False
+        usage = await measure(
+            box.workspace, stop_bytes=disk_mb * 1024 * 1024 * 2, stop_entries=max_entries(disk_mb) * 2
+        )
+        if usage.bytes <= disk_mb * 1024 * 1024:  # files without a name are found only through those who hold them
+            usage = replace(usage, bytes=usage.bytes + await box.provider.held_bytes(box.handle))
+        if box.record.context_id is not None:
+            box.used_bytes = usage.bytes
+            self._workspaces.report(box.record, usage.bytes, box.last_activity)
+        now = time.monotonic()
+        watch.next_busy = now + max(BUSY_EVERY, COST_FACTOR * usage.seconds)
+        watch.next_idle = now + max(IDLE_EVERY, COST_FACTOR * usage.seconds)
+        why, before = verdict(usage, disk_mb), box.over_quota
+        box.over_quota = why
+        if why is None:
+            watch.seen = watch.growing = 0
+            if not box.used and await self._anything_runs(box):
+                box.used = True  # a command in the background writes without any operation to tell of it
+            return
+        watch.growing = watch.growing + 1 if usage.bytes + usage.entries > watch.seen else 0
+        watch.seen = usage.bytes + usage.entries
+        if why != before:  # told once, not at every look
+            log.warning("sandbox %s: %s; its commands are ended until it is not", box.record.id, why)
+        await self._end_commands(box)
+        if watch.growing > GIVE_UP_AFTER:
+            await self._sessions.stop(box.record.id, "disk", error=f"{why}, and it kept growing")
+
+    async def _anything_runs(self, box: LiveSandbox) -> bool:
+        try:
+            return (await self._operations.health(box.record.id, SELF)).state == "busy"
+        except CarrelError:
+            return True
+
+    async def _end_commands(self, box: LiveSandbox) -> None:
+        """End what runs; when it was left behind by commands that have ended, those are forgotten with it."""
+        try:
+            known = (await self._operations.list_commands(box.record.id, SELF)).items
+            ends = [command for command in known if command.running]
+            if not ends and await self._anything_runs(box):
+                ends = known
+            for command in ends:
+                await self._operations.delete_command(box.record.id, command.id, SELF)
+        except CarrelError as error:
+            log.warning("sandbox %s: its commands could not be ended: %s", box.record.id, error)
+            await self._sessions.stop(box.record.id, "disk", error="over its disk limit and not answering")

@@ -1,0 +1,1 @@
+"""The client of the supervisor: connection, frames, validation of its answers."""

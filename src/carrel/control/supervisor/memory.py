@@ -1,0 +1,43 @@
+"""Whether something was killed for want of memory. Only the provider knows: what a sandbox says of it is not asked."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from carrel.control.sessions.live import LiveSandbox
+
+MOST_KEPT = 1000
+
+
+class Ended(Protocol):
+    """A command, a call or a cell that has ended."""
+
+    @property
+    def id(self) -> str:
+        """Its name, once for each sandbox."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, if it has one."""
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that ended it."""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it was ended at its deadline."""
+
+
+async def for_memory(box: LiveSandbox, ended: Ended) -> bool:
+    """Whether the kernel has killed something of it for want of memory; the same however often it is asked."""
+    killed = ended.signal in {"SIGKILL", "KILL"} or ended.exit_code == 137  # the shell's name for it
+    if not killed or ended.timed_out:
+        return False
+    if ended.id not in box.starved:
+        count = await box.provider.out_of_memory_kills(box.handle)
+        box.starved.setdefault(ended.id, count > box.oom_kills)
+        box.oom_kills = max(count, box.oom_kills)
+        while len(box.starved) > MOST_KEPT:
+            del box.starved[next(iter(box.starved))]
+    return box.starved.get(ended.id, False)

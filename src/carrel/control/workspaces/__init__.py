@@ -1,0 +1,1 @@
+"""Snapshots, archive and filespaces of contexts; the formats are in `carrel.workspaces`."""

@@ -1,0 +1,234 @@
+"""Snapshots as operations: take, list, restore, fork, compare, export, delete. Each passes the one door.
+
+Only workspaces of a context have snapshots: an ephemeral sandbox keeps nothing. What is recorded as ready is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from carrel.control.operations.caller import caller
+from carrel.control.operations.door import Kind
+from carrel.control.operations.operations import Operations
+from carrel.control.sessions.sessions import Sessions
+from carrel.control.workspaces.stopping import context_of
+from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
+from carrel.errors import Conflict, NotFound
+from carrel.identity import Scope
+from carrel.models import FileChange, FileChanges, SandboxInfo, SandboxRequest, SnapshotInfo, SnapshotPage
+from carrel.store import SessionRecord
+from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
+
+MOST_CHANGES = 10_000
+
+Undo = Callable[[], Awaitable[None]]
+
+
+class Snapshots:
+    """The snapshots of every context of this server."""
+
+    def __init__(self, sessions: Sessions, operations: Operations, store: SnapshotStore, workspaces: Workspaces):
+        self._sessions = sessions
+        self._operations = operations
+        self._store = store
+        self._workspaces = workspaces
+        self.on_fork: Callable[[str, str, bool], Awaitable[Undo]] = _nothing
+        """Called before a fork is made, with the context it comes from, its own, and whether it gets the secrets;
+        gives what takes it back.
+        """
+        self.on_forked: Callable[[str], None] = _no_more
+        """Called with the context of a fork when it is made, or could not be."""
+
+    async def take(self, name: str, actor: str = "") -> SnapshotInfo:
+        """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
+        record, context = await self._durable(name)
+        async with self._operations.session_door("snapshot", {}, actor, record.id, context):
+            self._sessions.require_here(record)
+            return _info(await self._take(record, "request"))
+
+    async def _take(self, record: SessionRecord, reason: str) -> SnapshotRecord:
+        if not await self._workspaces.exists(context_of(record)):
+            why = f": {record.error}" if record.error else ""
+            raise Conflict(
+                f"the context '{record.context_id}' has no files on this server{why}",
+                field="id",
+                hint="start its sandbox first",
+            )
+        taken = await self._workspaces.keeping.take(record, reason)
+        await self._sessions.note(record, snapshot=taken.id)
+        return taken
+
+    async def checkpoint(self, record: SessionRecord) -> None:
+        """Take a snapshot and put it into the archive."""
+        taken = await self._take(record, "checkpoint")
+        await self._sessions.note(record, notice=await self._workspaces.keeping.settle(taken))
+
+    async def page(self, name: str, *, limit: int = 100, cursor: str | None = None, actor: str = "") -> SnapshotPage:
+        """The snapshots of a context, newest first."""
+        record, context = await self._durable(name)
+        async with self._operations.session_door("list_snapshots", {}, actor, record.id, context):
+            records, following = await self._store.page(context, limit=limit, cursor=cursor)
+            return SnapshotPage(items=[_info(record) for record in records], next=following)
+
+    async def restore(self, name: str, snapshot_id: str, actor: str = "") -> SandboxInfo:
+        """Give the workspace the snapshot's files. A running sandbox is stopped for it and started again."""
+        record, context = await self._durable(name)
+        async with self._operations.session_door("restore", {"snapshot_id": snapshot_id}, actor, record.id, context):
+            async with self._workspaces.keeping.using(snapshot_id):  # the stop takes one more, and older ones go
+                snapshot = await self._ready(snapshot_id, context)
+                async with self._sessions.stopped(record) as (held, ran):
+                    await self._workspaces.restore(held, snapshot)
+            if ran:
+                return (await self._sessions.deploy_or_resume(SandboxRequest(context_id=context)))[0]
+            return await self._sessions.get(record.id)
+
+    async def fork(
+        self, name: str, context_id: str, snapshot_id: str | None = None, actor: str = "", *, secrets: bool = True
+    ) -> SandboxInfo:
+        """A new context with the same files and settings, under an identity of its own, started at once. It gets the
+        secrets too unless `secrets` is False.
+        """
+        record, context = await self._durable(name)
+        arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
+        async with self._operations.session_door("fork", arguments, actor, record.id, context):
+            if snapshot_id is None:
+                self._sessions.require_here(record)
+                snapshot_id = (await self._take(record, "fork")).id
+            async with self._sessions.lock(f"fork {context_id}"), self._workspaces.keeping.using(snapshot_id):
+                snapshot = await self._ready(snapshot_id, context)
+                await self._sessions.require_unused(context_id)
+                undo = await self.on_fork(context, context_id, secrets)
+                try:
+                    return await self._fork(snapshot, record, context_id)
+                except BaseException:
+                    if not any(box.record.context_id == context_id for box in self._sessions.live()):
+                        await self._unmake(context_id)
+                        await undo()
+                    raise
+                finally:
+                    self.on_forked(context_id)
+
+    async def _fork(self, snapshot: SnapshotRecord, record: SessionRecord, context_id: str) -> SandboxInfo:
+        await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
+        request = SandboxRequest(
+            context_id=context_id, provider=record.provider, trust=record.trust, network=record.network,
+            limits=record.limits, env=dict(record.env), labels=dict(record.labels), filespace=record.filespace,
+            template=record.template,
+        )  # fmt: skip
+        return (await self._sessions.deploy_or_resume(request))[0]
+
+    async def _unmake(self, context_id: str) -> None:
+        """Leave nothing of a fork that failed but the record of its end. What others gave its context before it was
+        made, such as secrets, is not the fork's.
+        """
+        with suppress(NotFound):
+            await self._sessions.terminate(context_id, "the fork could not be made", snapshot=False)
+        await self._workspaces.forget(context_id)
+
+    async def diff(self, name: str, before: str, after: str, actor: str = "") -> FileChanges:
+        """What leads from one snapshot to the other."""
+        record, context = await self._durable(name)
+        async with self._operations.session_door("diff", {"before": before, "after": after}, actor, record.id, context):
+            async with self._workspaces.keeping.using(before, after):
+                first, second = await self._ready(before, context), await self._ready(after, context)
+                changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
+            items = [
+                FileChange.model_validate(
+                    {"path": change.path.decode(errors="surrogateescape"), "kind": change.kind.value}
+                )
+                for change in changes[:MOST_CHANGES]
+            ]
+            return FileChanges(items=items, truncated=len(changes) > MOST_CHANGES)
+
+    async def export(self, name: str, snapshot_id: str, actor: str = "") -> AsyncIterator[bytes]:
+        """The snapshot as a tar stream. The first piece is read at once: what is damaged is refused, not broken off."""
+        record, context = await self._durable(name)
+        pieces = self._exported(record, context, snapshot_id, actor)
+        await anext(pieces)
+        return pieces
+
+    async def _exported(
+        self, record: SessionRecord, context: str, snapshot_id: str, actor: str
+    ) -> AsyncIterator[bytes]:
+        """First nothing, once the first piece is there."""
+        arguments = {"snapshot_id": snapshot_id}
+        # A snapshot has every file: also those that the context's agent may not read.
+        kind: Kind = "session" if caller.get().identity.has(Scope.ADMINISTER) else "file"
+        door = self._operations.session_door("export", arguments, actor, record.id, context, kind=kind)
+        async with door as traffic, self._workspaces.keeping.using(snapshot_id):
+            snapshot = await self._ready(snapshot_id, context)
+            chunks = self._workspaces.stored.tar(snapshot)
+            try:
+                chunk = await asyncio.to_thread(next, chunks, None)
+                yield b""
+                while chunk is not None:
+                    traffic.gave(len(chunk))
+                    yield chunk
+                    chunk = await asyncio.to_thread(next, chunks, None)
+            finally:
+                close: Callable[[], object] | None = getattr(chunks, "close", None)
+                if close is not None:
+                    await asyncio.to_thread(close)
+
+    async def delete(self, name: str, snapshot_id: str, actor: str = "") -> None:
+        """Delete a snapshot for good."""
+        record, context = await self._durable(name)
+        arguments = {"snapshot_id": snapshot_id}
+        async with self._operations.session_door("delete_snapshot", arguments, actor, record.id, context):
+            await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
+
+    async def _durable(self, name: str) -> tuple[SessionRecord, str]:
+        record = await self._sessions.record(name)
+        if record.context_id is None:
+            raise Conflict(
+                "an ephemeral sandbox keeps nothing, so it has no snapshots",
+                field="id",
+                hint="make the sandbox with a context_id",
+            )
+        return record, record.context_id
+
+    async def _known(self, snapshot_id: str, context: str) -> SnapshotRecord:
+        record = await self._store.get(snapshot_id)
+        if record is None or record.context_id != context:
+            raise NotFound(
+                f"context '{context}' has no snapshot '{snapshot_id[:64]}'", field="snapshot_id", hint="list them first"
+            )
+        return record
+
+    async def _ready(self, snapshot_id: str, context: str) -> SnapshotRecord:
+        record = await self._known(snapshot_id, context)
+        if record.status is not SnapshotStatus.READY:
+            raise Conflict(
+                f"snapshot '{record.id}' is {record.status}", field="snapshot_id", hint="choose one that is ready"
+            )
+        return record
+
+
+def _info(record: SnapshotRecord) -> SnapshotInfo:
+    return SnapshotInfo(
+        id=record.id,
+        context_id=record.context_id,
+        status=record.status.value,
+        created_at=datetime.fromtimestamp(record.created_at, UTC),
+        parent=record.parent,
+        bytes=record.bytes,
+        new_bytes=record.new_bytes if record.new_bytes != -1 else None,
+        files=record.files if record.files != -1 else None,
+        error=record.error,
+        reason=record.reason,  # type: ignore[arg-type]  # checked by the model
+        archived=record.archived,
+    )
+
+
+def _no_more(_context: str) -> None:
+    return
+
+
+async def _nothing(_origin: str, _context: str, _secrets: bool) -> Undo:
+    async def undo() -> None:
+        return
+
+    return undo

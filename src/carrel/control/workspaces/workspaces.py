@@ -1,0 +1,369 @@
+"""The files of contexts: provided to a sandbox, brought back, moved between servers, forked, deleted.
+
+Binds the volume driver and the archive to the records. Knows nothing of sandboxes: who calls sees to it that none uses
+a workspace whose files are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from carrel.control.workspaces.stopping import AUTOMATIC, Keeping, Sync, context_of, volume_of
+from carrel.control.workspaces.stored import StoredSnapshots
+from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged
+from carrel.identity import namespace_of
+from carrel.metrics import Metrics
+from carrel.models import State, WorkspaceUsage
+from carrel.store import SessionRecord
+from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
+from carrel.workspaces.archive import Archive
+from carrel.workspaces.layout import Facts, Layout, decode, encode
+from carrel.workspaces.marks import Marks
+from carrel.workspaces.volumes import VolumeDriver, VolumeUsage
+
+log = logging.getLogger("carrel.workspaces")
+
+MB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """A workspace that is ready for a sandbox."""
+
+    path: str
+    new: bool = False
+    notice: str | None = None
+
+
+class Workspaces:
+    """The workspaces of one server."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        driver: VolumeDriver,
+        store: SnapshotStore,
+        archive: Archive,
+        node: str,
+        *,
+        ttl_days: float | None,
+        metrics: Metrics | None = None,
+    ):
+        self._layout = layout
+        self._store = store
+        self._archive = archive
+        self._ttl_days = ttl_days
+        self._marks = Marks(os.path.join(layout.cache, "marks"))
+        self.stored = StoredSnapshots(driver, archive, layout.cache)
+        self.driver = driver
+        self.node = node
+        self.metrics = metrics or Metrics()
+        self.keeping = Keeping(layout, driver, store, archive, node, self.metrics)
+
+    def volume(self, record: SessionRecord) -> str:
+        """The name of the volume of a session."""
+        return volume_of(record)
+
+    def path(self, record: SessionRecord) -> str:
+        """Where the workspace of a session lies."""
+        return self.driver.path(self.volume(record))
+
+    # for a sandbox
+
+    async def provide(self, record: SessionRecord, previous: SessionRecord | None) -> Provided:
+        """The workspace for a sandbox that is about to start: as it lies here, brought back when it is lost, or new.
+
+        `previous` is what was recorded of the context last, on this server.
+        """
+        volume = self.volume(record)
+        if await asyncio.to_thread(self.driver.exists, volume):
+            return Provided(await asyncio.to_thread(self._reopen, record, volume))
+        if previous is not None and record.context_id is not None:
+            snapshots = await self._store.all_ready(record.context_id)
+            if snapshots:
+                return await self._bring(record, snapshots)
+        return Provided(await self._make(record, volume), new=True)
+
+    async def move(self, record: SessionRecord, previous: SessionRecord, *, silent: bool) -> Provided:
+        """The workspace of a context that was on another server, from the newest snapshot.
+
+        `silent` says that the other server fell silent: what it had not archived has to be done without. What lies here
+        of an earlier time is replaced.
+        """
+        snapshots = await self._store.all_ready(context_of(record))
+        kept = previous.snapshot is not None or previous.state is State.ERROR
+        if not silent and (not self._reachable(snapshots[0]) if snapshots else kept):
+            raise Conflict(
+                f"the newest files of this context are on server '{previous.node}' and not in the archive yet",
+                field="context_id",
+                hint="ask that server, wait until it has archived them, or restore an older snapshot",
+                node=previous.node,
+            )
+        if any(self._reachable(snapshot) for snapshot in snapshots):
+            return await self._bring(record, snapshots)
+        await self.discard(record)
+        path = await self._make(record, self.volume(record))
+        words = f"server '{previous.node}' fell silent before it had archived anything of this workspace"
+        return Provided(path, new=True, notice=words if silent else None)
+
+    def _reachable(self, snapshot: SnapshotRecord) -> bool:
+        return snapshot.archived or snapshot.node in {None, self.node}
+
+    async def _make(self, record: SessionRecord, volume: str, *, whole: bool = True) -> str:
+        """A new workspace. What the filespace knew of an earlier one would look as if everything had been deleted."""
+        if record.context_id is not None:
+            await self.keeping.base.forget(record.context_id)
+        return await asyncio.to_thread(lambda: self._create(record, volume, whole=whole))
+
+    def _create(self, record: SessionRecord, volume: str, *, whole: bool) -> str:
+        if not record.ephemeral:  # a leftover of that kind is found without a mark
+            self._marks.making(volume)
+        self.driver.create(volume, cap_bytes(record))
+        path = self.driver.path(volume)
+        try:
+            self._furnish(record, path, new=True)
+        except BaseException:
+            self.driver.delete_volume(volume)
+            raise
+        if whole:
+            self._marks.whole(volume)
+        return path
+
+    async def recorded(self, record: SessionRecord) -> None:
+        """The session of a workspace that was made is written down."""
+        if not record.ephemeral:
+            await asyncio.to_thread(self._marks.clear, self.volume(record))
+
+    def _reopen(self, record: SessionRecord, volume: str) -> str:
+        cap = cap_bytes(record)
+        if self.driver.cap(volume) != cap:
+            self.driver.set_cap(volume, cap)
+        path = self.driver.path(volume)
+        self._furnish(record, path, new=False)
+        return path
+
+    def _furnish(self, record: SessionRecord, path: str, *, new: bool) -> None:
+        used = record.used_bytes or 0
+        if not new and self.driver.kernel_quota:
+            used = self.driver.usage(os.path.basename(path)).bytes
+        self._layout.furnish(path, self._facts(record, 0 if new else used, None), new=new)
+
+    def _facts(self, record: SessionRecord, used: int, last_accessed: float | None) -> Facts:
+        context = record.context_id
+        namespace = None if context is None else namespace_of(context)
+        ttl_days = 0 if record.ephemeral else self._ttl_days
+        return Facts(context, namespace, record.agent, last_accessed, ttl_days, used)
+
+    async def describe(self, record: SessionRecord, used: int, last_accessed: float) -> None:
+        """Write into a workspace and the metrics what it holds and when it was used."""
+        self.report(record, used, last_accessed)
+        facts = self._facts(record, used, last_accessed)
+        try:
+            await asyncio.to_thread(self._layout.describe, self.path(record), facts)
+        except OSError as error:  # a full workspace, or one that is just being replaced
+            log.info("the description of %s is not up to date: %s", record.context_id or record.id, error)
+
+    def report(self, record: SessionRecord, used: int, last_accessed: float) -> None:
+        """Let the metrics say what a workspace holds and when it was used."""
+        context = record.context_id
+        if context is not None:
+            namespace, agent = namespace_of(context), record.agent or ""
+            self.metrics.workspace(context, used, last_accessed, namespace=namespace, agent=agent)
+
+    async def keep(self, record: SessionRecord, push: Sync) -> tuple[SessionRecord, str | None]:
+        """Keep the files of a session whose sandbox has ended: describe, push, snapshot, archive. The record as it is
+        then, and what went wrong.
+        """
+        used = record.used_bytes
+        try:
+            used = (await self.usage(record)).bytes
+            await self.describe(record, used, record.last_activity_at)
+        except CarrelError as error:
+            log.warning("the workspace of %s could not be measured: %s", record.context_id or record.id, error)
+        snapshot, notice, failure = await self.keeping.keep(record, push)
+        return replace(record, snapshot=snapshot, notice=notice, used_bytes=used), failure
+
+    async def _bring(self, record: SessionRecord, snapshots: list[SnapshotRecord]) -> Provided:
+        """Restore the newest snapshot that is whole, and say what was passed over."""
+        volume = self.volume(record)
+        new = not await asyncio.to_thread(self.driver.exists, volume)
+        if new:  # not whole before a snapshot is in it: else the next start would take it as it is, empty
+            await self._make(record, volume, whole=False)
+        else:  # killed in the middle, it must not take an older snapshot for changes: a merge without history is safe
+            await self.keeping.base.forget(context_of(record))
+        passed: list[str] = []
+        try:
+            for snapshot in snapshots:
+                if not self._reachable(snapshot):
+                    passed.append(f"snapshot {snapshot.id} was not archived by server '{snapshot.node}'")
+                    continue
+                try:
+                    await self._restore(volume, snapshot)
+                except (SnapshotDamaged, NotFound) as error:
+                    log.warning("snapshot %s cannot be used: %s", snapshot.id, error)
+                    passed.append(f"snapshot {snapshot.id}: {error.detail}")
+                    continue
+                await self.keeping.base.set(snapshot.context_id, await self.keeping.base_of(volume, snapshot))
+                notice = f"restored from the last good snapshot {snapshot.id}; {'; '.join(passed)}"[:2000]
+                path = await asyncio.to_thread(self._reopen, record, volume)
+                await asyncio.to_thread(self._marks.whole, volume)
+                return Provided(path, new, notice if passed else None)
+            raise SnapshotDamaged(
+                f"no snapshot of this context can be restored: {'; '.join(passed)}"[:2000],
+                hint="terminate the session to begin with an empty workspace",
+            )
+        except BaseException:
+            if new:
+                await asyncio.to_thread(self.driver.delete_volume, volume)
+            raise
+
+    async def _restore(self, volume: str, snapshot: SnapshotRecord) -> None:
+        began = time.monotonic()
+        await asyncio.to_thread(self.stored.restore, snapshot, volume)
+        self.metrics.restored(time.monotonic() - began)
+
+    async def restore(self, record: SessionRecord, snapshot: SnapshotRecord) -> None:
+        """Replace the files of a workspace by a snapshot's. What the filespace knows stays: it sees them as changes."""
+        volume = self.volume(record)
+        async with self.keeping.still(context_of(record)):  # or a push would take what goes for deleted
+            if not await asyncio.to_thread(self.driver.exists, volume):
+                await self._make(record, volume, whole=False)
+            await self._restore(volume, snapshot)
+            await asyncio.to_thread(self._marks.clear, volume)
+
+    async def fork(self, snapshot: SnapshotRecord, context: str, cap: int | None) -> None:
+        """A new workspace with a snapshot's files, for a context that has none."""
+        source, target = encode(snapshot.context_id, ephemeral=False), encode(context, ephemeral=False)
+        await self.keeping.base.forget(context)
+        await asyncio.to_thread(self._marks.making, target)
+        await asyncio.to_thread(self.stored.fork, snapshot, target, cap)
+        await asyncio.to_thread(self._marks.whole, target)
+        await asyncio.to_thread(self.keeping.forked, target, source)
+
+    async def exists(self, context: str) -> bool:
+        """Whether there are files of a context here."""
+        return await asyncio.to_thread(self.driver.exists, encode(context, ephemeral=False))
+
+    async def discard(self, record: SessionRecord) -> None:
+        """Delete the files of a workspace, not its snapshots."""
+        await asyncio.to_thread(self.driver.delete_volume, self.volume(record))
+
+    async def usage(self, record: SessionRecord) -> VolumeUsage:
+        """What a workspace holds."""
+        return await asyncio.to_thread(self.driver.usage, self.volume(record))
+
+    async def report_usage(self, record: SessionRecord) -> WorkspaceUsage:
+        """The same against its cap, as the API shows it."""
+        return WorkspaceUsage(
+            context_id=record.context_id,
+            bytes=(await self.usage(record)).bytes,
+            limit_bytes=cap_bytes(record),
+            measured_at=datetime.now(UTC),
+            enforced_by="kernel" if self.driver.kernel_quota else "watch",
+        )
+
+    # keeping
+
+    async def forget(self, context: str) -> None:
+        """Delete everything of a context but its filespace: files, snapshots, archive, metrics."""
+        volume = encode(context, ephemeral=False)
+        await self._store.doom(context)  # or a half-deleted context would be brought back from what is left
+        async with self.keeping.still(context):  # or a push would take what goes for deleted
+            await asyncio.to_thread(self.driver.delete_volume, volume)
+            await self.keeping.base.forget(context)
+        while records := (await self._store.page(context, limit=100))[0]:
+            for record in records:
+                await asyncio.to_thread(self.driver.delete_snapshot, record.id)
+                await asyncio.to_thread(self.keeping.forget, record.id)
+                await self._store.delete(record.id)
+        self.metrics.forget(context)
+        try:
+            await asyncio.to_thread(self._archive.forget, volume)
+        except ArchiveUnavailable as error:
+            log.warning("the archive of context '%s' could not be deleted: %s", context, error)
+
+    async def asked_for(self, context: str) -> str | None:
+        """The newest good snapshot of a context that somebody asked for."""
+        ready = await self._store.all_ready(context)
+        return next((snapshot.id for snapshot in ready if snapshot.reason not in AUTOMATIC), None)
+
+    async def expired(self, context: str) -> bool:
+        """Whether nothing is left of a context that `expire` would delete."""
+        ready = await self._store.all_ready(context)
+        return all(snapshot.reason not in AUTOMATIC for snapshot in ready) and not await self.exists(context)
+
+    async def expire(self, context: str) -> None:
+        """Delete the files of a context and the snapshots that nobody asked for."""
+        async with self.keeping.still(context):  # or a push would take what goes for deleted
+            await asyncio.to_thread(self.driver.delete_volume, encode(context, ephemeral=False))
+            await self.keeping.base.forget(context)
+        self.metrics.forget(context)
+        for snapshot in await self._store.all_ready(context):
+            if snapshot.reason in AUTOMATIC:
+                await self.keeping.drop(snapshot)
+
+    async def contexts(self) -> list[str]:
+        """The contexts that have files here."""
+        volumes = await asyncio.to_thread(self.driver.volumes)
+        return [decode(volume) for volume in volumes if volume.startswith("ctx-")]
+
+    async def leave(self, context: str) -> None:
+        """The context is on another server now: its files here are old, its archived snapshots are elsewhere too."""
+        await asyncio.to_thread(self.driver.delete_volume, encode(context, ephemeral=False))
+        for snapshot in await self._store.all_ready(context):
+            if snapshot.archived:
+                await asyncio.to_thread(self.driver.delete_snapshot, snapshot.id)
+
+    def collect_garbage(self) -> None:
+        """Free what deleted snapshots left, here and in the archive. Blocking."""
+        self.driver.collect_garbage()
+        self._archive.collect()
+
+    # after a restart
+
+    async def recover(self, known: Callable[[str], Awaitable[bool]]) -> None:
+        """A snapshot that was being made on this server is whole, or it failed; so is a workspace.
+
+        `known` tells whether there is a session of a context.
+        """
+        await asyncio.to_thread(self._marks.prepare)
+        for volume, complete in (await asyncio.to_thread(self._marks.unfinished)).items():
+            if not complete or not await known(decode(volume)):
+                await asyncio.to_thread(self.driver.delete_volume, volume)
+            await asyncio.to_thread(self._marks.clear, volume)
+        await asyncio.to_thread(self.keeping.prepare)
+        whole = set(await asyncio.to_thread(self.driver.snapshots))
+        for record in await self._store.in_status(SnapshotStatus.CREATING):
+            if record.node not in {None, self.node}:
+                continue
+            if record.id in whole:
+                facts = await asyncio.to_thread(self.driver.facts, record.id)
+                await self._store.ready(record.id, size=facts.bytes, new_bytes=facts.new_bytes, files=facts.files)
+            else:
+                await self._store.failed(record.id, "the server ended while it was made")
+        await self.keeping.finish_deletions()
+        for record in await self._store.in_status(SnapshotStatus.FAILED):
+            if record.id in whole:  # it was given up while it was being made
+                await asyncio.to_thread(self.driver.delete_snapshot, record.id)
+
+    async def sweep(self, keep: set[str]) -> None:
+        """Remove the ephemeral workspaces that belong to no sandbox in `keep`."""
+        for volume in await asyncio.to_thread(self.driver.volumes):
+            if volume.startswith("eph-") and volume.removeprefix("eph-") not in keep:
+                try:
+                    await asyncio.to_thread(self.driver.delete_volume, volume)
+                except (CarrelError, OSError):
+                    log.exception("the workspace %s could not be removed", volume)
+
+    # what the filespace knew when a snapshot was taken
+
+
+def cap_bytes(record: SessionRecord) -> int | None:
+    """The cap of a workspace."""
+    return record.limits.disk_mb * MB if record.limits.disk_mb is not None else None

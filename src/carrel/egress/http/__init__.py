@@ -1,0 +1,1 @@
+"""Relays HTTP requests and looks into them where a rule asks for it."""

@@ -1,0 +1,104 @@
+"""What a sandbox is told: refusals in HTTP, in TLS and in SOCKS, and the page that says what this port is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from http import HTTPStatus
+
+from carrel.egress.http.heads import Header, write_response
+from carrel.egress.terms import Refused
+
+CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
+
+PROBLEM = b"application/problem+json"
+_MOST_REASON = 300
+_ACCESS_DENIED, _UNRECOGNIZED_NAME = 49, 112
+_SOCKS_FAILED, _SOCKS_DENIED, _SOCKS_UNREACHABLE = 1, 2, 4
+
+_PAGE = """\
+This is the way out of a carrel sandbox: an HTTP and SOCKS5 proxy, and a package index for pip and uv.
+
+Set it as the proxy of a program (HTTP_PROXY, HTTPS_PROXY; they are set already), and ask for the address you want.
+Every connection is decided by this agent's policy. There is nothing else at this address.
+"""
+
+
+def failed() -> Refused:
+    """What is said when carrel itself failed."""
+    return Refused("the proxy failed", code="platform_error", status=500, hint="try again in a moment", retry=True)
+
+
+def refusal(refused: Refused, *, body: bool = True) -> bytes:
+    """A refusal as a whole HTTP answer, after which the connection ends. `body` False: the answer to a HEAD."""
+    content = body_of(refused)
+    headers = [_length(content), (b"Content-Type", PROBLEM)]
+    if refused.retry:
+        headers.append((b"Retry-After", b"1"))
+    headers += [(b"Cache-Control", b"no-store"), (b"Proxy-Status", _proxy_status(refused)), (b"Connection", b"close")]
+    return write_response(refused.status, _phrase(refused), headers) + (content if body else b"")
+
+
+def body_of(refused: Refused) -> bytes:
+    """A refusal as a body: the object that every part of carrel shows, with the names of RFC 9457 that
+    uv shows to its users.
+    """
+    told = {"title": _standard(refused.status), "status": refused.status, "detail": words_of(refused)}
+    return (json.dumps({**refused.shown(), **told}) + "\n").encode()
+
+
+def words_of(refused: Refused) -> str:
+    """A refusal as one sentence, with what to do about it."""
+    return refused.reason if refused.hint is None else f"{refused.reason}: {refused.hint}"
+
+
+def page(refusals: Iterable[str] = (), *, body: bool = True) -> bytes:
+    """The answer to a request that is for nobody else, after which the connection ends. Shows the last refusals: some
+    tools do not show what they were told.
+    """
+    lines = [f"- {_plain(each)}\n" for each in refusals]
+    content = "".join((_PAGE, "\nThe last refusals:\n" if lines else "", *lines)).encode()
+    headers = [_length(content), (b"Content-Type", b"text/plain; charset=utf-8"), (b"Connection", b"close")]
+    return write_response(404, b"Not Found", headers) + (content if body else b"")
+
+
+def alert(refused: Refused) -> bytes:
+    """A refusal as the fatal TLS alert that says it best."""
+    about_name = refused.status == HTTPStatus.MISDIRECTED_REQUEST
+    return bytes((21, 3, 3, 0, 2, 2, _UNRECOGNIZED_NAME if about_name else _ACCESS_DENIED))
+
+
+def socks_code(refused: Refused) -> int:
+    """A refusal as the number that SOCKS has for it."""
+    if refused.status in (502, 504):
+        return _SOCKS_UNREACHABLE
+    return _SOCKS_DENIED if refused.status in (403, 429) else _SOCKS_FAILED
+
+
+def _length(content: bytes) -> Header:
+    return b"Content-Length", b"%d" % len(content)
+
+
+def _phrase(refused: Refused) -> bytes:
+    return f"{_standard(refused.status)} ({_plain(words_of(refused))})".encode()
+
+
+def _standard(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Refused"
+
+
+def _proxy_status(refused: Refused) -> bytes:
+    """As of RFC 9209."""
+    errors = {403: "http_request_denied", 429: "http_request_denied", 502: "destination_unavailable"}
+    errors |= {504: "connection_timeout", 500: "proxy_internal_error", 503: "proxy_internal_error"}
+    error = errors.get(refused.status, "http_request_error")
+    details = _plain(refused.reason).replace("\\", "/").replace('"', "'")
+    return f'carrel; error={error}; details="{details}"'.encode()
+
+
+def _plain(text: str) -> str:
+    """Text that can stand in one line of a head: a policy may say anything."""
+    return "".join(each if " " <= each <= "~" else "?" for each in text[:_MOST_REASON])

@@ -1,0 +1,133 @@
+"""Opens the TLS of a tunnel to a host that the policy has inspected, so that each request inside can be decided.
+
+The sandbox speaks with a certificate of its own authority; the host's certificate is verified here. What is said inside
+is `conversation`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from functools import cached_property, partial
+from weakref import WeakKeyDictionary
+
+from carrel.egress.http import answers
+from carrel.egress.http.authority import Authority, host_roots
+from carrel.egress.http.conversation import Conversation
+from carrel.egress.http.credentials import Credentials
+from carrel.egress.http.streams import Stream, accept_tls, begin_tls
+from carrel.egress.listener.sockets import IDLE_S, farewell, send
+from carrel.egress.outbound.passage import Passage
+from carrel.egress.plan import Injected
+from carrel.egress.terms import Access, Refused, Target
+from carrel.errors import InvalidRequest
+
+_MOST_FORMER = 32
+
+
+class Inspecting:
+    """`passage.Inspect`; one for the whole process."""
+
+    def __init__(self, *, roots: str | None = None, idle_s: float = IDLE_S):
+        """`roots`: authorities, as PEM, that hosts may have their certificates from beside those this machine trusts.
+        Raises `InvalidRequest` when they cannot be read.
+        """
+        if roots is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=roots)
+            except (ssl.SSLError, ValueError):
+                raise InvalidRequest(
+                    "the roots to trust cannot be read", field="roots", hint="give certificates in PEM"
+                ) from None
+        self._roots = roots
+        self._idle_s = idle_s
+        self._authorities: WeakKeyDictionary[Passage, tuple[str, Authority]] = WeakKeyDictionary()
+        self._credentials: WeakKeyDictionary[Passage, tuple[tuple[Injected, ...], Credentials]] = WeakKeyDictionary()
+
+    async def __call__(
+        self, client: socket.socket, upstream: socket.socket, target: Target, passage: Passage, tunnel: Access
+    ) -> None:
+        """Serve a tunnel to its end. Raises `Refused` when it could not even begin, `OSError` and `TimeoutError`."""
+        try:
+            context = self.authority(passage).context(target.host)
+        except Refused as refusal:
+            await send(client, answers.alert(refusal))
+            await farewell(client)
+            raise
+        loop = asyncio.get_running_loop()
+        ours: Stream | None = None
+        theirs: Stream | None = None
+        try:
+            async with asyncio.timeout(self._idle_s) as limit:
+
+                def moved() -> None:
+                    if not limit.expired():
+                        limit.reschedule(loop.time() + self._idle_s)
+
+                try:
+                    ours = await accept_tls(client, context, moved)
+                except OSError as error:
+                    raise _not_trusted(target, error) from None
+                server: Stream | Refused
+                try:
+                    server = theirs = await begin_tls(upstream, self._outward, target.host, moved)
+                except OSError as error:  # it is told inside the TLS, where the client can read it
+                    server = _no_tls(target, error)
+                credentials = partial(self.credentials, passage)
+                await Conversation(ours, server, target, passage, tunnel, credentials).serve()
+                await ours.finish()
+                await farewell(client)
+        finally:
+            for stream in (ours, theirs):
+                if stream is not None:
+                    stream.abort()
+
+    def authority(self, passage: Passage) -> Authority:
+        """The authority of a sandbox. Raises `Refused` when it has none."""
+        pem = passage.plan.authority
+        if pem is None:
+            raise Refused("the host is to be inspected, and this sandbox was made without a certificate authority")
+        known = self._authorities.get(passage)
+        if known is None or known[0] != pem:
+            known = self._authorities[passage] = (pem, Authority(pem))
+        return known[1]
+
+    def credentials(self, passage: Passage) -> Credentials:
+        """The credentials of a sandbox. Those that a change of its plan took away may still come back from a host."""
+        injected = passage.plan.injected
+        known, credentials = self._credentials.get(passage, ((), None))
+        if credentials is None or known != injected:
+            former = () if credentials is None else credentials.known[-_MOST_FORMER:]
+            credentials = Credentials(injected, former)
+            self._credentials[passage] = injected, credentials
+        return credentials
+
+    @cached_property
+    def _outward(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cadata=host_roots())
+        if self._roots is not None:
+            context.load_verify_locations(cadata=self._roots)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        return context
+
+
+def _not_trusted(target: Target, error: OSError) -> Refused:
+    said = error.reason if isinstance(error, ssl.SSLError) and error.reason else "the connection ended"
+    return Refused(
+        f"the TLS for {target} was not accepted by the client: {said.lower().replace('_', ' ')}",
+        code="tls_failed",
+        status=502,
+        hint="programs must trust the certificates in the file that SSL_CERT_FILE names",
+    )
+
+
+def _no_tls(target: Target, error: OSError) -> Refused:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        said, hint = f"its certificate is not valid: {error.verify_message}", "the operator can add roots to trust"
+    elif isinstance(error, ssl.SSLError):
+        said, hint = (error.reason or "it does not answer in TLS").lower().replace("_", " "), None
+    else:
+        said, hint = "the connection ended", None
+    return Refused(f"no TLS with {target}: {said}", code="tls_failed", status=502, hint=hint)

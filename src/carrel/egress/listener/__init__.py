@@ -1,0 +1,1 @@
+"""Accepts the connections of sandboxes: CONNECT, SOCKS, TLS hellos."""

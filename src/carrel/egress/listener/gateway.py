@@ -1,0 +1,336 @@
+"""Takes the connections of one sandbox from its listening socket, and finds out of each what it wants and for whom.
+
+The socket lives in the sandbox's own network and is its identity. Nothing that a client sends before it was checked
+reaches anybody, and a connection that fails harms no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import re
+import socket
+from contextlib import suppress
+from functools import lru_cache
+from typing import Literal
+
+from carrel.egress.http import answers, heads
+from carrel.egress.http.plain import HEAD_S, Plain, Way, authority
+from carrel.egress.listener import hello, socks
+from carrel.egress.listener.sockets import Ended, farewell, look, prepare, send, take
+from carrel.egress.listener.tunnel import copy, tunnel
+from carrel.egress.outbound.budget import Meter
+from carrel.egress.outbound.passage import Passage
+from carrel.egress.terms import Access, Refused, Target
+
+log = logging.getLogger("carrel.egress")
+
+SILENT_S = 15.0
+"""How long a client of a tunnel may take to say whom it is for."""
+ANSWER_S = 60.0
+"""How long a server may take to answer a TLS hello."""
+
+_AT_ONCE, _CLOSE_S = 128, 0.05
+_BEYOND = 64
+"""Connections above the limit that are heard, so that they can be told of it. More wait in the socket's queue."""
+_PAUSE_S = 0.2
+_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SHORT = 1024
+_ANSWER = 64  # more of a server's first words need not be seen
+_METHOD = re.compile(rb"[A-Z]{1,20}( |$)")
+
+First = Literal["socks"] | int
+"""SOCKS, or how long the head of a request is."""
+Opening = hello.Hello | int
+"""What a tunnel begins with: TLS, or a request whose head is so long."""
+
+
+class Gateway:
+    """The proxy's end of one sandbox. Owns the listening socket that it is given."""
+
+    def __init__(self, listener: socket.socket, passage: Passage):
+        listener.setblocking(False)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+        # Who connects speaks first: a connection is worth nothing before.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HEAD_S))
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        prepare()
+        self._passage = passage
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting = False
+        self._closed = False
+        self._retry: asyncio.TimerHandle | None = None
+        self._at_once = 1
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Take connections from now on."""
+        if not self._accepting and not self._closed:
+            self._accepting = True
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more connections, and give those that run so much time. Then all are ended."""
+        self._pause()
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+        self.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """End everything. What runs is cut; it is reported as soon as the loop goes on."""
+        self._pause()
+        self._closed = True
+        self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _pause(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._accepting:
+            self._accepting = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    # connections
+
+    def _accept(self) -> None:
+        """Take the connections that wait. One at a time while they come one by one; when they come faster than they
+        end, more and more at once, or the socket's queue would run over.
+        """
+        now = self._loop.time()
+        self._at_once = min(_AT_ONCE, self._at_once * 2) if self._tasks and now - self._last < _CLOSE_S else 1
+        self._last = now
+        for _ in range(self._at_once):
+            if not self._accept_one():
+                return
+
+    def _accept_one(self) -> bool:
+        if len(self._tasks) >= self._passage.budget.connections + _BEYOND:
+            self._pause()  # goes on when one has ended
+            return False
+        try:
+            client, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError as error:
+            self._pause()
+            log.warning("sandbox %s: no connection can be taken: %s", self._passage.plan.sandbox, error)
+            if error.errno in _SCARCE:
+                self._retry = self._loop.call_later(_PAUSE_S, self.start)
+            return False
+        task = self._loop.create_task(self._serve(client))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return True
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._retry is None:
+            self.start()
+
+    async def _serve(self, client: socket.socket) -> None:
+        try:
+            client.setblocking(False)
+            await self._converse(client)
+        except (ConnectionError, TimeoutError):
+            pass  # the client is gone, or says nothing
+        except Exception:
+            log.exception("sandbox %s: a connection failed", self._passage.plan.sandbox)
+        finally:
+            client.close()
+
+    async def _converse(self, client: socket.socket) -> None:
+        try:
+            first: First = await look(client, _first, heads.MOST, HEAD_S)
+        except Refused as refusal:
+            self._passage.refuse(Access(self._passage.plan.sandbox, "http"), refusal)
+            await _tell(client, answers.refusal(refusal))
+            return
+        if first == "socks":
+            await self._by_socks(client)
+            return
+        head = take(client, first)
+        if head.startswith(b"CONNECT "):
+            await self._by_connect(client, head)
+        else:
+            await Plain(client, self._passage).serve(head)
+
+    async def _by_connect(self, client: socket.socket, head: bytes) -> None:
+        access = Access(self._passage.plan.sandbox, "connect", method="CONNECT")
+        try:
+            target = _connect_target(head)
+        except Refused as refusal:
+            self._passage.refuse(access, refusal)
+            await _tell(client, answers.refusal(refusal))
+            return
+        await self._tunnel(client, access, target)
+
+    async def _by_socks(self, client: socket.socket) -> None:
+        access = Access(self._passage.plan.sandbox, "socks5")
+        size, open_ = await look(client, socks.read_greeting, socks.MOST, HEAD_S)
+        take(client, size)
+        if not open_:
+            await _tell(client, socks.NO_METHOD)
+            return
+        await send(client, socks.NO_AUTHENTICATION)
+        order = await look(client, socks.read_order, socks.MOST, HEAD_S)
+        take(client, order.size)
+        if order.target is not None:
+            await self._tunnel(client, access, order.target)
+        elif order.refusal is not None:
+            self._passage.refuse(access, order.refusal)
+            await _tell(client, socks.reply(order.code))
+
+    # tunnels
+
+    async def _tunnel(self, client: socket.socket, access: Access, target: Target) -> None:
+        by_socks = access.protocol == "socks5"
+        try:
+            upstream = await self._open(access, target)
+        except Refused as refusal:
+            said = socks.reply(answers.socks_code(refusal)) if by_socks else answers.refusal(refusal)
+            await _tell(client, said)
+            return
+        try:
+            await send(client, socks.reply(0) if by_socks else answers.CONNECTED)
+            await self._through(client, upstream, access, target)
+        except Refused as refusal:
+            self._passage.close(access, refusal)
+            upstream.close()
+            await farewell(client)
+        except BaseException as error:
+            self._passage.close(access, error)
+            raise
+        finally:
+            upstream.close()
+            self._passage.close(access)
+
+    async def _open(self, access: Access, target: Target) -> socket.socket:
+        try:
+            return await self._passage.open(access, target)
+        except (Refused, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("sandbox %s: a connection could not be made", self._passage.plan.sandbox)
+            raise answers.failed() from None
+
+    async def _through(self, client: socket.socket, upstream: socket.socket, access: Access, target: Target) -> None:
+        """Lead a tunnel on, once the client has said inside it whom it is for. Who is refused has been told."""
+        passage = self._passage
+        inspected = passage.rules.inspected(target)
+        if not inspected and passage.rules.opaque(target):
+            await tunnel(client, upstream, passage.meter(access))
+            return
+        try:
+            greeting = await self._greeting(client, target)
+            if isinstance(greeting, hello.Hello) and inspected and passage.inspect is None:
+                raise Refused(f"{target.host} is to be inspected, and nothing here can do so")
+            if isinstance(greeting, hello.Hello) and not inspected:
+                await self._begin(client, upstream, target, greeting, passage.meter(access))
+        except Refused as refusal:
+            with suppress(OSError):
+                await send(client, answers.alert(refusal))
+            raise
+        if isinstance(greeting, int):
+            way = Way(target, upstream, access, passage.meter(access))
+            await Plain(client, passage, way).serve(take(client, greeting))
+        elif inspected and passage.inspect is not None:
+            access.inspected = True
+            await passage.inspect(client, upstream, target, passage, access)
+        else:
+            await tunnel(client, upstream, passage.meter(access))
+
+    async def _greeting(self, client: socket.socket, target: Target) -> Opening:
+        """What the client begins with: a TLS hello, which is for the target, or a request in the clear."""
+        try:
+            found: Opening = await look(client, _opening, hello.MOST, SILENT_S, later=True)
+        except TimeoutError:
+            raise _unnamed(target, "says nothing") from None
+        except hello.NotTls:
+            raise _unnamed(target, "speaks neither TLS nor HTTP") from None
+        if not isinstance(found, int):
+            _check(found, target)
+        return found
+
+    async def _begin(
+        self, client: socket.socket, upstream: socket.socket, target: Target, first: hello.Hello, meter: Meter
+    ) -> None:
+        """Send on a hello that was checked, and nothing behind it before the server has answered: it may ask for
+        another hello, and goes by the name in that. The second is checked as the first was.
+        """
+        meter.sent(first.size)
+        await send(upstream, take(client, first.size))
+        try:
+            asking = await look(upstream, hello.wants_another, _ANSWER, ANSWER_S, later=True)
+        except Ended:
+            return  # without a word, which the tunnel passes on
+        if not asking:
+            return
+        await copy(upstream, client, meter.received, most=asking)
+        try:
+            _check(await look(client, hello.read_second, hello.MOST, SILENT_S, later=True), target)
+        except TimeoutError:
+            raise _unnamed(target, "says nothing") from None
+
+
+def _first(data: bytes) -> First | None:
+    return "socks" if data[0] == socks.VERSION else heads.end_of(data)
+
+
+def _opening(data: bytes) -> Opening | None:
+    """What a tunnel begins with. Raises `NotTls` for all that is neither TLS nor HTTP, and `Malformed`."""
+    method = _METHOD.match(data)
+    if method is None:
+        return hello.read_hello(data)
+    return heads.end_of(data) if method[1] else None
+
+
+def _check(found: hello.Hello, target: Target) -> None:
+    """Raises `Refused` when a hello is not for the target, or does not say whom it is for."""
+    if found.encrypted:
+        raise _unnamed(target, "encrypts the name it is for")
+    if target.literal is None and found.name is None:
+        raise _unnamed(target, "has no name in its TLS hello")
+    if found.name != (None if target.literal is not None else target.host):
+        raise Refused(
+            f"the tunnel is for {target}, and the TLS inside it is for {found.name}",
+            status=421,
+            hint="open a tunnel for each host",
+        )
+
+
+def _connect_target(head: bytes) -> Target:
+    """Whom a CONNECT is for. Raises `Refused`."""
+    return _known_target(head) if len(head) <= _SHORT else _read_target(head)
+
+
+def _read_target(head: bytes) -> Target:
+    request = heads.read_request(head)
+    target = authority(request.target, None)
+    for host in request.all(b"host"):
+        if authority(host, target.port) != target:
+            raise Refused("CONNECT and its Host header name different hosts", code="bad_request", status=400)
+    return target
+
+
+# A program opens many tunnels with the same head.
+_known_target = lru_cache(1024)(_read_target)
+
+
+def _unnamed(target: Target, what: str) -> Refused:
+    return Refused(
+        f"the connection to {target} {what}, so that nobody can tell whom it is for",
+        hint="the operator can name the host in web_access.opaque_domains",
+    )
+
+
+async def _tell(client: socket.socket, words: bytes) -> None:
+    """The last words."""
+    with suppress(OSError, Ended):
+        await send(client, words)
+        await farewell(client)

@@ -1,0 +1,236 @@
+"""Reads a TLS ClientHello, strictly and within bounds: whom it is for, and whether it says so openly.
+
+Stricter than servers are: what two programs could read differently is refused. Keeps nothing between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from carrel.egress.outbound.names import read_host
+from carrel.egress.terms import Refused
+
+MOST = 64 * 1024
+"""The most bytes a hello may take, with the headers of its records."""
+
+_CHANGE_CIPHER, _HANDSHAKE, _DATA = 20, 22, 23
+_CLIENT_HELLO, _SERVER_HELLO = 1, 2
+_MAX_RECORD = 1 << 14
+_SERVER_NAME, _PROTOCOLS, _PRE_SHARED_KEY, _EARLY_DATA = 0, 16, 41, 42
+_ENCRYPTED = frozenset({0xFE0D, 0xFD00, 0xFFCE})
+"""Encrypted ClientHello, its inner marker, and its forerunner. A made-up one (GREASE) looks the same from outside."""
+
+_AGAIN = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
+"""What stands for the random number in a server's hello that asks for another of the client (RFC 8446, 4.1.3)."""
+
+
+class NotTls(Refused):
+    """The bytes are not those of TLS."""
+
+    def __init__(self) -> None:
+        super().__init__("the connection does not begin with TLS", code="bad_request", status=400)
+
+
+class Malformed(Refused):
+    """It begins as TLS does, and is not a hello that can be trusted to mean one thing."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the TLS hello is not valid: {reason}", code="bad_request", status=400)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a ClientHello says. `name` is the server's name, None when there is none; `encrypted`: there may be another
+    name inside that nobody on the way can read; `early`: data of the first request comes along.
+    """
+
+    name: str | None
+    encrypted: bool
+    protocols: tuple[str, ...] = ()
+    early: bool = False
+    size: int = field(default=0, compare=False)
+    """How many bytes it takes, with the headers of its records."""
+
+
+def read_hello(data: bytes | memoryview) -> Hello | None:
+    """The hello that the bytes begin with; None when more bytes are needed. Raises `NotTls` or `Malformed`."""
+    found = _message(memoryview(data))
+    return None if found is None else _hello(_Reader(found[0]), found[1])
+
+
+def wants_another(data: bytes) -> int | None:
+    """How long the record is in which a server, whose first bytes these are, asks for another hello: it then goes by
+    the name in that one. 0 when it does not ask; None when more bytes are needed. Raises `Malformed`.
+    """
+    if data[0] != _HANDSHAKE:
+        return 0
+    if len(data) < 6:
+        return None
+    if data[5] != _SERVER_HELLO:
+        return 0
+    size = int.from_bytes(data[3:5], "big")
+    if size < 38:
+        raise Malformed("the server's is cut into too small pieces")
+    if len(data) < 43:
+        return None
+    return 5 + size if data[11:43] == _AGAIN else 0
+
+
+def read_second(data: bytes) -> Hello | None:
+    """The hello that a client sends when it was asked for another; None when more bytes are needed. Before it may come
+    a change of ciphers, which means nothing, and data that was sent too early. Raises `NotTls` or `Malformed`.
+    """
+    at = 0
+    while data[at : at + 1] in (bytes((_CHANGE_CIPHER,)), bytes((_DATA,))):
+        if len(data) < at + 5:
+            return None
+        at += 5 + int.from_bytes(data[at + 3 : at + 5], "big")
+    if at > MOST:
+        raise Malformed("too much comes before it")
+    return read_hello(data[at:]) if at < len(data) else None
+
+
+def _message(data: memoryview) -> tuple[bytes, int] | None:
+    """The body of the first handshake message, put together from its records, and how many bytes those take."""
+    found = bytearray()
+    at = 0
+    while True:
+        head = data[at : at + 5]
+        _check_head(head, first=at == 0)
+        if len(head) < 5:
+            break
+        size = int.from_bytes(head[3:5], "big")
+        if not 0 < size <= _MAX_RECORD:
+            raise Malformed("a record is empty or too long")
+        declared = len(found) + size
+        found += data[at + 5 : at + 5 + size]
+        if found and found[0] != _CLIENT_HELLO:
+            raise Malformed("the first message is not a hello")
+        at += 5 + size
+        if len(found) >= 4:
+            wanted = 4 + int.from_bytes(found[1:4], "big")
+            if max(wanted, at) > MOST:
+                raise Malformed("it is too long")
+            if declared > wanted:
+                raise Malformed("another message follows in the same record")
+            if len(found) == wanted:
+                return bytes(found[4:]), at
+        if at >= len(data):
+            break
+    if len(data) >= MOST:
+        raise Malformed("it is too long")
+    return None
+
+
+def _check_head(head: memoryview, *, first: bool) -> None:
+    """Check as much of a record's head as there is."""
+    if first and head and head[0] & 0x80:
+        if len(head) >= 3 and head[2] == _CLIENT_HELLO:
+            raise Malformed("it is of SSL 2")
+        if len(head) >= 3:
+            raise NotTls
+    elif head and head[0] != _HANDSHAKE:
+        raise NotTls if first else Malformed("another kind of record comes before its end")
+    elif len(head) >= 2 and head[1] != 3:
+        raise NotTls if first else Malformed("a record is of no version of TLS")
+    elif len(head) >= 3 and head[2] > 4:
+        raise Malformed("a record is of no version of TLS")
+
+
+class _Reader:
+    """Takes bytes off the front. Raises `Malformed` when there are too few."""
+
+    def __init__(self, data: bytes):
+        self._data = data
+        self._at = 0
+
+    def take(self, count: int) -> bytes:
+        taken = self._data[self._at : self._at + count]
+        if len(taken) < count:
+            raise Malformed("it ends too early")
+        self._at += count
+        return taken
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "big")
+
+    def vector(self, width: int) -> _Reader:
+        return _Reader(self.take(self.number(width)))
+
+    def __len__(self) -> int:
+        return len(self._data) - self._at
+
+
+def _hello(body: _Reader, size: int) -> Hello:
+    if body.number(2) >> 8 != 3:
+        raise Malformed("it is of no version of TLS")
+    body.take(32)
+    if len(body.vector(1)) > 32:
+        raise Malformed("the session's id is too long")
+    suites = body.vector(2)
+    if len(suites) < 2 or len(suites) % 2:
+        raise Malformed("the list of ciphers is broken")
+    compressions = body.vector(1)
+    if 0 not in compressions.take(len(compressions)):
+        raise Malformed("it does not offer to go without compression")
+    name: str | None = None
+    protocols: tuple[str, ...] = ()
+    encrypted = early = False
+    for kind, content in _extensions(body):
+        if kind == _SERVER_NAME:
+            name = _server_name(content)
+        elif kind == _PROTOCOLS:
+            protocols = _protocols(content)
+        elif kind in _ENCRYPTED:
+            encrypted = True
+        elif kind == _EARLY_DATA:
+            early = True
+    return Hello(name, encrypted, protocols, early, size)
+
+
+def _extensions(body: _Reader) -> Iterator[tuple[int, _Reader]]:
+    if not len(body):
+        return
+    extensions = body.vector(2)
+    if len(body):
+        raise Malformed("bytes follow its end")
+    seen: set[int] = set()
+    while len(extensions):
+        kind = extensions.number(2)
+        if kind in seen:
+            raise Malformed("an extension is there twice")
+        if _PRE_SHARED_KEY in seen:
+            raise Malformed("an extension follows the one that must be the last")
+        seen.add(kind)
+        yield kind, extensions.vector(2)
+
+
+def _server_name(content: _Reader) -> str:
+    names = content.vector(2)
+    if len(content):
+        raise Malformed("bytes follow the server's name")
+    kind = names.number(1)
+    text = names.vector(2)
+    if kind != 0 or len(names):
+        raise Malformed("it must hold one server name")
+    try:
+        target = read_host(text.take(len(text)), 443)
+    except Refused as error:
+        raise Malformed(error.reason) from None
+    if target.literal is not None:
+        raise Malformed("the server's name is an address")
+    return target.host
+
+
+def _protocols(content: _Reader) -> tuple[str, ...]:
+    names = content.vector(2)
+    if len(content) or not len(names):
+        raise Malformed("the list of protocols is broken")
+    found = []
+    while len(names):
+        name = names.vector(1)
+        if not len(name):
+            raise Malformed("the name of a protocol is empty")
+        found.append(name.take(len(name)).decode("latin-1"))
+    return tuple(found)

@@ -1,0 +1,249 @@
+"""Bytes between two sockets, both ways or one: as fast as a process can, within bounds of memory, counted.
+
+Looks at no byte. Works on raw non-blocking sockets and closes neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from carrel.egress.listener.sockets import IDLE_S, Ended
+from carrel.egress.outbound.budget import Meter
+from carrel.egress.terms import Refused
+
+SIZE = 256 * 1024
+BIG = 1 << 20
+"""A flow that has moved so much goes on through a pipe, which the kernel fills and empties without a copy: measured,
+half the processor time of a buffer. For a short flow, making the pipe costs more than it saves.
+"""
+MOST_PIPES = 64
+"""More would use up what the kernel lends an ordinary user; flows beyond go on with the buffer."""
+
+_PIPE = 1 << 20
+_SPLICE = 1 | 2  # move pages rather than copy; do not wait
+
+# One for all: it is filled and emptied without a wait in between.
+_buffer = memoryview(bytearray(SIZE))
+_pipes: set[_Pipe] = set()
+
+
+class _Pipe:
+    """Where the kernel keeps bytes that are on their way."""
+
+    def __init__(self) -> None:
+        self.out, self.into = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.fcntl(self.into, fcntl.F_SETPIPE_SZ, _PIPE)
+        except BaseException:
+            self.close()
+            raise
+        _pipes.add(self)
+
+    def close(self) -> None:
+        _pipes.discard(self)
+        os.close(self.out)
+        os.close(self.into)
+
+
+class _Flow:
+    """Bytes from a socket to another, until the source ends, or `most` of them have gone.
+
+    `ended` is then called once: with the source's end or failure, or with None when all that was wanted has gone.
+    """
+
+    def __init__(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        count: Callable[[int], None],
+        ended: Callable[[_Flow, Exception | None], None],
+        most: int | None = None,
+    ):
+        self._loop = asyncio.get_running_loop()
+        self._source, self.sink = source, sink
+        self._count = count
+        self._ended = ended
+        self._left = most
+        self._rest = memoryview(b"")
+        self._until_big = BIG
+        self._pipe: _Pipe | None = None
+        self._piped = 0
+        self._writing = False
+        self._reading = True
+        self.last = self._loop.time()
+        """When something moved."""
+        self._loop.add_reader(source.fileno(), self._pump)
+
+    def stop(self) -> None:
+        """Move nothing any more."""
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._source.fileno())
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self.sink.fileno())
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+    def _pump(self) -> None:
+        try:
+            if self._until_big <= 0 and self._pipe is None:
+                self._grow()
+            size = self._take()
+            if not size:
+                self._end(None if self._left is None else Ended("the source has ended too early"))
+                return
+            self.last = self._loop.time()
+            self._count(size)
+            if self._left is not None:
+                self._left -= size
+            if not self._give():
+                self._rest = memoryview(bytes(self._rest))
+                self._wait_for_sink()
+            elif self._left == 0:
+                self._end(None)
+        except BlockingIOError:
+            return
+        except (OSError, Refused) as error:
+            self._end(error)
+
+    def _take(self) -> int:
+        """How much has come from the source."""
+        if self._pipe is None:
+            size = self._source.recv_into(_buffer, SIZE if self._left is None else min(SIZE, self._left))
+            self._rest = _buffer[:size]
+            self._until_big -= size
+        else:
+            most = _PIPE if self._left is None else min(_PIPE, self._left)
+            size = self._piped = os.splice(self._source.fileno(), self._pipe.into, most, flags=_SPLICE)
+        return size
+
+    def _give(self) -> bool:
+        """Whether the sink has taken everything."""
+        try:
+            if self._pipe is None:
+                self._rest = self._rest[self.sink.send(self._rest) :]
+            else:
+                self._piped -= os.splice(self._pipe.out, self.sink.fileno(), self._piped, flags=_SPLICE)
+        except BlockingIOError:
+            return False
+        return not self._rest and not self._piped
+
+    def _grow(self) -> None:
+        self._until_big = BIG
+        if len(_pipes) < MOST_PIPES:
+            with suppress(OSError):  # there is none to be had: the buffer does as well, and later there may be one
+                self._pipe = _Pipe()
+
+    def _wait_for_sink(self) -> None:
+        self._reading, self._writing = False, True
+        self._loop.remove_reader(self._source.fileno())
+        self._loop.add_writer(self.sink.fileno(), self._flush)
+
+    def _flush(self) -> None:
+        try:
+            done = self._give()
+        except OSError as error:
+            self._end(error)
+            return
+        self.last = self._loop.time()
+        if not done:
+            return
+        self._writing = False
+        self._loop.remove_writer(self.sink.fileno())
+        if self._left == 0:
+            self._end(None)
+        else:
+            self._reading = True
+            self._loop.add_reader(self._source.fileno(), self._pump)
+
+    def _end(self, error: Exception | None) -> None:
+        self.stop()
+        self._ended(self, error)
+
+
+class _Watch:
+    """Waits until flows have ended, one has failed, or nothing has moved for too long."""
+
+    def __init__(self, idle_s: float, *, pass_on: bool):
+        self._loop = asyncio.get_running_loop()
+        self._idle_s = idle_s
+        self._pass_on = pass_on
+        self._flows: list[_Flow] = []
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._running = 0
+
+    def add(
+        self, source: socket.socket, sink: socket.socket, count: Callable[[int], None], most: int | None = None
+    ) -> None:
+        """Begin a flow."""
+        self._running += 1
+        self._flows.append(_Flow(source, sink, count, self._ended, most))
+
+    async def wait(self) -> None:
+        """Until it is over. Raises what went wrong."""
+        timer = self._loop.call_later(self._idle_s, self._tick)
+        self._timer = timer
+        try:
+            await self._done
+        finally:
+            self._timer.cancel()
+            for flow in self._flows:
+                flow.stop()
+
+    def _tick(self) -> None:
+        left = max(flow.last for flow in self._flows) + self._idle_s - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._tick)
+        elif not self._done.done():
+            self._done.set_exception(TimeoutError("nothing has moved for too long"))
+
+    def _ended(self, flow: _Flow, error: Exception | None) -> None:
+        if self._done.done():
+            return
+        if isinstance(error, ConnectionError) and self._pass_on and self._running < len(self._flows):
+            error = None  # who has ended may no longer care what the other still says
+        if error is not None:
+            self._done.set_exception(error)
+            return
+        if self._pass_on:
+            with suppress(OSError):
+                flow.sink.shutdown(socket.SHUT_WR)
+        self._running -= 1
+        if not self._running:
+            self._done.set_result(None)
+
+
+async def copy(
+    source: socket.socket,
+    sink: socket.socket,
+    count: Callable[[int], None],
+    *,
+    most: int | None = None,
+    idle_s: float = IDLE_S,
+) -> None:
+    """Bytes one way: `most` of them, or to the source's end. Raises `Ended` when it comes too early, `OSError`,
+    `TimeoutError` or, from `count`, `Refused`.
+    """
+    if most == 0:
+        return
+    watch = _Watch(idle_s, pass_on=False)
+    watch.add(source, sink, count, most)
+    await watch.wait()
+
+
+async def tunnel(client: socket.socket, upstream: socket.socket, meter: Meter, *, idle_s: float = IDLE_S) -> None:
+    """Bytes both ways until both have ended; the end of one is passed on, and the other may go on.
+
+    Raises as `copy` does.
+    """
+    watch = _Watch(idle_s, pass_on=True)
+    watch.add(client, upstream, meter.sent)
+    watch.add(upstream, client, meter.received)
+    await watch.wait()

@@ -1,0 +1,1 @@
+"""Writes down every outbound connection."""

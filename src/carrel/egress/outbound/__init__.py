@@ -1,0 +1,1 @@
+"""Decides where a connection may go, looks names up and dials."""

@@ -1,0 +1,333 @@
+"""What the connections of one sandbox share: its plan, its rules, its budget, and the one way a connection is opened.
+
+Nothing is dialled here that was not decided, looked up once, checked address by address, and told to the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import Protocol
+
+from carrel.egress.http import answers
+from carrel.egress.index.front import Front
+from carrel.egress.index.packages import InstallBudget, Packages
+from carrel.egress.outbound.budget import Budget, Meter
+from carrel.egress.outbound.rules import Rules
+from carrel.egress.plan import Index, Plan
+from carrel.egress.terms import Access, Address, Ask, Dial, Refused, Report, Resolve, Said, Target
+from carrel.isolation.sandbox import WAY_OUT_PORT
+from carrel.policy.rules import addresses
+
+_MOST_REMEMBERED = 4096
+_MOST_REFUSALS = 10
+
+
+class Inspect(Protocol):
+    """Opens the TLS of a tunnel and looks at each request."""
+
+    async def __call__(
+        self, client: socket.socket, upstream: socket.socket, target: Target, passage: Passage, tunnel: Access
+    ) -> None:
+        """Serve the tunnel to its end. Every byte the client sent after its CONNECT is still unread in `client`, and
+        the name in its ClientHello was checked. Closes neither socket.
+        """
+
+
+@dataclass(slots=True)
+class _Running:
+    access: Access
+    task: asyncio.Task[object] | None
+    entered: bool
+
+
+class Passage:
+    """The way out of one sandbox."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        resolve: Resolve,
+        dial: Dial,
+        ask: Ask,
+        report: Report,
+        front: Front | None = None,
+        inspect: Inspect | None = None,
+        own_port: int = WAY_OUT_PORT,
+    ):
+        self.plan = plan
+        self.rules = _rules(plan)
+        self.budget = Budget(self.rules.limits)
+        self.report = report
+        self.front = front
+        self.inspect = inspect
+        self._resolve = resolve
+        self._dial = dial
+        self._ask = ask
+        self._own_port = own_port
+        self._installs = InstallBudget()
+        self._running: dict[int, _Running] = {}
+        self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
+        """The last ones, in words, for whoever asks inside the sandbox."""
+        self._remembered: dict[tuple[str, int, Address | None], Said] = {}
+
+    async def open(self, access: Access, target: Target) -> socket.socket:
+        """A connection to the target, non-blocking and owned by the caller, who calls `close` once it has ended.
+
+        The access is reported, also one that is refused, which is closed at once. Raises `Refused`. A later policy
+        that denies the target cancels the task that called this.
+        """
+        access.target = target
+        try:
+            self.budget.enter()
+        except Refused as refusal:
+            self.refuse(access, refusal)
+            raise
+        try:
+            found = await self._decide(access, target)
+        except BaseException as error:
+            self.budget.leave()
+            self.refuse(access, error)
+            raise
+        access.address = str(found[0]) if found else None  # the log tells where it is going before it goes
+        self._begin(access, entered=True)
+        try:
+            return await self._dial(target, found, access)
+        except BaseException as error:
+            self.close(access, error)
+            raise
+
+    async def again(self, access: Access, target: Target, before: Access) -> None:
+        """One more request over a connection that `before` opened to the same target: decided by itself, and reported
+        as `open` does, but nothing is looked up or dialled. It counts as a connection, unless `before` still does.
+        Raises `Refused`.
+        """
+        access.target, access.address, access.upstream = target, before.address, before.upstream
+        entering, rules = id(before) not in self._running, self.rules
+        try:
+            self.budget.enter() if entering else self.budget.count()
+        except Refused as refusal:
+            self.refuse(access, refusal)
+            raise
+        try:
+            await self._consent(access, target, self._said(target))
+            if before.address is not None:
+                said = self._said(target, ip_address(before.address))
+                if said.verdict == "deny":
+                    await self._consent(access, target, said)
+            self._check_change(access, rules)
+        except BaseException as error:
+            if entering:
+                self.budget.leave()
+            self.refuse(access, error)
+            raise
+        self._begin(access, entered=entering)
+
+    async def within(self, access: Access, target: Target, tunnel: Access) -> None:
+        """A request inside a tunnel to the target, as `again`. A person who was asked for the tunnel, or for a request
+        in it, is not asked for the next one.
+        """
+        asks = self._said(target).verdict == "ask"
+        if asks and tunnel.said.rule is None:
+            access.target, access.address, access.upstream = target, tunnel.address, tunnel.upstream
+            access.said = tunnel.said
+            self.begin(access)
+            return
+        await self.again(access, target, tunnel)
+        if asks:
+            tunnel.said = access.said
+
+    def begin(self, access: Access) -> None:
+        """Report an access that somebody else allowed, and that needs no connection of its own. Raises `Refused`."""
+        try:
+            self.budget.count()
+        except Refused as refusal:
+            self.refuse(access, refusal)
+            raise
+        self._begin(access, entered=False)
+
+    def refuse(self, access: Access, error: BaseException) -> None:
+        """Report an access that does not happen. `open` and `again` do so themselves."""
+        access.result = _code(error)
+        if isinstance(error, Refused) and not (access.said.verdict == "deny" and access.said.reason):
+            access.said = _denied(error)
+        if isinstance(error, Refused):
+            self.refusals.append(f"{access.target or 'a request'}: {answers.words_of(error)}")
+        access.ended = time.time()
+        unwritten = self.budget.write_refusal()
+        if unwritten is None:
+            return
+        if unwritten:
+            more = f"{access.said.reason} (and {unwritten} more refusals before it)"
+            access.said = replace(access.said, reason=more)
+        with suppress(Refused):  # what cannot be written down is refused, as this is
+            self.report.opened(access)
+            self.report.closed(access)
+
+    def close(self, access: Access, error: BaseException | None = None) -> None:
+        """The access has ended, perhaps because something went wrong. Does nothing for one that is not running."""
+        running = self._running.pop(id(access), None)
+        if running is None:
+            return
+        if running.entered:
+            self.budget.leave()
+        if error is not None and access.result == "ok":
+            access.result = _code(error)
+            if isinstance(error, Refused) and error.status in (403, 421, 429):
+                access.said = _denied(error)
+        access.ended = time.time()
+        self.report.closed(access)
+
+    def meter(self, access: Access) -> Meter:
+        """Counts the bytes of an access that was opened."""
+        most = None if access.target is None else self.rules.most_received(access.target)
+        return Meter(access, self.budget, most)
+
+    def packages(self) -> Packages:
+        """What the sandbox may install, and from where."""
+        rules = self.rules.packages
+        if rules.registries is None:
+            indexes = self.plan.indexes
+        else:
+            indexes = tuple(Index(each.name, each.url, each.trusted) for each in rules.registries)
+        return Packages(indexes, rules.blocked, rules.allowed, rules.max_install_bytes, rules.enabled, self._installs)
+
+    def change(self, plan: Plan) -> None:
+        """Another policy holds from now on. What runs and would not be let out by it as it is, is cut."""
+        before = self.rules
+        self.plan, self.rules = plan, _rules(plan)
+        self._remembered.clear()
+        self.budget.change(self.rules.limits)
+        for running in list(self._running.values()):
+            said = self._still(running.access, before)
+            if said.verdict == "deny" and running.task is not None:
+                if running.access.result == "ok":
+                    running.access.result = "denied_by_policy"
+                running.access.said = said
+                running.task.cancel()
+
+    def _still(self, access: Access, before: Rules) -> Said:
+        """What is said now of an access that `before` let out."""
+        target = access.target
+        if target is None:
+            return access.said
+        said = self._said(target)
+        # What a person allowed goes on without a rule. In a tunnel that is looked into, the next request asks.
+        asks = access.protocol == "http" or not access.inspected
+        if said.verdict == "ask" and access.said.rule is not None and asks:
+            return replace(said, verdict="deny")
+        if said.verdict != "deny" and not access.inspected and _newly_seen(target, before, self.rules):
+            return Said("deny", f"what is said to {target.host} is looked at from now on", hint="connect again")
+        if said.verdict != "deny" and access.address is not None:
+            return self._said(target, ip_address(access.address))
+        return said
+
+    # deciding
+
+    def _said(self, target: Target, address: Address | None = None) -> Said:
+        """What the rules say of a target, or of an address found for it. They say the same until they change."""
+        key = (target.host, target.port, address)
+        said = self._remembered.get(key)
+        if said is None:
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            said = self.rules.decide(target) if address is None else self.rules.check_address(target, address)
+            self._remembered[key] = said
+        return said
+
+    async def _decide(self, access: Access, target: Target) -> Sequence[Address]:
+        """The addresses to dial, every one of them checked. Notes in the access what was said."""
+        rules = self.rules
+        said = access.said = self._said(target)
+        if said.verdict != "allow":
+            await self._consent(access, target, said)
+        asked = said.verdict == "ask"
+        found = (target.literal,) if target.literal is not None else await self._look_up(target)
+        if found is None:
+            self._check_change(access, rules)
+            return ()
+        if not found:
+            raise Refused(f"{target.host} has no address", code="unreachable", status=502)
+        for address in found:
+            if target.port == self._own_port:
+                self._check_own(access, target, address)
+            said = self._said(target, address)
+            if said.verdict == "deny" or (said.verdict == "ask" and not asked):
+                await self._consent(access, target, said)
+                asked = True
+        self._check_change(access, rules, found)
+        return found
+
+    async def _look_up(self, target: Target) -> Sequence[Address] | None:
+        """The addresses of a name; None where an upstream proxy looks names up, and the operator relies on it."""
+        if self.plan.upstreams and all(each.remote_names for each in self.plan.upstreams):
+            return None
+        return await self._resolve(target.host)
+
+    async def _consent(self, access: Access, target: Target, said: Said) -> None:
+        access.said = said
+        if said.verdict == "ask":
+            access.said = await self._ask(self.plan.sandbox, target, said)
+        if access.said.verdict != "allow":
+            raise Refused.by(access.said)
+
+    def _check_change(self, access: Access, before: Rules, found: Sequence[Address] = ()) -> None:
+        """Raises `Refused` for what would not be let out by a policy that came while it was decided by `before`."""
+        if self.rules is before or access.target is None:
+            return
+        target = access.target
+        for said in (self._still(access, before), *(self._said(target, each) for each in found)):
+            if said.verdict == "deny":
+                access.said = said
+                raise Refused.by(said)
+
+    def _check_own(self, access: Access, target: Target, address: Address) -> None:
+        """The proxy is no target of its own: with one request, a sandbox could use up all it has. For the targets with
+        its port.
+        """
+        meant = addresses.plain(address)
+        if meant.is_loopback or meant.is_unspecified:
+            hint = "connect to loopback directly, without the proxy"
+            access.said = Said("deny", f"{target} is the proxy itself", hint=hint)
+            raise Refused.by(access.said)
+
+    def _begin(self, access: Access, *, entered: bool) -> None:
+        try:
+            self.report.opened(access)
+        except BaseException:
+            if entered:
+                self.budget.leave()
+            raise
+        self._running[id(access)] = _Running(access, asyncio.current_task(), entered)
+
+
+def _rules(plan: Plan) -> Rules:
+    return Rules(plan.policy(), indexes=plan.indexes, internet=plan.internet, registries=plan.registries)
+
+
+def _newly_seen(target: Target, before: Rules, now: Rules) -> bool:
+    """Whether what a host sends is to be looked at and was not before: it could send a credential back."""
+    return (now.inspected(target) and not before.inspected(target)) or (
+        now.credited(target) and not before.credited(target)
+    )
+
+
+def _denied(error: Refused) -> Said:
+    return Said("deny", error.reason, error.rule, error.source, error.hint, error.approval)
+
+
+def _code(error: BaseException) -> str:
+    if isinstance(error, Refused):
+        return error.code
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    if isinstance(error, TimeoutError):
+        return "timed_out"
+    return "reset" if isinstance(error, OSError) else "platform_error"

@@ -1,0 +1,160 @@
+"""What a sandbox's policy says of a connection. It is never allowed because nobody said anything: then it asks.
+
+Pure, and quick enough to be asked for every connection: the policy is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from carrel.egress.plan import HostRegistry, Index
+from carrel.egress.terms import Address, Said, Target
+from carrel.policy.documents.sources import PackageManager, Registry, Sources, WebAccess
+from carrel.policy.rules.layers import Policy
+from carrel.policy.rules.packages import normalised
+from carrel.policy.rules.reach import Domains, Reach
+from carrel.policy.rules.remarks import Remark
+
+MB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers of all layers together, the least of each; None where nobody says any."""
+
+    connections: int | None = None
+    per_minute: int | None = None
+    download_bytes: int | None = None
+    upload_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackageRules:
+    """What all layers together say of the packages of pip and uv. Names are as indexes compare them."""
+
+    enabled: bool = True
+    registries: tuple[Registry, ...] | None = None
+    """The only ones, as the highest layer orders them; None: nobody names any."""
+    blocked: frozenset[str] = frozenset()
+    allowed: frozenset[str] | None = None
+    max_install_bytes: int | None = None
+
+
+class Rules:
+    """The rules of one sandbox."""
+
+    limits: Limits
+    packages: PackageRules
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        indexes: Sequence[Index] = (),
+        internet: bool = False,
+        registries: Sequence[HostRegistry] = (),
+    ):
+        """`indexes` are those the front uses where the policy names none. With `internet`, what the policy does not
+        speak of is allowed where it is public. `registries` are those of the host's other package managers.
+        """
+        sources = [each for _, each in policy.sources]
+        webs = [each.web_access for each in sources if each.web_access is not None]
+        self.limits = _limits(webs)
+        self.packages = _packages(sources)
+        own = [] if self.packages.registries is not None else [each.url for each in indexes]
+        places = [(each.manager, each.host, each.port) for each in registries]
+        self._reach = Reach(policy, indexes=own, internet=internet, registries=places)
+        self._opaque = _Named(each.opaque_domains for each in webs)
+        self._inspected = _Named(each.inspected_domains for each in webs)
+        self._credited = frozenset(each.host for web in webs for each in web.credentials)
+        clone = policy.limits.max_clone_size_mb
+        self._most_cloned = None if clone is None else clone * MB
+
+    def decide(self, target: Target) -> Said:
+        """What is said of a name or an address, and a port."""
+        remark = self._reach.host(target.host, target.port)
+        if remark is not None:
+            return _said(remark)
+        return Said("ask", f"no rule allows or denies connecting to {target}", hint="a person can approve it")
+
+    def check_address(self, target: Target, address: Address) -> Said:
+        """What is said of an address that was found for a target; it is asked after `decide`."""
+        return _said(self._reach.address(address, target.port, target.host))
+
+    def opaque(self, target: Target) -> bool:
+        """Whether a connection need not say in TLS or HTTP whom it is for."""
+        return self._opaque.has(target)
+
+    def inspected(self, target: Target) -> bool:
+        """Whether TLS is opened: the policy says so, or a credential is put in for the host."""
+        return self.credited(target) or self._inspected.has(target)
+
+    def credited(self, target: Target) -> bool:
+        """Whether a credential is put into requests to the host."""
+        return target.host in self._credited
+
+    def most_received(self, target: Target) -> int | None:
+        """How many bytes one connection may bring; None: as many as it likes."""
+        if self._most_cloned is None or not self._reach.remote(target.host, literal=target.literal is not None):
+            return None
+        return self._most_cloned
+
+
+class _Named:
+    """Hosts that some layer names, and every layer that has the key."""
+
+    def __init__(self, lists: Iterable[Sequence[str] | None]):
+        self._layers = [Domains(each) for each in lists if each is not None]
+
+    def has(self, target: Target) -> bool:
+        """Whether they name a target's host."""
+        literal = target.literal is not None
+        return bool(self._layers) and all(each.find(target.host, literal=literal) for each in self._layers)
+
+
+def _said(remark: Remark) -> Said:
+    return Said(remark.verdict, remark.reason, remark.rule, remark.source, remark.hint)
+
+
+def _least(numbers: Iterable[int | None], unit: int = 1) -> int | None:
+    return min((number * unit for number in numbers if number is not None), default=None)
+
+
+def _limits(webs: Sequence[WebAccess]) -> Limits:
+    return Limits(
+        _least(each.max_connections for each in webs),
+        _least(each.max_connections_per_minute for each in webs),
+        _least((each.max_download_mb for each in webs), MB),
+        _least((each.max_upload_mb for each in webs), MB),
+    )
+
+
+def _packages(sources: Sequence[Sources]) -> PackageRules:
+    """The front cannot tell pip from uv, so what is said of one holds for the other."""
+    layers = [_managers(each) for each in sources]
+    every = [each for layer in layers for each in layer]
+    allowed = [frozenset(map(normalised, each.allowed_packages)) for each in every if each.allowed_packages is not None]
+    return PackageRules(
+        all(any(each.enabled for each in layer) for layer in layers if layer),
+        _registries([each.registries for each in every if each.registries is not None]),
+        frozenset(normalised(name) for each in every for name in each.blocked_packages),
+        frozenset.intersection(*allowed) if allowed else None,
+        _least((each.max_install_size_mb for each in every), MB),
+    )
+
+
+def _managers(sources: Sources) -> list[PackageManager]:
+    managers = sources.package_managers
+    return [each for each in (managers.pip, managers.uv) if each is not None]
+
+
+def _registries(lists: Sequence[Sequence[Registry]]) -> tuple[Registry, ...] | None:
+    if not lists:
+        return None
+    trusted = [{each.url.rstrip("/"): each.trusted for each in registries} for registries in lists]
+    return tuple(
+        each.model_copy(update={"trusted": all(known[each.url.rstrip("/")] for known in trusted)})
+        for each in lists[0]
+        if all(each.url.rstrip("/") in known for known in trusted)
+    )

@@ -1,0 +1,329 @@
+"""Connections to the outside: straight to an address that was checked, or through one of the operator's proxies.
+
+Decides nothing: what is dialled here was allowed. Once a sandbox has upstreams, nothing of it goes out directly. Their
+URLs and credentials are in no error and no log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from carrel.egress.listener.handshakes import (
+    Doubtful,
+    Failed,
+    Unreached,
+    Way,
+    connect_by_http,
+    connect_by_socks,
+    greet_by_http,
+    greet_by_socks,
+    read_way,
+)
+from carrel.egress.listener.sockets import connect
+from carrel.egress.plan import Upstream
+from carrel.egress.terms import Access, Address, Refused, Target
+
+MOST_ADDRESSES = 4
+"""Addresses of one target that are tried."""
+
+_NEXT_S = 0.25  # until the next address is tried beside one that does not answer (RFC 8305)
+_REACH_S = 3.0  # for an upstream to take a connection: it is near, and the next one waits
+_KEPT_S = 30.0  # for the addresses of an upstream
+_WANTED_S = 120.0  # after its last use an upstream is still checked
+_PAUSE_S = 1.0  # between two looks, however many doubts there are
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+
+
+# directly
+
+
+async def dial_directly(
+    target: Target, addresses: Sequence[Address], access: Access, *, timeout_s: float = 10.0
+) -> socket.socket:
+    """A connection to the first of the checked addresses that answers; `terms.Dial`."""
+    try:
+        if len(addresses) == 1:
+            address = addresses[0]
+            connected = await connect(address, target.port, timeout_s)
+        else:
+            async with asyncio.timeout(timeout_s):
+                connected, address = await _race(addresses, target.port)
+    except TimeoutError:
+        raise Refused(f"{target} does not answer", code="timed_out", status=504, retry=True) from None
+    except OSError as error:
+        raise Refused(f"{target} cannot be reached: {_words(error)}", code="unreachable", status=502) from None
+    access.address = str(address)
+    return connected
+
+
+async def _race(addresses: Sequence[Address], port: int) -> tuple[socket.socket, Address]:
+    """The first that connects. Each gets a head start; one that fails hands on at once."""
+    waiting = list(addresses[:MOST_ADDRESSES])
+    if not waiting:
+        raise OSError(errno.EHOSTUNREACH, "no address")
+    if len(waiting) == 1:
+        return await connect(waiting[0], port), waiting[0]
+    failure: OSError | None = None
+    running: dict[asyncio.Task[socket.socket], Address] = {}
+    try:
+        while waiting or running:
+            if waiting:
+                address = waiting.pop(0)
+                running[asyncio.create_task(connect(address, port))] = address
+            done, _ = await asyncio.wait(
+                running, timeout=_NEXT_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                address = running.pop(task)
+                if task.exception() is None:
+                    return task.result(), address
+                failure = _failure(task)
+    finally:
+        for task in running:
+            task.cancel()
+            task.add_done_callback(_drop)
+    assert failure is not None
+    raise failure
+
+
+def _drop(task: asyncio.Task[socket.socket]) -> None:
+    """What came second is not wanted; nobody waits for it."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
+
+
+def _failure(task: asyncio.Task[socket.socket]) -> OSError:
+    error = task.exception()
+    return error if isinstance(error, OSError) else OSError(errno.EIO, "the connection failed")
+
+
+def _words(error: OSError) -> str:
+    return os.strerror(error.errno).lower() if error.errno else "the connection failed"
+
+
+# through upstreams
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of an upstream."""
+
+    way: Way
+    wanted: float = 0.0
+    failures: int = 0
+    again: float = 0.0
+    """When it may be tried again, while it is down."""
+    addresses: tuple[Address, ...] = ()
+    looked_up: float = -_KEPT_S
+
+
+class Health:
+    """Which upstreams work: told by every dial, and looked at while somebody uses them. One for the whole process.
+
+    An upstream is down only when it cannot be reached or makes no sense by itself, never because of what a sandbox
+    asked it for: else one sandbox could take it from the others. Where that is not clear, it is looked at at once.
+    """
+
+    def __init__(self, *, every_s: float = 15.0):
+        self._every_s = every_s
+        self._states: dict[Upstream, _State] = {}
+        self._doubted: set[Upstream] = set()
+        self._doubt = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look from now on at upstreams that are in use."""
+        self._task = self._task or asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Look no more."""
+        if (task := self._task) is not None:
+            self._task = None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def works(self, upstream: Upstream) -> bool:
+        """Whether it is worth a try: it is not down, or has been down long enough."""
+        state = self._states.get(upstream)
+        return state is None or not state.failures or time.monotonic() >= state.again
+
+    def failed(self, upstream: Upstream) -> None:
+        """It does not work. Each time, it is left alone for longer."""
+        state, now = self._state(upstream), time.monotonic()
+        if state.failures and now < state.again:
+            return  # several found out at once
+        state.again = now + min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(state.failures, 10))
+        state.failures += 1
+        state.looked_up = -_KEPT_S
+
+    def worked(self, upstream: Upstream) -> None:
+        """It works."""
+        self._state(upstream).failures = 0
+
+    def doubt(self, upstream: Upstream) -> None:
+        """Look at it now."""
+        self._doubted.add(upstream)
+        self._doubt.set()
+
+    async def reach(self, upstream: Upstream) -> socket.socket:
+        """A connection to the upstream itself. Raises `OSError`, which is noted."""
+        state = self._state(upstream)
+        try:
+            async with asyncio.timeout(_REACH_S):
+                if time.monotonic() >= state.looked_up + _KEPT_S:
+                    state.addresses = await _look_up(state.way.host)
+                    state.looked_up = time.monotonic()
+                connection, _ = await _race(state.addresses, state.way.port)
+        except OSError:  # a TimeoutError too
+            self.failed(upstream)
+            raise
+        return connection
+
+    def way(self, upstream: Upstream) -> Way:
+        """Its URL, read; from now on it is in use."""
+        state = self._state(upstream)
+        state.wanted = time.monotonic()
+        return state.way
+
+    def _state(self, upstream: Upstream) -> _State:
+        state = self._states.get(upstream)
+        if state is None:
+            state = self._states[upstream] = _State(read_way(upstream))
+        return state
+
+    async def _watch(self) -> None:
+        due = time.monotonic() + self._every_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due - time.monotonic()):
+                    await self._doubt.wait()
+            self._doubt.clear()
+            checked, self._doubted = self._doubted, set()
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._every_s
+                self._forget()
+                checked |= self._states.keys()
+            async with asyncio.TaskGroup() as group:
+                for upstream in checked:
+                    group.create_task(self._check(upstream))
+            await asyncio.sleep(min(_PAUSE_S, self._every_s))
+
+    def _forget(self) -> None:
+        recently = time.monotonic() - _WANTED_S
+        for upstream in [each for each, state in self._states.items() if state.wanted < recently]:
+            del self._states[upstream]
+
+    async def _check(self, upstream: Upstream) -> None:
+        """Connect and greet; nothing goes out behind the proxy."""
+        state = self._state(upstream)
+        greet: Callable[[socket.socket, Way], Awaitable[object]]
+        greet = greet_by_socks if state.way.socks else greet_by_http
+        try:
+            with await self.reach(upstream) as connection:
+                async with asyncio.timeout(_REACH_S):
+                    await greet(connection, state.way)
+        except (OSError, Failed):
+            self.failed(upstream)
+        else:
+            self.worked(upstream)
+
+
+async def _look_up(host: str) -> tuple[Address, ...]:
+    """The addresses of an upstream. It is the operator's, so it may be anywhere. Raises `OSError`."""
+    try:
+        return (ip_address(host),)
+    except ValueError:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            raise OSError(errno.EHOSTUNREACH, "no host can have this name") from None
+        return tuple(dict.fromkeys(ip_address(str(each[4][0]).partition("%")[0]) for each in found))
+
+
+class Upstreams:
+    """Dials through the first upstream of a list that works, directly when there is none in the list; `terms.Dial`. One
+    for each sandbox.
+    """
+
+    def __init__(self, upstreams: Sequence[Upstream], health: Health, *, timeout_s: float = 10.0):
+        """Raises `InvalidRequest` for a URL that cannot be read."""
+        self._health = health
+        self._timeout_s = timeout_s
+        self.change(upstreams)
+
+    def change(self, upstreams: Sequence[Upstream]) -> None:
+        """Others are to be gone through from now on. Raises as making one does, and then changes nothing."""
+        for upstream in upstreams:
+            read_way(upstream)
+        self._upstreams = tuple(upstreams)
+
+    async def __call__(self, target: Target, addresses: Sequence[Address], access: Access) -> socket.socket:
+        """A connection to the target. What an upstream's rules refuse is not tried at the next one."""
+        if not self._upstreams:
+            return await dial_directly(target, addresses, access, timeout_s=self._timeout_s)
+        unreached: list[str] = []
+        for upstream in self._upstreams:
+            self._health.way(upstream)  # those that are down are in use, too
+        for upstream in filter(self._health.works, self._upstreams):
+            access.upstream, access.address = upstream.name, None
+            try:
+                return await self._through(upstream, target, addresses, access)
+            except (Failed, OSError):
+                continue
+            except Doubtful:
+                unreached.append(f"'{upstream.name}' does not answer")
+            except Unreached as error:
+                unreached.append(f"'{upstream.name}' says {error}")
+        if unreached:
+            said = "; ".join(unreached)
+            raise Refused(f"{target} cannot be reached by upstream proxy: {said}", code="unreachable", status=502)
+        names = ", ".join(f"'{upstream.name}'" for upstream in self._upstreams)
+        raise Refused(
+            f"no upstream proxy works: {names}",
+            code="upstream_unavailable",
+            status=502,
+            hint="try again later; connections never go around the upstream proxies",
+            retry=True,
+        )
+
+    async def _through(
+        self, upstream: Upstream, target: Target, addresses: Sequence[Address], access: Access
+    ) -> socket.socket:
+        named = upstream.remote_names and target.literal is None
+        hosts = [target.host] if named else [str(address) for address in addresses[:MOST_ADDRESSES]]
+        error = Unreached("it was given no address")
+        for host in hosts:
+            try:
+                connection = await self._ask(upstream, host, target.port)
+            except Unreached as said:
+                error = said
+                continue
+            access.address = None if named else host
+            return connection
+        raise error
+
+    async def _ask(self, upstream: Upstream, host: str, port: int) -> socket.socket:
+        way = self._health.way(upstream)
+        connect = connect_by_socks if way.socks else connect_by_http
+        connection = await self._health.reach(upstream)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connect(connection, way, host, port)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError | Failed):
+                self._health.doubt(upstream)
+                raise Doubtful from None
+            if isinstance(error, Unreached | Refused):
+                self._health.worked(upstream)
+            raise
+        self._health.worked(upstream)
+        return connection

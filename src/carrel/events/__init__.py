@@ -1,5 +1,0 @@
-"""What happens, told to whoever listens, with every secret taken out first. Decides nothing."""
-
-from carrel.events.redact import Redactor, StreamRedactor
-
-__all__ = ["Redactor", "StreamRedactor"]

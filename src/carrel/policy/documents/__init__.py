@@ -1,0 +1,1 @@
+"""The policy documents people write: settings, sources, templates."""

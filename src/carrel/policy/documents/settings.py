@@ -1,0 +1,55 @@
+"""`settings.json`: which operations are allowed and which are denied. Everything else asks."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from carrel.policy.documents import documents
+from carrel.policy.documents.documents import Part
+
+NAME = "settings.json"
+MOST_RULES = 100_000
+MAX_RULE = 4096
+
+
+class Permissions(Part):
+    """The two lists of rules."""
+
+    allow: tuple[str, ...] = Field(
+        default=(), strict=False, max_length=MOST_RULES, description="what may be done without asking"
+    )
+    deny: tuple[str, ...] = Field(
+        default=(), strict=False, max_length=MOST_RULES, description="what is always refused; beats `allow`"
+    )
+
+    @field_validator("allow", "deny")
+    @classmethod
+    def _short(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
+        for index, rule in enumerate(rules):
+            if len(rule) > MAX_RULE:
+                raise ValueError(f"rule {index} is longer than {MAX_RULE} characters")
+        return rules
+
+
+class Settings(Part):
+    """A settings document."""
+
+    context_workspace: str = Field(
+        default="/workspace/${CONTEXT_ID}",
+        max_length=4096,
+        description="where the workspace of a context is; `${WORKSPACE}` in rules stands for it, and `${CONTEXT_ID}` "
+        "for the context",
+    )
+    permissions: Permissions = Field(default_factory=Permissions, description="the rules")
+
+    @field_validator("context_workspace")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not value.startswith("/") or "\0" in value:
+            raise ValueError("it must be an absolute path")
+        return value
+
+
+def load(text: str | bytes, source: str = NAME) -> Settings:
+    """Read a settings document. Rules are read when a policy is made of it."""
+    return documents.load(text, Settings, source)

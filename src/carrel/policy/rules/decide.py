@@ -1,0 +1,258 @@
+"""Decides: what a policy says of a command, a file, a host or a tool, and why.
+
+Deny beats allow, neither means ask, and of the parts of an operation the strictest answer counts. Pure: what it needs
+to know of files is given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from carrel.policy.documents.sources import Sources
+from carrel.policy.rules import packages, remotes
+from carrel.policy.rules.layers import Policy
+from carrel.policy.rules.packages import ReadFile
+from carrel.policy.rules.reach import Reach
+from carrel.policy.rules.remarks import Answer, Remark, strictest, strictness
+from carrel.policy.rules.rules import Kind, Rule, behind_options, match_words
+from carrel.policy.rules.variables import changes_what_runs
+from carrel.policy.shell import interpreters
+from carrel.policy.shell.arguments import Argument, Unknown
+from carrel.policy.shell.effort import SPARE_STEPS, Effort, TooComplex, size_of
+from carrel.policy.shell.findings import Command, FileUse, HostUse, normal
+from carrel.policy.shell.reader import find
+from carrel.policy.shell.syntax import Dialect
+
+Operation = Literal["read", "write", "delete"]
+
+STEPS_PER_RULE = 20
+"""How many more steps a decision may take for each rule of the policy."""
+LONGEST_PATH, LONGEST_HOST = 4096, 255
+"""Longer ones mean nothing to the kernel or to DNS; a decision about one would take long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One thing an operation would do, and what was said of it."""
+
+    kind: Kind
+    text: str
+    verdict: Answer
+    reason: str
+    rule: str | None = None
+    source: str | None = None
+    hint: str | None = None
+    via: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer for a whole operation: that of its strictest part, and all parts."""
+
+    verdict: Answer
+    reason: str = ""
+    rule: str | None = None
+    source: str | None = None
+    hint: str | None = None
+    parts: tuple[Decided, ...] = ()
+
+
+ALLOWED = Verdict("allow")
+
+
+def decide_shell(
+    policy: Policy,
+    command: str | Sequence[str],
+    *,
+    cwd: str | None = None,
+    dialect: Dialect = "bash",
+    read_file: ReadFile | None = None,
+) -> Verdict:
+    """What the policy says of a shell text, or of a program with its arguments.
+
+    `cwd` is where it runs, the workspace by default. `read_file` gives the text of requirements files.
+    """
+    if not policy.governed and not policy.sources:
+        return ALLOWED
+    found = find(command, dialect=dialect, cwd=cwd or policy.workspace)
+    reading = None if read_file is None else packages.sparingly(read_file)
+    effort = Effort(size_of(command), spare=SPARE_STEPS + STEPS_PER_RULE * policy.size)
+    shown = command if isinstance(command, str) else " ".join(command)
+    parts: list[Decided] = []
+    try:
+        parts += (_command(policy, each, reading, effort) for each in found.commands)
+        parts += (_file_use(policy, each, effort) for each in found.files)
+        if found.hosts:
+            reach = Reach(policy)
+            parts += (_host_use(policy, each, reach, effort) for each in found.hosts)
+    except TooComplex as reason:
+        parts.append(Decided("shell", shown[:200], "ask", f"the command is too complex to decide: {reason}"))
+    if policy.governed:
+        parts += [Decided("shell", shown[:200], "ask", reason) for reason in found.asks]
+    return _whole(parts)
+
+
+def decide_file(policy: Policy, operation: Operation, path: str) -> Verdict:
+    """What the policy says of reading, writing or deleting an absolute path of the sandbox."""
+    if not policy.governed:
+        return ALLOWED
+    return _whole([_file(policy, operation, normal(path))])
+
+
+def decide_tree(policy: Policy, operation: Operation, path: str, *, surely: bool = False) -> Verdict:
+    """What the policy says of reading or deleting a folder with all that is in it, or of what may be one.
+
+    A deny rule for something in it denies the whole; one that only may mean something in it asks, unless only what is
+    `surely` meant counts.
+    """
+    if not policy.governed:
+        return ALLOWED
+    place = normal(path)
+    parts, hint = [_file(policy, operation, place)], "take what is in it one by one, without that"
+    for rule in policy.deny.files_of(operation):
+        if rule.path is None or not rule.path.matches_below(place):
+            continue
+        within = rule.path.fixed == place or rule.path.fixed.startswith(f"{place.rstrip('/')}/")
+        if within or not surely:
+            reason = f"{rule.text} denies {'' if within else 'perhaps '}something in {place[:200]}"
+            answer: Answer = "deny" if within else "ask"
+            parts.append(Decided("file", f"{operation} {place}", answer, reason, rule.text, rule.source, hint))
+    return _whole(parts)
+
+
+def decide_network(policy: Policy, host: str, port: int | None = None) -> Verdict:
+    """What the policy says of a connection to a host."""
+    if not policy.governed and not policy.sources:
+        return ALLOWED
+    return _whole([_host(policy, Reach(policy), host, port)])
+
+
+def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
+    """What the policy says of calling a tool of an MCP server."""
+    if not policy.governed:
+        return ALLOWED
+    remark = _by_rules(
+        _first(policy.deny.mcp(server, tool)), _first(policy.allow.mcp(server, tool)), f"the tool {server}:{tool}"
+    )
+    return _whole([_decided("mcp", f"{server}:{tool}", remark)])
+
+
+def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
+    """What the policy says of the variables a command is given: some decide what it runs."""
+    if not policy.governed:
+        return ALLOWED
+    reason = "the variable {} changes what commands run"
+    parts = [Decided("shell", name, "ask", reason.format(name)) for name in names if changes_what_runs(name)]
+    return _whole(parts)
+
+
+# --- parts
+
+
+def _whole(parts: Sequence[Decided]) -> Verdict:
+    worst = max(parts, key=lambda part: strictness(part.verdict), default=None)
+    if worst is None:
+        return ALLOWED
+    return Verdict(worst.verdict, worst.reason, worst.rule, worst.source, worst.hint, tuple(parts))
+
+
+def _decided(kind: Kind, text: str, remark: Remark, via: tuple[str, ...] = ()) -> Decided:
+    return Decided(kind, text, remark.verdict, remark.reason, remark.rule, remark.source, remark.hint, via)
+
+
+def _first(rules: Iterable[Rule]) -> Rule | None:
+    return min(rules, key=lambda rule: rule.order, default=None)
+
+
+def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Remark:
+    if denied is not None:
+        return Remark("deny", f"{what} is denied for this agent", denied.text, denied.source)
+    if allowed is not None:
+        return Remark("allow", f"{what} is allowed", allowed.text, allowed.source)
+    return Remark("ask", f"no rule allows or denies {what}", hint="a person can approve it")
+
+
+def _command(policy: Policy, command: Command, read_file: ReadFile | None, effort: Effort) -> Decided:
+    argv = command.arguments
+    remarks: list[Remark] = []
+    if policy.governed:
+        remarks.append(_by_shell_rules(policy, argv, effort))
+    for name, sources in policy.sources:
+        effort.spend(len(argv) * _length(sources))
+        remarks += packages.judge(sources, argv, name, read_file)
+        remarks += remotes.judge(sources.git, argv, name)
+        remarks += interpreters.judge(sources.runtime, argv, name)
+    remark = strictest(remarks) or Remark("allow", "no settings")
+    return _decided("shell", command.text[:500], remark, command.via)
+
+
+def _length(sources: Sources) -> int:
+    """How many entries an argument may be compared with."""
+    allowed = () if sources.git is None else sources.git.allowed_remotes or ()
+    registries = [len(each.registries or ()) for _, each in sources.package_managers if each is not None]
+    return 1 + len(allowed) + max(registries, default=0)
+
+
+def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) -> Remark:
+    name = str(argv[0]) if isinstance(argv[0], str) else "the command"
+    denied: list[Rule] = []
+    perhaps: list[Rule] = []
+    width = len(argv) if any(isinstance(each, Unknown) and each.count != "one" for each in argv) else 1
+    effort.spend(len(argv))
+    for rule in policy.deny.shell(argv, gaps=True):
+        effort.spend(2 + len(rule.words) * width)
+        match match_words(rule, argv, deny=True):
+            case "yes":
+                denied.append(rule)
+            case "maybe":
+                perhaps.append(rule)
+            case _ if len(rule.words) > 1 and behind_options(rule, argv):
+                perhaps.append(rule)
+    if not denied and perhaps:
+        rule = min(perhaps, key=lambda each: each.order)
+        return Remark(
+            "ask", f"it may be what {rule.text} denies", rule.text, rule.source, "write it so that it surely is not"
+        )
+    allowed: list[Rule] = []
+    for rule in () if denied else policy.allow.shell(argv):
+        effort.spend(2 + len(rule.words) * width)
+        if match_words(rule, argv, deny=False) == "yes":
+            allowed.append(rule)
+    return _by_rules(_first(denied), _first(allowed), name)
+
+
+def _file_use(policy: Policy, use: FileUse, effort: Effort) -> Decided:
+    text = f"{use.operation} {use.path or use.source}"
+    if not policy.governed:
+        return Decided("file", text, "allow", "no settings")
+    effort.spend(1 + 8 * (use.path or "").count("/") + policy.size // 8)
+    if use.path is None:
+        return Decided("file", text, "ask", f"which file is opened is known only at run time: {use.source[:80]}")
+    return _file(policy, use.operation, use.path)
+
+
+def _file(policy: Policy, operation: Operation, path: str) -> Decided:
+    if len(path) > LONGEST_PATH:
+        reason = f"the path is longer than {LONGEST_PATH} characters"
+        return Decided("file", f"{operation} {path[:200]}", "ask", reason, hint="use a shorter path")
+    denied, allowed = _first(policy.deny.file(operation, path)), _first(policy.allow.file(operation, path))
+    verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]
+    return _decided("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
+
+
+def _host_use(policy: Policy, use: HostUse, reach: Reach, effort: Effort) -> Decided:
+    effort.spend(1 + policy.size // 8)
+    return _host(policy, reach, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
+
+
+def _host(policy: Policy, reach: Reach, host: str, port: int | None) -> Decided:
+    what = (host if port is None else f"{host}:{port}")[:200]
+    if len(host) > LONGEST_HOST:
+        reason = f"the name of the host is longer than {LONGEST_HOST} characters"
+        return Decided("network", what, "deny", reason)
+    remark = reach.host(host, port)
+    if remark is None:
+        remark = _by_rules(None, None, f"connecting to {what}") if policy.governed else Remark("allow", "no settings")
+    return _decided("network", what, remark)

@@ -1,0 +1,261 @@
+"""Layers of policy made one: built-in defaults, then a template's, then a context's.
+
+A deny of any layer holds; a lower layer may allow what a higher one leaves open, never what it denies. Rules that
+allow everything are refused, and rules that do less or more than they seem to are warned about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from carrel.errors import InvalidRequest
+from carrel.policy.documents.settings import Permissions, Settings
+from carrel.policy.documents.sources import Limits, Sources, limits
+from carrel.policy.rules.rules import Index, Rule, match_words, parse
+from carrel.policy.shell.arguments import Argument, Unknown
+from carrel.policy.shell.wrappers import RUNNERS
+
+BUILT_IN = "built-in"
+_OWN_WORDS = (
+    ": true false cd pwd pushd popd dirs exit return break continue shift test [ set unset export local declare "
+    "typeset readonly read wait let getopts trap eval type hash shopt command builtin exec jobs times mapfile "
+    "readarray echo printf umask"
+)
+DEFAULTS = Settings(permissions=Permissions(allow=tuple(f"shell({word}:*)" for word in _OWN_WORDS.split())))
+"""Words of the shell itself: they start no program, and what `eval`, `exec` and `command` run is decided by itself."""
+
+INTERPRETERS = frozenset(
+    {
+        "python",
+        "python2",
+        "python3",
+        "node",
+        "perl",
+        "ruby",
+        "php",
+        "lua",
+        "awk",
+        "gawk",
+        "mawk",
+        "java",
+        "Rscript",
+        "deno",
+    }
+    | {"bun", "tclsh", "expect", "make", "ssh", "vi", "vim", "emacs", "gdb", "docker", "podman", "kubectl", "crontab"}
+)
+"""Programs that run whatever they are told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer. `name` is what refusals give as their source."""
+
+    name: str
+    settings: Settings | None = None
+    sources: Sources | None = None
+    sources_name: str = "sources.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something about a rule that its author should know."""
+
+    source: str
+    rule: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Layers, read and indexed. Make one with `Policy.of` or `Policy.open`; it never changes."""
+
+    layers: tuple[Layer, ...] = ()
+    allow: Index = field(default_factory=Index)
+    deny: Index = field(default_factory=Index)
+    warnings: tuple[Notice, ...] = ()
+    workspace: str | None = None
+    governed: bool = False
+    """Whether any layer has settings: without any, every operation is allowed that sources do not refuse."""
+    size: int = 0
+    """How many rules it has."""
+
+    @classmethod
+    def open(cls) -> Policy:
+        """The policy of a server that is told none: everything is allowed."""
+        return cls()
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], *, context_id: str | None = None, workspace: str | None = None) -> Policy:
+        """The policy of layers, the highest first.
+
+        `workspace` is where the workspace is mounted; without it, what the settings say. Raises `InvalidRequest` with
+        the place of a rule that cannot be read or that would defeat the policy.
+        """
+        governed = any(layer.settings for layer in layers)
+        every = (Layer(BUILT_IN, DEFAULTS), *layers) if governed else tuple(layers)
+        place = workspace or _workspace(layers, context_id)
+        variables = {"CONTEXT_ID": context_id or "", "WORKSPACE": place or ""}
+        allow, deny, rules = Index(), Index(), _Rules()
+        for layer in every:
+            if layer.settings is None:
+                continue
+            permissions = layer.settings.permissions
+            for name, texts in (("deny", permissions.deny), ("allow", permissions.allow)):
+                for number, text in enumerate(texts):
+                    at = f"permissions.{name}[{number}]"
+                    rule = parse(text, layer.name, rules.count, _known(text, variables, layer.name, at), at)
+                    if layer.name != BUILT_IN:
+                        _refuse_too_broad(rule, at, allowed=name == "allow")
+                    (allow if name == "allow" else deny).add(rule)
+                    rules.add(rule, allowed=name == "allow")
+        return cls(tuple(layers), allow, deny, tuple(rules.warnings(deny)), place, governed, rules.count)
+
+    @property
+    def sources(self) -> tuple[tuple[str, Sources], ...]:
+        """The sources of all layers, with the names refusals give them."""
+        return tuple((layer.sources_name, layer.sources) for layer in self.layers if layer.sources is not None)
+
+    def layer_of(self, rule: Rule) -> Layer | None:
+        """The layer that has a rule; None of a built-in one."""
+        end = sum(map(len, _lists(DEFAULTS)))
+        for layer in self.layers:
+            if rule.order < end:
+                break
+            end += 0 if layer.settings is None else sum(map(len, _lists(layer.settings)))
+            if rule.order < end:
+                return layer
+        return None
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of all layers together."""
+        return limits(*(each for _, each in self.sources))
+
+
+def _lists(settings: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return settings.permissions.deny, settings.permissions.allow
+
+
+def _workspace(layers: Iterable[Layer], context_id: str | None) -> str | None:
+    given = [layer.settings for layer in layers if layer.settings is not None]
+    if not given:
+        return None
+    written = next((each for each in reversed(given) if "context_workspace" in each.model_fields_set), given[-1])
+    path = written.context_workspace
+    if "${CONTEXT_ID}" in path:
+        if not context_id:
+            return None
+        path = path.replace("${CONTEXT_ID}", context_id)
+    return path.rstrip("/") or "/"
+
+
+def _known(text: str, variables: Mapping[str, str], source: str, place: str) -> Mapping[str, str]:
+    """The variables, once it is sure that those a rule uses have a value."""
+    for name, value in variables.items():
+        if f"${{{name}}}" in text and not value:
+            raise InvalidRequest(
+                f"{source}: {place}: '{text[:200]}' needs {name}, and there is none here",
+                field=place,
+                hint="give a context, or the path of its workspace",
+            )
+    return variables
+
+
+def _refuse_too_broad(rule: Rule, place: str, *, allowed: bool) -> None:
+    if not allowed:
+        return
+    reason = None
+    if rule.kind == "shell" and (not rule.words or (rule.words[0].literal is None and not rule.words[0].prefix)):
+        reason = "it allows every command; name the commands, or leave the settings out to allow everything"
+    elif rule.kind == "network" and rule.host == "*":
+        reason = "it allows every host; name the hosts"
+    elif rule.kind == "network" and rule.host.startswith("*.") and "." not in rule.host[2:]:
+        reason = "it allows a whole top-level domain; name the hosts"
+    elif rule.kind == "network" and rule.network is not None and rule.network.prefixlen == 0:
+        reason = "it allows every address; name the networks"
+    elif rule.kind == "file" and rule.operation != "read" and rule.path and rule.path.parts == (None,):
+        reason = f"it allows to {rule.operation} every file; name the folders"
+    if reason:
+        raise InvalidRequest(
+            f"{rule.source}: {place}: '{rule.text[:200]}' is too broad: {reason}", field=place, hint=reason
+        )
+
+
+@dataclass(slots=True)
+class _Rules:
+    """All rules in order, for what can only be said once they are known."""
+
+    count: int = 0
+    allowed: list[Rule] = field(default_factory=list)
+    denied: list[Rule] = field(default_factory=list)
+
+    def add(self, rule: Rule, *, allowed: bool) -> None:
+        self.count += 1
+        (self.allowed if allowed else self.denied).append(rule)
+
+    def warnings(self, deny: Index) -> Iterable[Notice]:
+        seen: dict[tuple[bool, str], Rule] = {}
+        for allowed, rules in ((False, self.denied), (True, self.allowed)):
+            for rule in rules:
+                if rule.source == BUILT_IN:
+                    continue
+                if (earlier := seen.setdefault((allowed, rule.text), rule)) is not rule:
+                    yield Notice(rule.source, rule.text, f"it is there twice; {earlier.source} has it already")
+                elif allowed:
+                    yield from _of_allowed(rule, deny)
+                elif rule.kind == "shell" and not rule.words:
+                    yield Notice(rule.source, rule.text, "it denies every command")
+                if rule.kind == "shell" and rule.words and not rule.open and _ends_in_star(rule):
+                    yield Notice(
+                        rule.source, rule.text, "the last * is exactly one word; write :* for anything after it"
+                    )
+
+
+def _ends_in_star(rule: Rule) -> bool:
+    return len(rule.words) > 1 and rule.words[-1].literal is None and rule.words[-1].text == "*"
+
+
+def _of_allowed(rule: Rule, deny: Index) -> Iterable[Notice]:
+    void = _covered_by(rule, deny)
+    if void is not None:
+        yield Notice(rule.source, rule.text, f"it never counts: {void.source} denies {void.text}")
+        return
+    if rule.kind == "shell" and rule.open and len(rule.words) == 1:
+        name = rule.words[0].text.rstrip("0123456789.") or rule.words[0].text
+        if rule.words[0].text in RUNNERS:
+            yield Notice(
+                rule.source,
+                rule.text,
+                "it runs other programs; those it names are decided too, those in a script are not",
+            )
+        elif name in INTERPRETERS or rule.words[0].text in INTERPRETERS:
+            yield Notice(rule.source, rule.text, "what it is told to run inside is not decided")
+    if rule.kind == "file" and rule.operation == "read" and rule.path and rule.path.parts == (None,):
+        yield Notice(rule.source, rule.text, "it allows to read every file")
+    if rule.kind == "mcp" and all(word.text == "*" for word in rule.words):
+        yield Notice(rule.source, rule.text, "it allows every tool of every server")
+
+
+def _covered_by(rule: Rule, deny: Index) -> Rule | None:
+    """A deny rule that means everything an allow rule means."""
+    if rule.kind == "shell":
+        arguments: list[Argument] = [
+            word.literal if word.literal is not None else Unknown(word.text, "one", word.prefix) for word in rule.words
+        ]
+        if rule.open:
+            arguments.append(Unknown("…", "any"))
+        found = (each for each in deny.shell(arguments) if match_words(each, arguments, deny=True) == "yes")
+        return next(iter(found), None)
+    if rule.kind == "network" and rule.host:
+        return next((each for each in deny.hosts.get("*", ()) if not each.port or each.port == rule.port), None)
+    if rule.kind == "file" and rule.path is not None:
+        below = [
+            each for each in deny.file(rule.operation, rule.path.fixed) if each.path and each.path.parts[-1:] == (None,)
+        ]
+        return next(
+            (each for each in below if all(part is not None for part in (each.path or rule.path).parts[:-1])), None
+        )
+    if rule.kind == "mcp" and rule.words[0].literal is not None and rule.words[1].literal is not None:
+        return next(iter(deny.mcp(rule.words[0].literal, rule.words[1].literal)), None)
+    return None

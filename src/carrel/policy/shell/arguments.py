@@ -1,0 +1,255 @@
+"""What the words of a command become: arguments that are known, or what is known of them before it runs.
+
+Brace expansion is done as Bash does it; file name patterns, variables and substitutions are left open.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from carrel.policy.shell.effort import Effort
+from carrel.policy.shell.syntax import Expansion, Text, Unreadable, Word
+
+MOST_WORDS = 1000
+SPARE_LOOKS, LOOKS = 50_000, 4
+"""How many characters are gone through for the braces of a word, and how many more for each that it has: every one that
+opens may look through all that comes after it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Arguments that only show when the command runs.
+
+    `one` is exactly one, `each` is one or more, and every one begins with `prefix` and ends with `suffix`;
+    `any` is any number of any words.
+    """
+
+    source: str
+    count: Literal["one", "each", "any"]
+    prefix: str = ""
+    suffix: str = ""
+
+    def may_be(self, text: str) -> bool:
+        """Whether one of the arguments may be this text."""
+        if self.count == "any":
+            return True
+        return (
+            len(text) >= len(self.prefix) + len(self.suffix)
+            and text.startswith(self.prefix)
+            and text.endswith(self.suffix)
+        )
+
+
+Argument = str | Unknown
+
+_Cell = tuple[str, bool] | Expansion
+"""One character and whether it is quoted, or an expansion."""
+
+_SEQUENCE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?")
+_EMPTY: _Cell = ("", True)
+
+
+def arguments(word: Word, effort: Effort) -> list[Argument]:
+    """What a word of a command becomes."""
+    effort.spend(1 + len(word.source) // 8)
+    if (plain := word.plain) is not None and not any(mark in plain for mark in "{*?[~"):
+        return [plain]
+    # A word that braces leave empty is none, unless quotes say that it is.
+    return [_argument(cells, word.source) for cells in expand_braces(_cells(word), effort) if cells]
+
+
+def value(word: Word) -> Argument:
+    """What a word becomes where Bash does not split it: an assignment, the target of a redirection."""
+    return _argument(_cells(word), word.source)
+
+
+def shown(argument: Argument) -> str:
+    """An argument as a person would write it."""
+    if isinstance(argument, Unknown):
+        return argument.source
+    return argument if argument and not re.search(r"[^\w@%+=:,./{}*?\[\]-]", argument) else shlex.quote(argument)
+
+
+def _cells(word: Word) -> list[_Cell]:
+    cells: list[_Cell] = []
+    for part in word.parts:
+        if isinstance(part, Expansion):
+            cells.append(part)
+        elif part.text:
+            cells += [(char, part.quoted) for char in part.text]
+        else:
+            cells.append(_EMPTY)
+    return cells
+
+
+def _argument(cells: list[_Cell], source: str) -> Argument:
+    if not any(isinstance(cell, Expansion) for cell in cells):
+        text = "".join(cell[0] for cell in cells if isinstance(cell, tuple))
+        bare = "".join(cell[0] if not cell[1] else "\0" for cell in cells if isinstance(cell, tuple))
+        if bare.startswith("~"):
+            return Unknown(source, "one")
+        if (begin := _pattern(bare)) is not None:
+            skipped = sum(1 for cell in cells if cell == _EMPTY)
+            if skipped:
+                return Unknown(source, "each")
+            end = max(bare.rfind(mark) for mark in "*?]")
+            return Unknown(source, "each", text[:begin], text[end + 1 :])
+        return text
+    splits = any(isinstance(cell, Expansion) and cell.many for cell in cells)
+    bare = "".join(cell[0] for cell in cells if isinstance(cell, tuple) and not cell[1])
+    if splits or _pattern(bare) is not None:
+        return Unknown(source, "any")
+    first = next(index for index, cell in enumerate(cells) if isinstance(cell, Expansion))
+    last = next(index for index in range(len(cells) - 1, -1, -1) if isinstance(cells[index], Expansion))
+    prefix = "".join(cell[0] for cell in cells[:first] if isinstance(cell, tuple))
+    suffix = "".join(cell[0] for cell in cells[last + 1 :] if isinstance(cell, tuple))
+    if bare.startswith("~"):
+        prefix = ""
+    return Unknown(source, "one", prefix, suffix)
+
+
+def _pattern(text: str) -> int | None:
+    """Where a text begins to be a file name pattern: a bracket is one when another closes it."""
+    brackets = text.find("[", 0, max(0, text.rfind("]")))
+    return min((at for at in (text.find("*"), text.find("?"), brackets) if at >= 0), default=None)
+
+
+# --- braces
+
+
+@dataclass(slots=True)
+class _Bounds:
+    """What may still be looked at in one word, and made of it."""
+
+    effort: Effort
+    looks: int
+    words: int = MOST_WORDS
+
+    def make(self, words: int) -> None:
+        self.words -= words
+        if self.words < 0:
+            raise Unreadable("braces that expand to very many words")
+
+    def look(self, characters: int) -> None:
+        self.effort.spend(1 + characters // 4)
+        self.looks -= characters
+        if self.looks < 0:
+            raise Unreadable("very many braces in a long word")
+
+
+def expand_braces(cells: list[_Cell], effort: Effort) -> list[list[_Cell]]:
+    """Every word that brace expansion makes of one."""
+    return _expand(cells, _Bounds(effort, SPARE_LOOKS + LOOKS * len(cells)))
+
+
+def _expand(cells: list[_Cell], bounds: _Bounds) -> list[list[_Cell]]:
+    bounds.look(len(cells))
+    opening = _opening(cells, bounds)
+    if opening is None:
+        return [cells]
+    start, end = opening
+    before, inside, behind = cells[:start], cells[start + 1 : end], cells[end + 1 :]
+    if any(cell == (",", False) for cell in inside):
+        middle = [each for piece in _pieces(inside) for each in _expand(piece, bounds)]
+    elif (sequence := _sequence(inside)) is not None:
+        middle = sequence
+    else:
+        middle = [cells[start : end + 1]]
+    rest = _expand(behind, bounds) if behind else [[]]
+    bounds.make(len(middle) * len(rest))
+    bounds.effort.spend(
+        (len(middle) * len(rest) * len(before) + len(rest) * sum(map(len, middle)) + len(middle) * sum(map(len, rest)))
+        // 4
+    )
+    return [[*before, *each, *tail] for each in middle for tail in rest]
+
+
+def _opening(cells: list[_Cell], bounds: _Bounds) -> tuple[int, int] | None:
+    """Where the first braces that expand begin and end."""
+    for start, cell in enumerate(cells):
+        if cell != ("{", False):
+            continue
+        if start == 0 and (len(cells) == 1 or cells[1] == ("}", False)):
+            continue
+        end = _closing(cells, start + 1)
+        bounds.look((len(cells) if end is None else end) - start)
+        if end is not None:
+            return start, end
+    return None
+
+
+def _closing(cells: list[_Cell], start: int) -> int | None:
+    level, separators = 0, 0
+    for index in range(start, len(cells)):
+        cell = cells[index]
+        if cell == ("}", False) and level == 0 and separators:
+            return index
+        if cell == ("{", False):
+            level += 1
+        elif cell == ("}", False) and level:
+            level -= 1
+        elif level == 0 and (
+            cell == (",", False)
+            or (cells[index : index + 2] == [(".", False)] * 2 and cells[index + 2 : index + 3] != [("}", False)])
+        ):
+            separators += 1
+    return None
+
+
+def _pieces(cells: list[_Cell]) -> list[list[_Cell]]:
+    pieces: list[list[_Cell]] = [[]]
+    level = 0
+    for cell in cells:
+        if cell == (",", False) and level == 0:
+            pieces.append([])
+            continue
+        if cell == ("{", False):
+            level += 1
+        elif cell == ("}", False) and level:
+            level -= 1
+        pieces[-1].append(cell)
+    return pieces
+
+
+def _sequence(cells: list[_Cell]) -> list[list[_Cell]] | None:
+    if any(isinstance(cell, Expansion) or cell[1] for cell in cells):
+        return None
+    text = "".join(cell[0] for cell in cells if isinstance(cell, tuple))
+    found = _SEQUENCE.fullmatch(text)
+    if not found:
+        return None
+    first, last, by = found[1], found[2], int(found[3] or 1)
+    if first.isalpha() != last.isalpha():
+        return None
+    if any(len(part) > 9 for part in (first, last, found[3] or "")):
+        raise Unreadable("a long sequence in braces")
+    letters = first.isalpha()
+    if letters and first.islower() != last.islower():
+        raise Unreadable("a sequence in braces from one case to the other")
+    low, high = (ord(first), ord(last)) if letters else (int(first), int(last))
+    step = abs(by) or 1
+    if abs(high - low) // step > MOST_WORDS:
+        raise Unreadable("braces that expand to very many words")
+    width = 0
+    if not letters and any(re.match(r"-?0\d", part) for part in (first, last)):
+        width = max(len(first), len(last))
+    numbers = range(low, high + 1, step) if low <= high else range(low, high - 1, -step)
+    texts = [chr(number) if letters else f"{number:0{width}d}" if width else str(number) for number in numbers]
+    return [[(char, False) for char in each] for each in texts]
+
+
+def text_of(word: Word) -> str | None:
+    """The text of a word that is known, unsplit."""
+    found = value(word)
+    return found if isinstance(found, str) else None
+
+
+def literal(parts: tuple[Text | Expansion, ...]) -> str | None:
+    """The text of parts, when nothing in them is replaced."""
+    if any(isinstance(part, Expansion) for part in parts):
+        return None
+    return "".join(part.text for part in parts if isinstance(part, Text))

@@ -1,0 +1,167 @@
+"""Characters of shell text and the quotes that end where the text says: the ground words are read on.
+
+Knows nothing of expansions or commands.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from carrel.policy.shell.syntax import Dialect, Facts, Redirect, Unreadable
+
+MAX_TEXT = 65_536
+MAX_DEPTH = 40
+_ENDS = frozenset({"", " ", "\t", "\n"})
+_PLAIN = _ENDS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:,+@%^-")
+_JOINS_ON = frozenset("$\\<>{[!#`")
+"""Characters that mean something else together with what follows."""
+_BIDI = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_ESCAPES = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_NUMERIC_ESCAPE = re.compile(r"([0-7]{1,3})|x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})")
+
+
+def check(text: str) -> None:
+    """Refuse text that is too long, or holds characters that a person would not see or a shell would not take."""
+    if len(text) > MAX_TEXT:
+        raise Unreadable(f"it is longer than {MAX_TEXT} characters")
+    if text.isascii() and text.isprintable():
+        return
+    for char in text:
+        if char < " " and char not in "\t\n":
+            raise Unreadable(f"it holds the control character U+{ord(char):04X}")
+        if char > "~" and (char in _BIDI or unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}):
+            raise Unreadable(f"it holds the invisible or invalid character U+{ord(char):04X}")
+
+
+class Characters:
+    """A text and a place in it. `origin` maps places to those of the text this one was taken from."""
+
+    def __init__(
+        self, text: str, facts: Facts, dialect: Dialect, *, depth: int = 0, origin: Sequence[int] | None = None
+    ):
+        if depth > MAX_DEPTH:
+            raise Unreadable("the text is nested too deeply")
+        self.text = text
+        self.facts = facts
+        self.dialect = dialect
+        self.depth = depth
+        self.at = 0
+        self.pending: list[Redirect] = []  # here-documents whose body comes after the line
+        self._origin = origin
+        self._effort = facts.effort
+        self._effort.spend(1 + len(text) // 8)
+
+    def place(self, at: int) -> int:
+        """The position in the text that was given first."""
+        if self._origin is None:
+            return at
+        return self._origin[at] if at < len(self._origin) else -1
+
+    def char(self) -> str:
+        """The next character, line continuations skipped; empty at the end."""
+        text, at = self.text, self.at
+        self._effort.spend()
+        if at >= len(text):
+            return ""
+        if (char := text[at]) != "\\":
+            return char
+        if text.startswith("\\\n", at):
+            before = text[self.at - 1 : self.at]
+            while text.startswith("\\\n", self.at):
+                self._effort.spend()
+                self.at += 2
+            behind = text[self.at : self.at + 1]
+            if before not in _ENDS and (before in _JOINS_ON or behind not in _PLAIN):
+                raise Unreadable("a line continuation inside a token")
+        return text[self.at] if self.at < len(text) else ""
+
+    def opens(self) -> bool:
+        """Whether a parenthesis follows the next character, as in `<(`."""
+        at = self.at + 1
+        if self.text.startswith("\\\n", at):
+            while self.text.startswith("\\\n", at):
+                self._effort.spend()
+                at += 2
+            if self.text.startswith("(", at):
+                raise Unreadable("a line continuation in front of a parenthesis")
+        return self.text.startswith("(", at)
+
+    def take(self, token: str) -> bool:
+        """Consume a token if it is next."""
+        start = self.at
+        for wanted in token:
+            if self.char() != wanted:
+                self.at = start
+                return False
+            self.at += 1
+        return True
+
+    def follows(self, token: str) -> bool:
+        """Whether a token is next."""
+        start = self.at
+        found = self.take(token)
+        self.at = start
+        return found
+
+    def only_bash(self, what: str) -> None:
+        """Refuse what another shell would read otherwise."""
+        if self.dialect != "bash":
+            raise Unreadable(f"{what} is read differently by sh and by Bash")
+
+    def escaped(self) -> str:
+        """The character after a backslash."""
+        following = self.text[self.at + 1 : self.at + 2]
+        if not following:
+            raise Unreadable("the text ends with a backslash")
+        self.at += 2
+        return following
+
+    def single(self) -> str:
+        """What is between single quotes, when one is next."""
+        end = self.text.find("'", self.at + 1)
+        if end < 0:
+            raise Unreadable("a single quote is not closed")
+        found = self.text[self.at + 1 : end]
+        self.no_line_end_in(found)
+        self.at = end + 1
+        return found
+
+    def no_line_end_in(self, found: str) -> None:
+        """Refuse a line end in the middle of a word while a here-document waits for the end of its line."""
+        if self.pending and "\n" in found:
+            raise Unreadable("a line ends inside quotes while a here-document is open")
+
+    def ansi_c(self) -> str:
+        """What is between `$'` and `'`, its escapes replaced; the reader stands behind the first quote."""
+        self.only_bash("$'…'")
+        out: list[str] = []
+        text = self.text
+        while True:
+            char = text[self.at : self.at + 1]
+            if not char:
+                raise Unreadable("a single quote is not closed")
+            self.at += 1
+            if char == "'":
+                self.no_line_end_in("".join(out))
+                return "".join(out)
+            if char != "\\":
+                out.append(char)
+                continue
+            following = text[self.at : self.at + 1]
+            if numeric := _NUMERIC_ESCAPE.match(text, self.at):
+                self.at = numeric.end()
+                octal, byte, short, long = numeric.groups()
+                value = int(octal, 8) & 0xFF if octal else int(byte or short or long, 16)
+                if value == 0 or value > 0x7F:
+                    raise Unreadable("a numeric escape stands for an unusual character")
+                out.append(chr(value))
+            elif following in _ESCAPES:
+                out.append(_ESCAPES[following])
+                self.at += 1
+            elif following and following in "\\'\"?":
+                out.append(following)
+                self.at += 1
+            else:
+                raise Unreadable("an unusual escape in $'…'")

@@ -1,0 +1,489 @@
+"""Reads the commands of shell text: lists, pipelines, compound commands, functions, redirections, here-documents.
+
+The order of statements and what runs in a child is kept; what a command is or may do is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from carrel.policy.shell.characters import MAX_DEPTH
+from carrel.policy.shell.lines import OPENING, LineReader, after, skeleton
+from carrel.policy.shell.reading import NAME
+from carrel.policy.shell.syntax import (
+    Assignment,
+    Bare,
+    Block,
+    Dialect,
+    Expansion,
+    Facts,
+    Function,
+    Node,
+    Redirect,
+    Simple,
+    Text,
+    Unreadable,
+    Word,
+)
+
+DECLARATIONS = frozenset({"declare", "typeset", "local", "export", "readonly"})
+_ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]]*\])?\+?=")
+_FUNCTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:@+-]*")
+_REGEX = re.compile(r"[A-Za-z0-9_.^*+?\[\]{}|():,/=@%~-]+(?:\$(?=[\s)|]))?(?=\s)")
+_NUMERIC_TESTS = frozenset({"-eq", "-ne", "-lt", "-le", "-gt", "-ge"})
+_NO_STOPS: frozenset[str] = frozenset()
+
+
+def read(
+    text: str, facts: Facts, dialect: Dialect = "bash", *, depth: int = 0, origin: Sequence[int] | None = None
+) -> Block:
+    """The commands of a text. Raises `Unreadable` where Bash might read it otherwise."""
+    reader = _Reader(text, facts, dialect, depth=depth, origin=origin)
+    lines: list[int] = []
+    nodes = reader.statements(_NO_STOPS, empty=True, lines=lines)
+    if reader.char():
+        raise Unreadable(f"'{reader.char()}' does not belong there")
+    if reader.pending:
+        raise Unreadable("a here-document has no body")
+    return Block(nodes, lines=tuple(lines))
+
+
+class _Reader(LineReader):
+    _substitutions = 0
+
+    def substitution(self) -> Block:
+        outer, self.pending = self.pending, []
+        self.depth += 1
+        self._substitutions += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("the text is nested too deeply")
+        start = self.at
+        nodes = self.statements(_NO_STOPS, empty=True, closing=")")
+        if not self.take(")"):
+            raise Unreadable("a substitution is not closed")
+        if self.pending or (outer and "\n" in self.text[start : self.at]):
+            raise Unreadable("a here-document that reaches over a substitution")
+        self.depth -= 1
+        self._substitutions -= 1
+        self.pending = outer
+        return Block(nodes, "sub")
+
+    def nested(self, text: str, origin: Sequence[int]) -> Block:
+        return Block(read(text, self.facts, self.dialect, depth=self.depth + 1, origin=origin).nodes, "sub")
+
+    def here_reader(self, body: str) -> LineReader:
+        return _Reader(body, self.facts, self.dialect, depth=self.depth + 1, origin=[-1] * len(body))
+
+    # --- lists
+
+    def statements(
+        self, stops: frozenset[str], *, empty: bool = False, closing: str = "", lines: list[int] | None = None
+    ) -> tuple[Node, ...]:
+        """Statements up to a reserved word of `stops`, a closing parenthesis, `;;` or the end.
+
+        `lines` gets the number of the line of each: what Bash reads at once, and drops at once after an error.
+        """
+        nodes: list[Node] = []
+        line = 0
+        while True:
+            start = self.at
+            self.newlines()
+            line += "\n" in self.text[start : self.at]
+            char = self.char()
+            if not char or char == ")" or self.follows(";;") or self.follows(";&"):
+                break
+            if self.glimpse() in stops:
+                break
+            nodes += self.and_or()
+            if lines is not None:
+                lines.append(line)
+            self.blanks()
+            char = self.char()
+            if self.follows(";;") or self.follows(";&"):
+                break
+            if char == ";":
+                self.at += 1
+            elif char == "&" and not self.follows("&&"):
+                self.at += 1
+                nodes[-1] = Block((nodes[-1],), "sub")
+            elif char == "\n" or self.glimpse() in stops:
+                pass
+            elif char and char not in (closing or ")"):
+                raise Unreadable(f"'{char}' does not belong there")
+            elif not char or char == ")":
+                break
+        if not nodes and not empty:
+            raise Unreadable("a list without a command")
+        return tuple(nodes)
+
+    def and_or(self) -> list[Node]:
+        """Pipelines joined by `&&` and `||`, as one node."""
+        found = [self.pipeline()]
+        only_and = True
+        while True:
+            self.blanks()
+            if self.take("||"):
+                only_and = False
+            elif not self.take("&&"):
+                break
+            self.newlines()
+            found.append(self.pipeline())
+        if not only_and:
+            return [Block((found[0], *(Block((each,), "maybe") for each in found[1:])))]
+        node = found.pop()
+        while found:
+            node = Block((found.pop(), Block((node,), "maybe", given=True)))
+        return [node]
+
+    def pipeline(self) -> Node:
+        """Commands joined by pipes; each of several runs in a child."""
+        negated = False
+        while True:
+            self.blanks()
+            word = self.glimpse()
+            if word == "time":
+                self.reserved()
+                self.blanks()
+                if self.follows("-p"):
+                    option = self.word()
+                    if option is None or option.plain != "-p":
+                        raise Unreadable("an option of 'time' that is not understood")
+                    self.blanks()
+                if self.follows("--"):
+                    raise Unreadable("an option of 'time' that is not understood")
+                if not self.char() or self.char() in "\n;)":
+                    return Bare(())
+            elif word == "!":
+                self.reserved()
+                negated = True
+                if not self.text[self.at : self.at + 1].isspace():
+                    raise Unreadable("'!' that is not followed by a blank")
+            else:
+                break
+        commands = [self.command()]
+        while True:
+            self.blanks()
+            if self.follows("||") or not self.take("|"):
+                break
+            if self.take("&"):
+                self.only_bash("|&")
+            self.newlines()
+            if self.glimpse() in {"!", "time"}:
+                raise Unreadable("'!' or 'time' inside a pipeline")
+            commands.append(self.command())
+        if len(commands) == 1:
+            return Block((commands[0],)) if negated else commands[0]
+        return Block(tuple(Block((each,), "sub") for each in commands))
+
+    # --- commands
+
+    def command(self) -> Node:
+        """One command of any kind."""
+        self.blanks()
+        if self.char() == "(":
+            return self.put(self.parenthesised())
+        word = self.glimpse()
+        if word in OPENING:
+            return self.compound(word)
+        if word is not None:
+            raise Unreadable(f"'{word}' does not belong there")
+        return self.simple()
+
+    def parenthesised(self) -> Block:
+        """A subshell or `((…))`."""
+        self.char()
+        self.facts.starts.add(self.place(self.at))
+        if self.follows("(("):
+            self.only_bash("((…))")
+            self.take("((")
+            return Block(self.arithmetic())
+        self.take("(")
+        nodes = self.statements(_NO_STOPS, closing=")")
+        if not self.take(")"):
+            raise Unreadable("a parenthesis is not closed")
+        return Block(nodes, "sub")
+
+    def compound(self, word: str) -> Node:
+        """A compound command that begins with a reserved word."""
+        if word not in {"if", "while", "until", "for", "case", "{"}:
+            self.only_bash(word)
+        self.reserved()
+        if word == "function":
+            return self.function_keyword()
+        if word == "coproc":
+            return self.coprocess()
+        bodies = {
+            "if": self.if_,
+            "while": self.loop,
+            "until": self.loop,
+            "for": self.for_,
+            "select": self.for_,
+            "case": self.case,
+            "{": self.braces,
+            "[[": self.test,
+        }
+        return self.put(bodies[word]())
+
+    def put(self, block: Block) -> Block:
+        """The redirections behind a compound command, put on it."""
+        found: list[Redirect] = []
+        while True:
+            self.blanks()
+            redirect = self.redirect()
+            if redirect is None:
+                break
+            found.append(redirect)
+        # In `{ { a; } }` a reserved word follows: the caller looks at it.
+        if (char := self.char()) and char not in "\n;&|)" and self.glimpse() is None:
+            raise Unreadable("a word right behind a compound command")
+        return Block(block.nodes, block.scope, (*block.redirects, *found))
+
+    def braces(self) -> Block:
+        """`{ …; }`."""
+        if not self.text[self.at : self.at + 1].isspace() and self.char() != "(":
+            raise Unreadable("'{' that is not followed by a blank")
+        nodes = self.statements(frozenset({"}"}))
+        self.expect("}")
+        return Block(nodes)
+
+    def if_(self) -> Block:
+        """`if …; then …; elif …; else …; fi`."""
+        nodes: list[Node] = list(self.statements(frozenset({"then"})))
+        stops = frozenset({"elif", "else", "fi"})
+        self.expect("then")
+        nodes.append(Block(self.statements(stops), "maybe"))
+        while (found := self.expect("elif", "else", "fi")) == "elif":
+            nodes.append(Block(self.statements(frozenset({"then"})), "maybe"))
+            self.expect("then")
+            nodes.append(Block(self.statements(stops), "maybe"))
+        if found == "else":
+            nodes.append(Block(self.statements(frozenset({"fi"})), "maybe"))
+            self.expect("fi")
+        return Block(tuple(nodes))
+
+    def loop(self) -> Block:
+        """`while …; do …; done`."""
+        condition = self.statements(frozenset({"do"}))
+        return Block((*condition, self.do_group()))
+
+    def do_group(self) -> Block:
+        """`do …; done`."""
+        self.expect("do")
+        nodes = self.statements(frozenset({"done"}))
+        self.expect("done")
+        return Block(nodes, "loop")
+
+    def for_(self) -> Block:
+        """`for name in …; do …; done`, `select`, `for ((…)); do …; done`."""
+        self.blanks()
+        if self.follows("(("):
+            self.only_bash("for ((…))")
+            self.take("((")
+            programs = self.arithmetic_for()
+            self.blanks()
+            self.take(";")
+            return Block((*programs, self.do_group()))
+        name = self.word()
+        if name is None or name.plain is None or not NAME.fullmatch(name.plain):
+            raise Unreadable("a loop variable that is no name")
+        self.newlines()
+        words: list[Word] = []
+        if self.glimpse() == "in":
+            self.reserved()
+            while True:
+                self.blanks()
+                word = self.word()
+                if word is None:
+                    break
+                words.append(word)
+            if self.char() not in {";", "\n"} or self.follows(";;"):
+                raise Unreadable("the list of a loop is not closed")
+            self.facts.assign(name.plain, *words)
+            self.take(";")
+        else:
+            self.facts.assign(name.plain, Word((Expansion("$@", False, True, ("@",)),), -1, "$@"))
+            self.take(";")
+        return Block((Bare(tuple(words)), self.do_group()))
+
+    def case(self) -> Block:
+        """`case word in pattern) …;; esac`."""
+        self.blanks()
+        subject = self.word()
+        if subject is None:
+            raise Unreadable("a case without a word")
+        self.expect("in")
+        nodes: list[Node] = [Bare((subject,))]
+        while True:
+            self.newlines()
+            if self.glimpse() == "esac":
+                self.reserved()
+                return Block(tuple(nodes))
+            self.take("(")
+            patterns: list[Word] = []
+            while True:
+                self.blanks()
+                pattern = self.word()
+                if pattern is None:
+                    raise Unreadable("a pattern that is not understood")
+                patterns.append(pattern)
+                self.blanks()
+                if not self.take("|"):
+                    break
+            if not self.take(")"):
+                raise Unreadable("a pattern that is not understood")
+            nodes.append(Bare(tuple(patterns)))
+            nodes.append(Block(self.statements(frozenset({"esac"}), empty=True), "maybe"))
+            self.newlines()
+            if self.take(";;"):
+                if self.take("&"):
+                    self.only_bash(";;&")
+            elif self.take(";&"):
+                self.only_bash(";&")
+            elif self.glimpse() != "esac":
+                raise Unreadable("a case that is not understood")
+
+    def test(self) -> Block:
+        """`[[ … ]]`: its words are expanded, its numbers evaluated."""
+        words: list[Word] = []
+        numeric = False
+        while True:
+            self.newlines()
+            char = self.char()
+            if not char:
+                raise Unreadable("'[[' is not closed")
+            if self.take("&&") or self.take("||"):
+                numeric = False
+                continue
+            if words and words[-1].plain == "=~" and (found := _REGEX.match(self.text, self.at)):
+                self.at = found.end()
+                words.append(Word((Text(found[0], quoted=True),), -1, found[0]))
+                self.facts.assign_anything("BASH_REMATCH", "=~")
+                continue
+            if char in "()<>":
+                if char in "()" and self.at and self.text[self.at - 1] not in " \t\n()":
+                    raise Unreadable("a pattern in '[[' that is not understood")
+                if char in "<>" and self.opens():
+                    raise Unreadable("a process substitution in '[['")
+                self.at += 1
+                continue
+            word = self.word()
+            if word is None:
+                raise Unreadable("a test that is not understood")
+            if word.plain == "]]":
+                return Block((Bare(tuple(words)),))
+            if numeric:
+                self.evaluate_parts(word.parts, word.source)
+            numeric = word.plain in _NUMERIC_TESTS
+            if numeric and words:
+                self.evaluate_parts(words[-1].parts, words[-1].source)
+            if words and words[-1].plain in {"-v", "-R"} and (word.plain is None or "[" in word.plain):
+                self.evaluate_parts(word.parts, word.source)
+            words.append(word)
+
+    def coprocess(self) -> Node:
+        """`coproc [name] command`; it runs in a child."""
+        if self._substitutions:
+            # Bash writes a substitution down anew before it runs it, and does not write a coprocess as it was.
+            raise Unreadable("a coprocess inside a substitution")
+        self.blanks()
+        start = self.at
+        self.facts.assign_anything("COPROC", "coproc")
+        if self.glimpse() is None and self.char() != "(":
+            name = self.word()
+            self.blanks()
+            if name is not None and name.plain and (self.char() == "(" or self.glimpse() in OPENING):
+                if not NAME.fullmatch(name.plain):
+                    raise Unreadable("a coprocess whose name is none")
+                self.facts.starts.add(name.at)
+                self.facts.assign_anything(name.plain, "coproc")
+            else:
+                self.at = start
+        return Block((self.command(),), "sub")
+
+    def function_keyword(self) -> Function:
+        """`function name { …; }`."""
+        self.blanks()
+        name = self.word()
+        self.blanks()
+        if self.take("("):
+            self.blanks()
+            if not self.take(")"):
+                raise Unreadable("a function that is not understood")
+        return self.function(name)
+
+    def function(self, name: Word | None) -> Function:
+        """The body of a function."""
+        if name is None or name.plain is None or not _FUNCTION_NAME.fullmatch(name.plain):
+            raise Unreadable("a function whose name is unusual")
+        self.newlines()
+        if self.char() == "(":
+            body: Node = self.put(self.parenthesised())
+        elif (word := self.glimpse()) in OPENING - {"function", "coproc"} and word is not None:
+            body = self.compound(word)
+        else:
+            raise Unreadable("a function without a body")
+        return Function(name.plain, Block((body,), "maybe"))
+
+    def simple(self) -> Node:
+        """A simple command, or a function definition."""
+        assignments: list[Assignment] = []
+        words: list[Word] = []
+        redirects: list[Redirect] = []
+        arrays: list[Assignment] = []
+        while True:
+            self.blanks()
+            redirect = self.redirect()
+            if redirect is not None:
+                redirects.append(redirect)
+                continue
+            if not words and (assignments or redirects) and self.glimpse() is not None:
+                raise Unreadable("a reserved word behind a redirection or an assignment")
+            word = self.word(command=not words)
+            if word is None:
+                if self.char() == "(" and len(words) == 1 and not assignments and not redirects:
+                    self.take("(")
+                    self.blanks()
+                    if not self.take(")"):
+                        raise Unreadable("a parenthesis behind a word")
+                    return self.function(words[0])
+                break
+            found = _ASSIGNED.match(skeleton(word))
+            if self.char() == "(" and found and found.end() == len(skeleton(word)):
+                if words and words[0].plain not in DECLARATIONS:
+                    raise Unreadable("an array where none belongs")
+                (arrays if words else assignments).append(self.array(found[1], word))
+                continue
+            if found and ("+=" in found[0] or found[2]):
+                self.only_bash("+= or a subscript")
+            if found and not words:
+                value = after(word, found.end())
+                self.facts.assign(found[1], value)
+                assignments.append(Assignment(found[1], (value,), word.programs))
+            else:
+                if not words:
+                    self.facts.starts.add(word.at)
+                words.append(word)
+        if self.char() == "(":
+            raise Unreadable("a parenthesis behind a word")
+        if not (words or assignments or redirects or arrays):
+            raise Unreadable("a command is missing")
+        return Simple(tuple(assignments), tuple(words), tuple(redirects), tuple(arrays))
+
+    def array(self, name: str, word: Word) -> Assignment:
+        """The values of `name=(…)`."""
+        self.only_bash("an array")
+        self.take("(")
+        values: list[Word] = []
+        while True:
+            self.newlines()
+            if self.take(")"):
+                break
+            value = self.word()
+            if value is None:
+                raise Unreadable("an array that is not understood")
+            if value.source.startswith("[") and "=" in value.source:
+                self.evaluate_parts(value.parts, value.source)
+            values.append(value)
+        self.facts.assign(name, *values)
+        return Assignment(name, tuple(values), word.programs)

@@ -1,0 +1,427 @@
+"""Options by which an ordinary program runs another program, writes another file or loads code: one table.
+
+A program is allowed by its name, so what such an option names must be decided too: the command it runs by the shell
+rules, the file it writes by the file rules. An option that does neither in a way that can be read here asks.
+Knows nothing of rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from carrel.policy.shell.arguments import Argument, Unknown, shown
+from carrel.policy.shell.programs import awk_reasons, read_sed
+
+Does = Literal["text", "program", "file", "setting", "given", "asks"]
+"""`text`: a shell runs the value. `program`: the value is a program that is run. `file`: the value is a file that is
+written. `setting`: the value is a setting of git. `given`: the value is looked at by the reader of the program.
+`asks`: anything else that could run or write something.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """How a program is told to run or write something.
+
+    `options` are names and what they do; names of several letters stand behind two dashes, and may be cut short.
+    `valued` are other letters that always take a value, `long_valued` other names: a wrong one would hide the option
+    behind it. `flags` are those of `options` that take no value, or only one that is joined to them.
+    """
+
+    options: dict[str, Does]
+    valued: str = ""
+    long_valued: frozenset[str] = frozenset()
+    flags: frozenset[str] = frozenset()
+    operand: int | None = None
+    """From which operand on, counted from 0, operands are files that are written."""
+    prefix: str = ""
+    """What an operand that names a file to write begins with."""
+    asking: re.Pattern[str] | None = None
+    """Operands that may run or write something."""
+    plain: dict[str, re.Pattern[str]] = field(default_factory=dict)
+    """Values with which an option that asks does nothing else."""
+
+
+@dataclass(slots=True)
+class Effects:
+    """What the options of a program make it do."""
+
+    texts: list[str] = field(default_factory=list)
+    programs: list[str] = field(default_factory=list)
+    writes: list[Argument] = field(default_factory=list)
+    asks: list[str] = field(default_factory=list)
+
+
+def _does(does: Does, names: str) -> dict[str, Does]:
+    return dict.fromkeys(names.split(), does)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_GIT_TRANSPORT = _does("text", "upload-pack exec")
+_GIT_SHOWS = Program(_does("file", "output") | _does("asks", "ext-diff"), "GSLOnlU", flags=_words("ext-diff"))
+GIT = {
+    "clone": Program(
+        _GIT_TRANSPORT | _does("text", "u") | _does("setting", "c config") | _does("asks", "template bundle-uri"),
+        "objb",
+        _words("branch origin depth jobs reference filter shallow-since separate-git-dir server-option"),
+    ),
+    "fetch": Program(_GIT_TRANSPORT, "jo"),
+    "pull": Program(_GIT_TRANSPORT, "josX"),
+    "ls-remote": Program(_GIT_TRANSPORT, "o"),
+    "push": Program(_does("text", "receive-pack exec"), "o"),
+    "archive": Program(_does("file", "o output") | _does("text", "exec") | _does("asks", "remote")),
+    "rebase": Program(_does("text", "x exec"), "sX"),
+    "difftool": Program(_does("text", "x extcmd"), "t"),
+    "grep": Program(_does("program", "O open-files-in-pager"), "efABCm", flags=_words("O open-files-in-pager")),
+    "commit": Program(_does("asks", "e edit"), "mFCct", flags=_words("e edit")),
+    "add": Program(_does("asks", "e edit"), flags=_words("e edit")),
+    "branch": Program(_does("asks", "edit-description"), "u"),
+    "init": Program(_does("asks", "template"), "b"),
+    **dict.fromkeys(("log", "diff", "show", "whatchanged", "format-patch", "stash"), _GIT_SHOWS),
+}
+"""What each command of git can be told; `git` itself is below."""
+_GIT_ASKS = _words(
+    "filter-branch send-email instaweb daemon difftool--helper mergetool for-each-repo hook shell cvsserver "
+    "fast-import imap-send maintenance p4 svn gui citool web--browse credential remote-ext remote-fd bundle"
+)
+"""Commands of git that run what a file or a setting names."""
+_GIT_GLOBAL = Program(
+    _does("setting", "c") | _does("asks", "config-env exec-path git-dir work-tree super-prefix"), "C",
+    _words("namespace"),
+)  # fmt: skip
+_ZIP = Program(_does("text", "TT unzip-command") | _does("file", "O output-file lf logfile-path"), "bntxiP")
+_COMMANDS = re.compile(r"\+")
+_EDITOR = Program(_does("asks", "c S s u U i w W cmd startuptime"), "tT", asking=_COMMANDS)
+_SSH = Program(_does("asks", "o F S E P D L R W J I"), "bceilmpQw")
+
+_FORMAT = re.compile(r"(?!@)(?!.*%output\{).*", re.DOTALL)
+"""What curl writes out afterwards, unless it is read from a file or written to one."""
+
+PROGRAMS: dict[str, Program] = {
+    "sort": Program(
+        _does("file", "o output") | _does("program", "compress-program"),
+        "kStT",
+        _words("key field-separator buffer-size temporary-directory parallel batch-size files0-from"),
+    ),
+    "shuf": Program(_does("file", "o output"), "in"),
+    "uniq": Program({}, "fsw", _words("skip-fields skip-chars check-chars"), operand=1),
+    "tee": Program({}, operand=0),
+    "dd": Program({}, operand=0, prefix="of="),
+    "tree": Program(_does("file", "o"), "LPIHT", _words("filelimit charset timefmt sort")),
+    "sdiff": Program(_does("file", "o output") | _does("program", "diff-program"), "Iw"),
+    "diff3": Program(_does("program", "diff-program"), "L"),
+    "split": Program(_does("text", "filter"), "abClnt"),
+    "iconv": Program(_does("file", "o output"), "ft"),
+    "patch": Program(_does("file", "o output r reject-file"), "pdiFVYBzDg"),
+    "file": Program(_does("asks", "C compile"), "fmeFP", flags=_words("C compile")),
+    "tar": Program(
+        _does("text", "I use-compress-program F info-script new-volume-script to-command rsh-command rmt-command")
+        | _does("asks", "checkpoint-action T files-from")
+        | _does("file", "index-file g listed-incremental volno-file"),
+        "fCXKLNVbH",
+        _words("file directory exclude exclude-from transform xform owner group mode mtime strip-components"),
+    ),
+    "zip": _ZIP,
+    "cpio": Program(_does("asks", "rsh-command") | _does("file", "O"), "CEFHIMR"),
+    "rsync": Program(
+        _does("text", "e rsh rsync-path")
+        | _does("file", "log-file write-batch only-write-batch")
+        | _does("asks", "M remote-option"),
+        "fTB",
+        _words("exclude include files-from exclude-from include-from port bwlimit timeout chmod"),
+    ),
+    "ssh": _SSH,
+    "scp": Program(_does("asks", "o F S D J"), "ciPlX"),
+    "sftp": Program(_does("asks", "o F S D J b"), "BciPlRsX"),
+    "man": Program(
+        _does("text", "P pager H html browser") | _does("asks", "C config-file"),
+        "LmMSsepErR",
+        flags=_words("H html browser"),
+    ),
+    "less": Program(
+        _does("file", "o log-file O LOG-FILE") | _does("asks", "k lesskey-file T"), "bhjpPtxyz", asking=_COMMANDS
+    ),
+    **dict.fromkeys(("vi", "vim", "vimdiff", "view", "ex", "nvim", "rvim"), _EDITOR),
+    "rg": Program(_does("program", "pre hostname-bin"), "efgABCjmtTErM", _words("glob regexp file type")),
+    "ag": Program(_does("program", "pager"), "Gm"),
+    **dict.fromkeys(("fd", "fdfind"), Program(_does("asks", "x exec X exec-batch"), "deEtTSjg")),
+    "fzf": Program(_does("text", "preview bind"), "q"),
+    "curl": Program(
+        _does("file", "o output D dump-header c cookie-jar trace trace-ascii stderr libcurl etag-save hsts alt-svc")
+        | _does("file", "output-dir")
+        | _does("asks", "K config O remote-name remote-name-all engine w write-out"),
+        "AbCdeEFHmPQrtTuUxXyYz",
+        _words("url data header user proxy request max-time form cacert cert"),
+        flags=_words("O remote-name remote-name-all"),
+        plain=dict.fromkeys(("w", "write-out"), _FORMAT),
+    ),
+    "wget": Program(
+        _does("file", "O output-document o output-file a append-output save-cookies rejected-log warc-file")
+        | _does("file", "P directory-prefix")
+        | _does("text", "use-askpass")
+        | _does("asks", "e execute config i input-file"),
+        "tTUABDIXRlQ",
+    ),
+    "sqlite3": Program(_does("asks", "cmd init"), asking=re.compile(r"\s*\.")),
+    "pip install": Program(
+        _does("file", "log report") | _does("program", "python"),
+        "irtcef",
+        _words("index-url extra-index-url requirement target constraint prefix root src cache-dir find-links"),
+    ),
+    "pip list": Program(_does("file", "log") | _does("program", "python"), "if"),
+    "pip config": Program(_does("text", "editor")),
+}
+"""Programs with such options. Git, sed, awk and find have readers of their own."""
+_PIP = re.compile(r"pip(\d+(\.\d+)*)?")
+_SED = Program(
+    _does("given", "e expression i in-place") | _does("asks", "f file"),
+    "l",
+    _words("line-length"),
+    _words("i in-place"),
+)
+_AWK = Program(
+    _does("given", "e source") | _does("asks", "f file i include l load E exec W")
+    | _does("file", "d dump-variables p profile o pretty-print"),
+    "Fv", _words("field-separator assign"), _words("d dump-variables p profile o pretty-print"),
+)  # fmt: skip
+_SAFE_CONFIG = re.compile(
+    r"(user\.(name|email)|color\..*|advice\..*|init\.defaultbranch|pull\.(rebase|ff)|core\.(quotepath|autocrlf|longpaths)"
+    r"|commit\.gpgsign|tag\.gpgsign|merge\.conflictstyle|diff\.(algorithm|renames)|push\.default|log\..*|safe\.directory)",
+    re.IGNORECASE,
+)
+
+
+def is_safe_config(setting: Argument) -> bool:
+    """Whether a setting of git, `key` or `key=value`, changes nothing that git runs or reaches."""
+    text = setting if isinstance(setting, str) else setting.prefix
+    return ("=" in text or isinstance(setting, str)) and bool(_SAFE_CONFIG.fullmatch(text.partition("=")[0]))
+
+
+def effects(name: str, rest: Sequence[Argument]) -> Effects | None:
+    """What the options of a program make it run or write; None where there is nothing of the kind."""
+    found = Effects()
+    if name == "git":
+        _git(rest, found)
+    elif name in {"sed", "gsed"}:
+        _sed(name, rest, found)
+    elif name in {"awk", "gawk", "mawk", "nawk"}:
+        _awk(name, rest, found)
+    else:
+        if _PIP.fullmatch(name):
+            name = "pip"
+        if rest and f"{name} {rest[0]}" in PROGRAMS:
+            name, rest = f"{name} {rest[0]}", rest[1:]
+        if name not in PROGRAMS:
+            return None
+        _Reader(name, PROGRAMS[name], found).read(_without_old_style(rest) if name == "tar" else rest)
+    return found if found.texts or found.programs or found.writes or found.asks else None
+
+
+class _Reader:
+    """Reads the options of a program as `getopt_long` does: letters together, names cut short, `--`."""
+
+    def __init__(self, name: str, program: Program, found: Effects):
+        self._name = name
+        self._program = program
+        self._found = found
+        self.options: list[tuple[str, Argument]] = []
+        """Options that do something, with their values, in order."""
+        self.flags: set[str] = set()
+        """Other letters and names that were given."""
+
+    def read(self, rest: Sequence[Argument], *, stop: bool = False) -> list[Argument]:
+        """Note what the options do. The operands are returned; with `stop` all from the first on."""
+        operands: list[Argument] = []
+        at = 0
+        while at < len(rest):
+            argument = rest[at]
+            if argument == "--":
+                operands += rest[at + 1 :]
+                break
+            if isinstance(argument, Unknown):
+                self._unknown(argument)
+            if isinstance(argument, Unknown) or not argument.startswith("-") or argument == "-":
+                if stop:
+                    operands += rest[at:]
+                    break
+                operands.append(argument)
+                at += 1
+                continue
+            following = rest[at + 1] if at + 1 < len(rest) else ""
+            at += self._long(argument[2:], following) if argument.startswith("--") else self._short(argument, following)
+        self._operands(operands)
+        return operands
+
+    def _unknown(self, argument: Unknown) -> None:
+        """What is known only at run time may be such an option. Names of files, which a pattern makes, may be too;
+        but those are there already, and a person who looked at the command could not tell either.
+        """
+        harmful = any(does != "asks" for does in self._program.options.values())
+        begins = argument.prefix and not argument.prefix.startswith("-")
+        if harmful and argument.count != "each" and not begins:
+            self._found.asks.append(
+                f"an argument of {self._name} known only at run time may be an option that runs or writes something: "
+                f"{argument.source[:80]} (behind -- it is none)"
+            )
+
+    def _long(self, text: str, following: Argument) -> int:
+        key, equals, given = text.partition("=")
+        if key in self._program.long_valued:
+            return 1 if equals else 2
+        named = key if key in self._program.options else None
+        if named is None and key:
+            named = next((each for each in self._program.options if len(each) > 1 and each.startswith(key)), None)
+        if named is None:
+            self.flags.add(key)
+            return 1
+        if equals or named in self._program.flags:
+            self._note(named, given)
+            return 1
+        self._note(named, following)
+        return 2
+
+    def _short(self, argument: str, following: Argument) -> int:
+        if argument[1:] in self._program.options and len(argument) > 2:  # a name behind one dash, as `zip -TT`
+            self._note(argument[1:], following)
+            return 2
+        for index, letter in enumerate(argument[1:], start=2):
+            behind = argument[index:]
+            if letter in self._program.options:
+                if letter in self._program.flags:
+                    self._note(letter, behind)
+                    if self._program.options[letter] != "asks":
+                        return 1
+                    continue
+                self._note(letter, behind or following)
+                return 1 if behind else 2
+            if letter in self._program.valued:
+                return 1 if behind else 2
+            self.flags.add(letter)
+        return 1
+
+    def _note(self, option: str, value: Argument) -> None:
+        self.options.append((option, value))
+        does = self._program.options[option]
+        if does == "given":
+            return
+        dashed = f"-{option}" if len(option) == 1 else f"--{option}"
+        if does == "file" and value in {"", "-"}:
+            return  # standard output
+        if does == "file":
+            self._found.writes.append(value)
+        elif does == "setting":
+            if not is_safe_config(value):
+                self._found.asks.append(f"a setting may change what {self._name} runs: {shown(value)[:80]}")
+        elif does in {"text", "program"} and isinstance(value, str):
+            if value:
+                (self._found.texts if does == "text" else self._found.programs).append(value)
+        elif (plain := self._program.plain.get(option)) and isinstance(value, str) and plain.fullmatch(value):
+            return
+        elif value != "" or does == "asks":
+            self._found.asks.append(f"option {dashed} of {self._name} may run or write something else")
+
+    def _operands(self, operands: list[Argument]) -> None:
+        first, prefix, asking = self._program.operand, self._program.prefix, self._program.asking
+        for operand in operands if asking is not None else ():
+            if isinstance(operand, str) and asking is not None and asking.match(operand):
+                self._found.asks.append(f"{shown(operand)[:80]} tells {self._name} to run or write something")
+        if first is None:
+            return
+        for operand in operands[first:]:
+            if not prefix:
+                self._found.writes.append(operand)
+            elif isinstance(operand, str) and operand.startswith(prefix):
+                self._found.writes.append(operand[len(prefix) :])
+            elif isinstance(operand, Unknown) and (not operand.prefix or operand.prefix.startswith(prefix)):
+                self._found.writes.append(operand)
+
+
+def _without_old_style(rest: Sequence[Argument]) -> list[Argument]:
+    """The arguments of tar with letters that have no dash, `tar xIf prog file`, written as options."""
+    first = rest[0] if rest else ""
+    if not isinstance(first, str) or not first or first.startswith("-"):
+        return list(rest)
+    tar, left = PROGRAMS["tar"], deque(rest[1:])
+    made: list[Argument] = []
+    for letter in first:
+        made.append(f"-{letter}")
+        if letter in tar.valued or letter in tar.options:
+            made += [left.popleft()] if left else []
+    return [*made, *left]
+
+
+def _git(rest: Sequence[Argument], found: Effects) -> None:
+    words = _Reader("git", _GIT_GLOBAL, found).read(rest, stop=True)
+    if not words or not isinstance(words[0], str):
+        if words:
+            found.asks.append(f"what git does is known only at run time: {shown(words[0])[:80]}")
+        return
+    command, behind = words[0], words[1:]
+    if command in _GIT_ASKS:
+        found.asks.append(f"git {command} runs what files or settings name")
+    elif command == "bisect" and behind[:1] == ["run"]:
+        found.texts.append(" ".join(shown(each) for each in behind[1:]))
+    elif command == "submodule" and "foreach" in behind[:3]:
+        texts = [each for each in behind[behind.index("foreach") + 1 :] if each not in {"--recursive", "--quiet", "-q"}]
+        found.texts.append(" ".join(each if isinstance(each, str) else each.source for each in texts))
+    elif command == "config":
+        _git_config(behind, found)
+    elif command in GIT:
+        operands = _Reader(f"git {command}", GIT[command], found).read(behind)
+        if any(isinstance(each, str) and re.match(r"(ext|fd)::", each) for each in operands):
+            found.asks.append(f"a remote of git {command} that runs a program")
+
+
+def _git_config(rest: Sequence[Argument], found: Effects) -> None:
+    flags = {each for each in rest if isinstance(each, str) and each.startswith("-")}
+    words = [each for each in rest if each not in flags]
+    if words[:1] == ["set"]:
+        words = words[1:]
+    if flags & {"-e", "--edit"} or words[:1] == ["edit"]:
+        found.asks.append("git config opens an editor")
+    elif (len(words) > 1 and words[0] not in {"get", "list"} and not flags & {"--get", "--get-all", "--unset"}) and (
+        not is_safe_config(words[0])
+    ):
+        found.asks.append(f"a setting may change what git runs: {shown(words[0])[:80]}")
+
+
+def _sed(name: str, rest: Sequence[Argument], found: Effects) -> None:
+    reader = _Reader(name, _SED, found)
+    operands = reader.read(rest)
+    scripts = [value for option, value in reader.options if option in {"e", "expression"}]
+    if not scripts and operands and not any(option in {"f", "file"} for option, _ in reader.options):
+        scripts.append(operands.pop(0))
+    for script in scripts:
+        if isinstance(script, Unknown):
+            found.asks.append(
+                f"a script of {name} that is known only at run time may run or write: {script.source[:80]}"
+            )
+            continue
+        said = read_sed(script)
+        found.texts += said.texts
+        found.writes += said.writes
+        found.asks += said.asks
+    if any(option in {"i", "in-place"} for option, _ in reader.options):
+        found.writes += operands
+
+
+def _awk(name: str, rest: Sequence[Argument], found: Effects) -> None:
+    reader = _Reader(name, _AWK, found)
+    words = reader.read(rest, stop=True)
+    programs = [value for option, value in reader.options if option in {"e", "source"}]
+    if not programs and not any(option in {"f", "file", "E", "exec"} for option, _ in reader.options):
+        programs = words[:1]
+    for program in programs:
+        if isinstance(program, Unknown):
+            found.asks.append(
+                f"a program of {name} that is known only at run time may run or write: {program.source[:80]}"
+            )
+        else:
+            found.asks += (f"a program of {name} {reason}" for reason in awk_reasons(program))

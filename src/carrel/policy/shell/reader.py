@@ -1,0 +1,493 @@
+"""Finds every command that a shell text or an argument list could run, and every file its redirections touch.
+
+What cannot be known before it runs is a reason to ask. Knows nothing of rules; decides nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from carrel.policy.rules.variables import LOCALE, belongs_to, changes_what_runs, is_evaluated
+from carrel.policy.shell import grammar, witness
+from carrel.policy.shell.arguments import Argument, Unknown, literal, shown, value
+from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
+from carrel.policy.shell.characters import check
+from carrel.policy.shell.doubts import Doubts
+from carrel.policy.shell.effort import Effort, TooComplex, size_of
+from carrel.policy.shell.findings import Command, FileUse, Found, HostUse, normal
+from carrel.policy.shell.syntax import (
+    COUNTERS,
+    Assignment,
+    Bare,
+    Block,
+    Dialect,
+    Expansion,
+    Facts,
+    Function,
+    Node,
+    Redirect,
+    Simple,
+    Unreadable,
+    Word,
+)
+from carrel.policy.shell.wrappers import RUNNERS, Inside, base, inside
+
+MOST_COMMANDS = 1000
+MOST_DIRECTORIES = 16
+MAX_DEPTH = 12
+
+_FREE = re.compile(r"/dev/(null|zero|full|u?random|tty|std(in|out|err)|fd/\d+)")
+_SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
+
+
+def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | None = None) -> Found:
+    """What a shell text, or a program with its arguments, could run."""
+    effort = Effort(size_of(command))
+    finder = _Finder(dialect, cwd, effort)
+    finder.start(command)
+    if finder.unset & finder.defined:
+        # A function that is removed somewhere is nowhere certain: read again, knowing that.
+        finder = _Finder(dialect, cwd, effort, frozenset(finder.unset))
+        finder.start(command)
+    return Found(
+        tuple(dict.fromkeys(finder.commands)),
+        tuple(dict.fromkeys(finder.files)),
+        tuple(dict.fromkeys(finder.hosts)),
+        tuple(finder.facts.asks),
+        tuple(dict.fromkeys(finder.opaque)),
+    )
+
+
+class _Finder:
+    """Walks what was read. One object for a text and every text inside it."""
+
+    def __init__(self, dialect: Dialect, cwd: str | None, effort: Effort, removed: frozenset[str] = frozenset()):
+        self.facts = Facts(effort)
+        self._spend = effort.spend
+        self.dialect: Dialect = dialect
+        self.commands: list[Command] = []
+        self.files: list[FileUse] = []
+        self.hosts: list[HostUse] = []
+        self.opaque: list[str] = []
+        self.functions: dict[str, Function] = {}
+        self.unset: set[str] = set()
+        self._directories: frozenset[str] | None = None if cwd is None else frozenset({cwd})
+        self._entered: frozenset[str] | None = None
+        """Where the last `cd` led, if it did."""
+        self._via: tuple[str, ...] = ()
+        self._ascii = True
+        self._depth = 0
+        self._removed = removed
+        self._definitions: list[tuple[Function, dict[str, Function]]] = []
+        self._walked: set[tuple[object, ...]] = set()
+        self._walked_once: set[int] = set()
+        self._calling: list[str] = []
+        self._later: list[tuple[str, dict[str, Function], Dialect]] = []
+        self._excused: Counter[str] = Counter()
+
+    @property
+    def defined(self) -> set[str]:
+        """The names of all functions of the text."""
+        return {function.name for function, _ in self._definitions}
+
+    # --- texts
+
+    def start(self, command: str | Sequence[str]) -> None:
+        """Read and walk everything."""
+        try:
+            if isinstance(command, str):
+                self.read(command, self.dialect)
+            else:
+                for word in command:
+                    check(word)
+                if command:
+                    self.program(tuple(command), ())
+                else:
+                    self.facts.ask("there is no command")
+            self._conclude()
+        except Unreadable as reason:
+            self.facts.ask(f"the text cannot be read with certainty: {reason}")
+        except TooComplex as reason:
+            self.facts.ask(f"the text is too complex to decide: {reason}")
+        except RecursionError:
+            self.facts.ask("the text is nested too deeply")
+
+    def read(self, text: str, dialect: Dialect) -> None:
+        """Read a text and walk it."""
+        check(text)
+        self._ascii = self._ascii and text.isascii()
+        outer = self.facts.starts, self.dialect
+        self.facts.starts, self.dialect = set(), dialect
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise Unreadable("texts inside texts, too deep")
+        block = grammar.read(text, self.facts, dialect)
+        for objection in witness.objections(text, self.facts.starts, self.facts.effort):
+            self.facts.ask(objection)
+        self._block(block)
+        self._depth -= 1
+        self.facts.starts, self.dialect = outer
+
+    def text(self, text: str, *, later: bool = False) -> None:
+        """A text that `eval` or `trap` runs in this shell."""
+        if later:
+            self._spend_on_functions()
+            self._later.append((text, dict(self.functions), self.dialect))
+            return
+        kept = dict(self.functions), self._directories
+        self.read(text, self.dialect)
+        self._rejoin(*kept)
+
+    def _conclude(self) -> None:
+        """What is left once the text has been walked: traps, functions nobody surely called, odd variables."""
+        done = 0
+        named: set[Argument] = set()
+        seen = 0
+        while self._later or done < len(self._definitions):
+            self._directories = None
+            if self._later:
+                text, self.functions, dialect = self._later.pop()
+                self.read(text, dialect)
+                continue
+            function, self.functions = self._definitions[done]
+            done += 1
+            self._spend()
+            named.update(command.arguments[0] for command in self.commands[seen:])
+            seen = len(self.commands)
+            if function.name in named or id(function) not in self._walked_once:
+                self._body(function)
+        for name, count in self.facts.changed.items():
+            if count > self._excused[name]:
+                self._assigned(name)
+        for name in self.facts.evaluated:
+            self._assigned(name)  # arithmetic can assign
+        self.facts.conclude()
+
+    # --- nodes
+
+    def _block(self, block: Block) -> None:
+        self._spend_on_functions()
+        functions, directories, seen = dict(self.functions), self._directories, len(self.files)
+        self._redirects(block.redirects)
+        doubtful = Doubts(block)
+        for number, node in enumerate(block.nodes):
+            for name in doubtful.before(number, self.functions):
+                self.functions.pop(name, None)
+            if isinstance(node, Block) and node.given and number and _is_cd(block.nodes[number - 1]):
+                left, self._directories = self._directories, self._entered
+                self._node(node)
+                self._rejoin(self.functions, left)
+            else:
+                self._node(node)
+        if block.scope == "sub":
+            self.functions, self._directories = functions, directories
+        elif block.scope in {"maybe", "loop"}:
+            if block.scope == "loop" and self._directories != directories:
+                self._directories = None
+                if len(self.files) > seen:
+                    self.facts.ask("files are opened in a loop that changes its directory")
+            self._rejoin(functions, directories)
+
+    def _spend_on_functions(self) -> None:
+        """Take the steps that copying the known functions costs."""
+        self._spend(2 + len(self.functions) // 8)
+
+    def _rejoin(self, functions: dict[str, Function], directories: frozenset[str] | None) -> None:
+        """After what perhaps ran: only what holds either way is certain."""
+        self._spend_on_functions()
+        self.functions = {name: each for name, each in functions.items() if name in self.functions}
+        if directories is None or self._directories is None:
+            self._directories = None
+        else:
+            self._directories |= directories
+            if len(self._directories) > MOST_DIRECTORIES:
+                self._directories = None
+
+    def _node(self, node: Node) -> None:
+        self._spend()
+        match node:
+            case Simple():
+                self._simple(node)
+            case Bare():
+                self._words(node.words)
+            case Function():
+                self._define(node)
+            case Block():
+                self._block(node)
+
+    def _define(self, function: Function) -> None:
+        if function.name in SHELL_WORDS | RUNNERS | COUNTERS:
+            self.facts.ask(f"a function takes the name of a command that others rely on: {function.name}")
+        if function.name not in self._removed:
+            self.functions[function.name] = function
+        self._spend_on_functions()
+        self._definitions.append((function, dict(self.functions)))
+
+    def _body(self, function: Function) -> None:
+        if function.name in self._calling:
+            self.facts.ask(f"a function calls itself: {function.name}")
+            return
+        self._spend_on_functions()
+        # Walked again only where other functions or directories would make a difference.
+        known = frozenset((name, id(each)) for name, each in self.functions.items())
+        key = (id(function), known, self._directories)
+        if key in self._walked:
+            return
+        self._walked.add(key)
+        self._walked_once.add(id(function))
+        self._calling.append(function.name)
+        self._block(function.body)
+        self._calling.pop()
+
+    def _words(self, words: Iterable[Word]) -> None:
+        for word in words:
+            for program in word.programs:
+                self._block(program)
+
+    def _assignments(self, assignments: Sequence[Assignment]) -> None:
+        for each in assignments:
+            self._words(each.values)
+            for program in each.programs:
+                self._block(program)
+            if is_evaluated(each.name):
+                for word in each.values:
+                    for part in word.parts:
+                        if isinstance(part, Expansion):
+                            self.facts.evaluate(part.names, part.source)
+                        elif "$" in part.text or "`" in part.text:
+                            self.facts.ask(f"{each.name} evaluates the text it is given")
+
+    def _redirects(self, redirects: Sequence[Redirect]) -> None:
+        for redirect in redirects:
+            self._words((redirect.target,))
+            for part in redirect.body:
+                if isinstance(part, Expansion):
+                    for program in part.programs:
+                        self._block(program)
+            self._opened(redirect)
+
+    def _opened(self, redirect: Redirect) -> None:
+        operator = redirect.operator
+        if operator in {"<<", "<<-", "<<<"}:
+            return
+        parts = redirect.target.parts
+        if len(parts) == 1 and isinstance(parts[0], Expansion) and parts[0].source[:2] in {"<(", ">("}:
+            return
+        target = value(redirect.target)
+        if operator in {"<&", ">&"} and isinstance(target, str) and re.fullmatch(r"[0-9]*-?", target):
+            return
+        if operator in {"<&", ">&"}:
+            self._expanded_twice(redirect.target)
+            if operator == "<&":
+                return  # a descriptor, or nothing
+        operations: list[Literal["read", "write"]] = ["write"] if ">" in operator else ["read"]
+        if operator == "<>":
+            operations.append("read")
+        for operation in operations:
+            for path in self._paths(target):
+                self._opened_path(operation, path, redirect.target.source)
+
+    def _expanded_twice(self, target: Word) -> None:
+        """Bash expands the file behind `>&` once more, whatever quotes it stood in."""
+        for part in target.parts:
+            if isinstance(part, Expansion):
+                self.facts.evaluate(part.names, part.source)
+            elif set(part.text) & set("$`\\'\"*?[~{"):
+                self.facts.ask(f"a file name that is expanded twice: {target.source[:80]}")
+
+    def _opened_path(self, operation: Literal["read", "write", "delete"], path: str | None, source: str) -> None:
+        if path is not None and (found := _SOCKET.fullmatch(path)):
+            self.hosts.append(HostUse(found[1], found[2]))
+        elif path is None or not _FREE.fullmatch(path):
+            self.files.append(FileUse(operation, path, source))
+
+    def _paths(self, target: Argument) -> list[str | None]:
+        if isinstance(target, Unknown):
+            return [None]
+        if target.startswith("/"):
+            return [normal(target)]
+        if self._directories is None:
+            return [None]
+        return [normal(f"{directory}/{target}") for directory in sorted(self._directories)]
+
+    def enter(self, directory: Argument | None) -> None:
+        """Change the directory; None is one that is not known."""
+        known = isinstance(directory, str) and (directory.startswith("/") or self._directories is not None)
+        self._entered = None
+        if known and directory is not None:
+            self._entered = frozenset(path for path in self._paths(directory) if path is not None)
+        # It may fail and leave the shell where it was.
+        if self._entered is None or self._directories is None or len(self._directories) > MOST_DIRECTORIES:
+            self._directories = None
+        else:
+            self._directories |= self._entered
+
+    # --- commands
+
+    def _simple(self, node: Simple) -> None:
+        self._assignments(node.assignments)
+        self._assignments(node.arrays)
+        self._words(node.words)
+        self._redirects(node.redirects)
+        pairs = expanded(node.words, self.dialect, self.facts.effort)
+        if not node.words:
+            return
+        names = tuple(each.name for each in node.assignments)
+        if not pairs or not isinstance(pairs[0][0], str):
+            source = node.words[0].source
+            self.facts.ask(f"which command runs is known only at run time: {source[:80]}")
+            return
+        name = pairs[0][0]
+        for each in names:
+            if belongs_to(each, base(name)):
+                self._excused[each] += 1
+        self._command(pairs, names, node.redirects, plain=node.words[0].plain is not None)
+
+    def _command(
+        self,
+        pairs: list[tuple[Argument, Word]],
+        names: tuple[str, ...],
+        redirects: Sequence[Redirect],
+        *,
+        plain: bool,
+        functions: bool = True,
+        prefixes: int = 0,
+    ) -> None:
+        """A command of a shell: a function, a builtin or a program. `prefixes`: how many `command` stand before it."""
+        self._spend(1 + len(pairs))
+        argv = tuple(argument for argument, _ in pairs)
+        name = argv[0]
+        assert isinstance(name, str)
+        if functions and name in self.functions:
+            positional(argv[1:], self.facts)
+            self._body(self.functions[name])
+            return
+        if name in {"exec", "command", "builtin"}:
+            self._note(argv, names)
+            if prefixes == MAX_DEPTH:
+                raise Unreadable("programs that run programs, too deep")
+            self._prefix(name, pairs, redirects, prefixes)
+            return
+        if name in {"source", "."}:
+            self.opaque.append(Command(argv).text)
+        if name in BUILTINS:
+            self._note(argv, names)
+            words = tuple(word for _, word in pairs[1:])
+            BUILTINS[name](Call(name, argv[1:], words, plain and self.dialect == "bash"), self)
+            return
+        self.program(argv, self._via, names, redirects)
+
+    def _prefix(
+        self, name: str, pairs: list[tuple[Argument, Word]], redirects: Sequence[Redirect], prefixes: int
+    ) -> None:
+        """`exec`, `command` and `builtin` run what follows, each in its own way."""
+        at = 1
+        while at < len(pairs):
+            option = pairs[at][0]
+            if isinstance(option, Unknown):
+                self.facts.ask(f"what {name} runs is known only at run time: {option.source}")
+                return
+            if option == "--":
+                at += 1
+                break
+            if not option.startswith("-") or len(option) < 2:
+                break
+            if name == "command" and set(option[1:]) & set("vV"):
+                return
+            if name == "exec" and option == "-a" and self.dialect == "bash":
+                at += 1
+            elif not (name == "command" and option == "-p") and not (
+                name == "exec" and set(option[1:]) <= set("cl") and self.dialect == "bash"
+            ):
+                self.facts.ask(f"option {option} of {name} is not known here")
+                return
+            at += 1
+        rest = pairs[at:]
+        if not rest:
+            return
+        if not isinstance(rest[0][0], str):
+            self.facts.ask(f"what {name} runs is known only at run time: {rest[0][0].source}")
+        elif name == "exec":
+            self.program(tuple(argument for argument, _ in rest), (*self._via, name), (), redirects)
+        else:
+            self._command(rest, (), redirects, plain=False, functions=False, prefixes=prefixes + 1)
+
+    def _note(self, argv: tuple[Argument, ...], names: tuple[str, ...]) -> None:
+        if len(self.commands) >= MOST_COMMANDS:
+            raise Unreadable(f"it holds more than {MOST_COMMANDS} commands")
+        self.commands.append(Command(argv, self._via, names))
+
+    def program(
+        self,
+        argv: tuple[Argument, ...],
+        via: tuple[str, ...],
+        names: tuple[str, ...] = (),
+        redirects: Sequence[Redirect] = (),
+    ) -> None:
+        """A program, and what it runs."""
+        if len(via) > MAX_DEPTH:
+            raise Unreadable("programs that run programs, too deep")
+        self._spend(1 + len(argv))
+        outer = self._via
+        self._via = via
+        self._note(argv, names)
+        found = inside(argv)
+        if found is not None:
+            assert isinstance(argv[0], str)
+            self._via = (*via, base(argv[0]))
+            self._inside(argv, found, redirects)
+        self._via = outer
+
+    def _inside(self, argv: tuple[Argument, ...], found: Inside, redirects: Sequence[Redirect]) -> None:
+        for reason in found.asks:
+            self.facts.ask(reason)
+        for operation, target in found.files:
+            for path in self._paths(target):
+                self._opened_path(operation, path, shown(target))
+        functions, directories = self.functions, self._directories
+        self.functions = {}
+        if found.moves:
+            self._directories = None
+        elif found.directory is not None:
+            self._directories = frozenset(path for path in self._paths(found.directory) if path) or None
+        for run in found.runs:
+            program = run[0] if isinstance(run[0], str) else ""
+            for name in found.assigned:
+                if not belongs_to(name, base(program)):
+                    self._assigned(name)
+            self.program(run, self._via)
+        if not found.runs:
+            for name in found.assigned:
+                self._assigned(name)
+        for text, dialect, more in found.scripts:
+            positional(more, self.facts)
+            self.read(text, dialect)
+        if found.file:
+            self.opaque.append(Command(argv).text)
+        if found.reads_commands is not None:
+            self._standard_input(argv, found.reads_commands, redirects)
+        self.functions, self._directories = functions, directories
+
+    def _assigned(self, name: str) -> None:
+        if changes_what_runs(name) or (name in LOCALE and not self._ascii):
+            self.facts.ask(f"the variable {name} changes what commands run")
+
+    def _standard_input(self, argv: tuple[Argument, ...], dialect: Dialect, redirects: Sequence[Redirect]) -> None:
+        """A shell that reads its commands: from a here-document they can be seen."""
+        given = [each for each in redirects if "<" in each.operator]
+        if not given or given[-1].operator not in {"<<", "<<-", "<<<"}:
+            self.opaque.append(Command(argv).text)
+            return
+        last = given[-1]
+        text = literal(last.target.parts if last.operator == "<<<" else last.body)
+        if text is None:
+            self.facts.ask(f"the commands {shown(argv[0])} reads are known only at run time")
+        else:
+            self.read(text, dialect)
+
+
+def _is_cd(node: Node) -> bool:
+    return isinstance(node, Simple) and bool(node.words) and node.words[0].plain == "cd"

@@ -1,0 +1,499 @@
+"""Programs that run another program: `env`, `timeout`, `xargs`, `find -exec`, `bash -c` and their like.
+
+From the arguments of such a program it is told what it runs. An option that is not known here, or an argument known
+only at run time where options may stand, is a reason to ask. Knows nothing of rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
+from posixpath import commonprefix
+from typing import Literal
+
+from carrel.policy.shell.arguments import Argument, Unknown, shown
+from carrel.policy.shell.options import effects
+from carrel.policy.shell.syntax import Dialect
+
+Arguments = Sequence[Argument]
+
+
+@dataclass(slots=True)
+class Inside:
+    """What a program runs: programs by their arguments, shell texts, and what changes for them."""
+
+    runs: list[tuple[Argument, ...]] = field(default_factory=list)
+    scripts: list[tuple[str, Dialect, tuple[Argument, ...]]] = field(default_factory=list)
+    assigned: list[str] = field(default_factory=list)
+    directory: Argument | None = None
+    moves: bool = False
+    """Runs where its directory is not known."""
+    reads_commands: Dialect | None = None
+    """Reads commands from its standard input."""
+    file: bool = False
+    """Reads commands from a file."""
+    files: list[tuple[Literal["write", "delete"], Argument]] = field(default_factory=list)
+    """Files that its options make it write or delete."""
+    asks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of a wrapper, in front of the program it runs: letters and names, without and with a value."""
+
+    flags: str = ""
+    valued: str = ""
+    names: frozenset[str] = frozenset()
+    valued_names: frozenset[str] = frozenset()
+    operands: int = 0
+    assignments: bool = False
+    numbers: bool = False
+
+
+class _NotKnown(Exception):
+    """Why what a program runs cannot be told."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PLAIN = _Options()
+_TABLE: dict[str, _Options] = {
+    "nice": _Options(valued="n", valued_names=_names("adjustment"), numbers=True),
+    "nohup": _PLAIN,
+    "setsid": _Options("cfw", names=_names("ctty fork wait")),
+    "stdbuf": _Options(valued="ioe", valued_names=_names("input output error")),
+    "timeout": _Options(
+        "v", "ks", _names("foreground preserve-status verbose"), _names("kill-after signal"), operands=1
+    ),
+    "time": _Options("apqv", "fo", _names("append portability quiet verbose"), _names("format output")),
+    "ionice": _Options("t", "cn", _names("ignore"), _names("class classdata")),
+    "taskset": _Options("ac", names=_names("all-tasks cpu-list"), operands=1),
+    "chrt": _Options("abfiorRv", "TPD", operands=1),
+    "chroot": _Options(names=_names("skip-chdir"), valued_names=_names("userspec groups"), operands=1),
+    "unshare": _Options("muinpUCTrcf", "RwSG", _names("mount uts ipc net pid user cgroup time fork map-root-user")),
+    "sudo": _Options(
+        "AbEHknPS", "ugpCDRTrth", _names("askpass background preserve-env set-home non-interactive"),
+        _names("user group prompt chdir"), assignments=True,
+    ),
+    "doas": _Options("n", "u"),
+    "strace": _Options("fFtTvVxqhirykzcCdDnY", "eoOPsSauEIXb", _names("follow-forks summary-only")),
+    "flock": _Options(
+        "sxneuoF", "wE", _names("shared exclusive nonblock unlock close no-fork verbose"),
+        _names("timeout wait conflict-exit-code"), operands=1,
+    ),
+    "gosu": _Options(operands=1),
+    "su-exec": _Options(operands=1),
+    "cgexec": _Options(valued="g"),
+    "tini": _Options("gsv"),
+    "dumb-init": _Options("cv"),
+    "catchsegv": _PLAIN,
+    "eatmydata": _PLAIN,
+    "unbuffer": _Options("p"),
+    "busybox": _PLAIN,
+    "toybox": _PLAIN,
+    "poetry run": _PLAIN,
+    "pipenv run": _PLAIN,
+    "pdm run": _PLAIN,
+    "bundle exec": _PLAIN,
+    "uv run": _Options(
+        "qvn", "p", _names("no-sync frozen locked isolated quiet verbose no-project no-dev all-extras active offline"),
+        _names("python extra group project directory env-file"),
+    ),
+}  # fmt: skip
+_BESIDE = frozenset({"chroot", "sudo", "doas", "unshare", "flock"})
+"""Wrappers with a short way to begin a shell or to move elsewhere."""
+_OTHER_SHELLS = frozenset({"zsh", "ksh", "mksh", "fish", "csh", "tcsh", "pwsh", "rbash", "yash", "rc", "nu", "xonsh"})
+_OPAQUE = _names(
+    "parallel su runuser script nsenter setpriv systemd-run bwrap firejail start-stop-daemon entr at batch prlimit "
+    "numactl ltrace rlwrap fakeroot faketime capsh machinectl proot chpst daemonize"
+)
+"""Programs that run others in ways that are not read here."""
+_LOADER = re.compile(r"ld(-linux.*|-musl.*|64)?\.so(\.\d+)*|ld-linux.*")
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?")
+_ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:%%|\(\))?)=", re.DOTALL)
+
+
+def base(name: str) -> str:
+    """The name of a program without the directory it lies in."""
+    return name.rsplit("/", 1)[-1]
+
+
+def inside(argv: Arguments) -> Inside | None:
+    """What the program with these arguments runs; None when it is not known to run any."""
+    if not argv or not isinstance(argv[0], str):
+        return None
+    name, rest = base(argv[0]), tuple(argv[1:])
+    found = Inside()
+    try:
+        if name in _SPECIAL:
+            _SPECIAL[name](name, rest, found)
+        elif name in _OTHER_SHELLS:
+            if any(_may_begin(argument, "-") for argument in rest):
+                raise _NotKnown(f"text for {name} is not read here")
+        elif name in _OPAQUE or _LOADER.fullmatch(name):
+            _opaque(name, rest, found)
+        elif name in _TABLE:
+            _tabled(name, rest, found)
+        elif _PYTHON.fullmatch(name):
+            if (module := module_of(rest)) is None or module[0] != "pip":
+                return None
+            found.runs.append(("pip", *module[1]))
+        elif rest and isinstance(rest[0], str) and f"{name} {rest[0]}" in _TABLE:
+            _tabled(f"{name} {rest[0]}", rest[1:], found)
+        elif (told := effects(name, rest)) is not None:
+            found.runs += ((each, Unknown("…", "any")) for each in told.programs)
+            found.scripts += ((each, "sh", ()) for each in told.texts)
+            found.files += (("write", each) for each in told.writes)
+            found.asks += told.asks
+        else:
+            return None
+    except _NotKnown as reason:
+        found.asks.append(str(reason))
+    return found
+
+
+def module_of(rest: Arguments) -> tuple[str, tuple[Argument, ...]] | None:
+    """The module that `python -m` runs, with its arguments."""
+    for index, argument in enumerate(rest):
+        if isinstance(argument, Unknown) or not argument.startswith("-"):
+            return None
+        if option := re.fullmatch(r"-[A-Za-z]*?m(.*)", argument):
+            if option[1]:
+                return option[1], tuple(rest[index + 1 :])
+            following = rest[index + 1] if index + 1 < len(rest) else None
+            return (following, tuple(rest[index + 2 :])) if isinstance(following, str) else None
+    return None
+
+
+def _opaque(name: str, rest: Arguments, found: Inside) -> None:
+    if _LOADER.fullmatch(name) and rest and isinstance(rest[0], str) and not rest[0].startswith("-"):
+        found.runs.append(tuple(rest))
+    elif rest:
+        raise _NotKnown(f"{name} may run any program, and how it is told to is not read here")
+
+
+def _tabled(name: str, rest: Arguments, found: Inside) -> None:
+    options = _TABLE[name]
+    at = _skip(name, rest, options)
+    found.moves = found.moves or name in _BESIDE
+    operands = rest[at : at + options.operands]
+    if any(isinstance(each, Unknown) and each.count != "one" for each in operands):
+        raise _NotKnown(f"what {name} runs is known only at run time")
+    at += options.operands
+    at = _assignments(name, rest, at, found) if options.assignments else at
+    if name == "flock" and at < len(rest) and rest[at] in {"-c", "--command"}:
+        _script(name, rest[at + 1 : at + 2], found, "sh")
+        return
+    if name == "uv run" and at < len(rest):
+        first = rest[at]
+        if isinstance(first, str) and (first.endswith(".py") or first == "-"):
+            return  # a script for Python, which is opaque anyway
+    _run(name, rest[at:], found)
+
+
+def _run(name: str, argv: Arguments, found: Inside) -> None:
+    if not argv:
+        return
+    if not isinstance(argv[0], str):
+        raise _NotKnown(f"what {name} runs is known only at run time: {shown(argv[0])}")
+    found.runs.append(tuple(argv))
+
+
+def _script(name: str, argv: Arguments, found: Inside, dialect: Dialect, more: Arguments = ()) -> None:
+    if not argv or not isinstance(argv[0], str):
+        raise _NotKnown(f"the text {name} runs is known only at run time")
+    found.scripts.append((argv[0], dialect, tuple(more)))
+
+
+def _skip(name: str, rest: Arguments, options: _Options) -> int:
+    """The index of the first argument that is no option."""
+    at = 0
+    while at < len(rest):
+        argument = rest[at]
+        if isinstance(argument, Unknown):
+            if argument.count == "one" and argument.prefix and not argument.prefix.startswith("-"):
+                return at
+            raise _NotKnown(f"an option of {name} is known only at run time: {argument.source}")
+        if argument == "--":
+            return at + 1
+        if not argument.startswith("-") or argument == "-":
+            return at
+        at += _width(name, argument, options)
+    if at > len(rest):
+        raise _NotKnown(f"an option of {name} has no value")
+    return at
+
+
+def _width(name: str, argument: str, options: _Options) -> int:
+    """How many arguments an option takes up, itself included."""
+    if argument.startswith("--"):
+        key, equals, _ = argument[2:].partition("=")
+        if key in options.valued_names:
+            return 1 if equals else 2
+        if key in options.names:
+            return 1
+        raise _NotKnown(f"option {argument} of {name} is not known here")
+    if options.numbers and argument[1:].isdigit():
+        return 1
+    for index, letter in enumerate(argument[1:], start=1):
+        if letter in options.valued:
+            return 1 if index + 1 < len(argument) else 2
+        if letter not in options.flags:
+            raise _NotKnown(f"option {argument} of {name} is not known here")
+    return 1
+
+
+def _assignments(name: str, rest: Arguments, at: int, found: Inside) -> int:
+    while at < len(rest):
+        argument = rest[at]
+        text = _begin(argument)
+        assigned = _ASSIGNED.match(text)
+        if isinstance(argument, Unknown) and argument.count != "one":
+            raise _NotKnown(f"what {name} runs is known only at run time: {argument.source}")
+        if "=" not in text:
+            break
+        if not assigned:
+            raise _NotKnown(f"{name} sets a variable of an unusual name")
+        found.assigned.append(assigned[1])
+        at += 1
+    return at
+
+
+def _may_begin(argument: Argument, text: str) -> bool:
+    if isinstance(argument, str):
+        return argument.startswith(text)
+    return argument.count == "any" or argument.prefix.startswith(text) or text.startswith(argument.prefix)
+
+
+# --- programs that need more than a table
+
+
+_ENV = _Options(
+    "i0v", "uC", _names("ignore-environment null debug list-signal-handling"), _names("unset chdir"), assignments=True
+)
+_SPLIT = re.compile(r"[A-Za-z0-9_./=:,+@%-]+(?: +[A-Za-z0-9_./=:,+@%-]+)*")
+
+
+_MOST_SPLITS = 20
+
+
+def _env(name: str, rest: Arguments, found: Inside) -> None:
+    at, splits = 0, 0
+    while at < len(rest):
+        argument = rest[at]
+        if not isinstance(argument, str):
+            break
+        text, width = None, 1
+        if argument in {"-S", "--split-string"}:
+            following = rest[at + 1] if at + 1 < len(rest) else None
+            if not isinstance(following, str):
+                raise _NotKnown("the text env splits is known only at run time")
+            text, width = following, 2
+        elif argument.startswith("-S"):
+            text = argument[2:]
+        elif argument.startswith("--split-string="):
+            text = argument.partition("=")[2]
+        if text is not None:
+            if not _SPLIT.fullmatch(text):
+                raise _NotKnown("the text env splits is not understood")
+            splits += 1
+            if splits > _MOST_SPLITS:
+                raise _NotKnown("env is told to split very many texts")
+            rest = (*rest[:at], *text.split(), *rest[at + width :])
+            continue
+        if argument in {"-", "--"} or not argument.startswith("-"):
+            break
+        if argument in {"-C", "--chdir"}:
+            found.directory = rest[at + 1] if at + 1 < len(rest) else None
+            found.moves = found.directory is None
+        elif argument.startswith(("-C", "--chdir=")):
+            found.moves = True
+        at += _width(name, argument, _ENV)
+    at += _skip(name, rest[at:], _ENV) if at < len(rest) and rest[at] != "-" else 0
+    if at < len(rest) and rest[at] == "-":
+        at += 1
+    _run(name, rest[_assignments(name, rest, at, found) :], found)
+
+
+_XARGS = _Options(
+    "0rtpxo", "adEILnPs", _names("null no-run-if-empty verbose interactive exit open-tty max-lines replace eof"),
+    _names("arg-file delimiter max-args max-procs max-chars process-slot-var"),
+)  # fmt: skip
+
+
+def _xargs(name: str, rest: Arguments, found: Inside) -> None:
+    at = _skip(name, rest, _XARGS)
+    mark = _mark(rest[:at])
+    argv = rest[at:] or ("echo",)
+    if mark == "":
+        raise _NotKnown("the mark xargs replaces is known only at run time")
+    if mark is None:
+        argv = (*argv, Unknown("…", "any"))
+    else:
+        argv = _replaced(argv, mark)
+    _run(name, argv, found)
+
+
+def _mark(options: Arguments) -> str | None:
+    """What `xargs -I` replaces; empty when that is not known."""
+    mark, skip = None, False
+    for number, option in enumerate(options):
+        following = options[number + 1] if number + 1 < len(options) else ""
+        if skip or not isinstance(option, str):
+            skip = False
+        elif option.startswith("--"):
+            if option.startswith("--replace"):
+                mark = option.partition("=")[2] or "{}"
+            skip = option[2:] in _XARGS.valued_names
+        else:
+            for index, letter in enumerate(option[1:], start=2):
+                if letter in _XARGS.valued:
+                    skip = index == len(option)
+                    if letter == "I":
+                        mark = option[index:] or (following if isinstance(following, str) else "")
+                    break
+    return mark
+
+
+def _replaced(argv: Arguments, mark: str, begin: str = "") -> tuple[Argument, ...]:
+    """The arguments with what is known of those that have the mark in them. `begin`: how all it stands for begins."""
+    made: list[Argument] = []
+    for argument in argv:
+        text = argument if isinstance(argument, str) else argument.prefix + argument.suffix
+        before, marked, _ = text.partition(mark)
+        made.append(Unknown(shown(argument), "one", before + begin) if marked else argument)
+    return tuple(made)
+
+
+_FIND_WRITES = frozenset({"-fprint", "-fprint0", "-fprintf", "-fls"})
+_FIND_RUNS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
+
+
+def _find(name: str, rest: Arguments, found: Inside) -> None:
+    at = 0
+    behind = dropwhile(lambda each: isinstance(each, str) and bool(re.fullmatch(r"-[HLP]|-O\d|--", each)), rest)
+    starts = list(takewhile(lambda each: not isinstance(each, str) or each[:1] not in {"-", "(", "!"}, behind)) or ["."]
+    last = max((number for number, each in enumerate(rest) if _is(";", each) or _is("+", each)), default=-1)
+    while at < len(rest):
+        argument = rest[at]
+        if isinstance(argument, Unknown):
+            if _may_run(argument, rest[at + 1 : at + 2], ends=at < last):
+                raise _NotKnown(f"what find runs may be named only at run time: {argument.source}")
+        elif argument in _FIND_RUNS:
+            end = at + 1
+            while end < len(rest) and not (
+                rest[end] == ";" or (rest[end] == "+" and rest[end - 1] == "{}" and end > at + 1)
+            ):
+                if isinstance(rest[end], Unknown) and (_is(";", rest[end]) or _is("+", rest[end])):
+                    raise _NotKnown(f"where the command of find ends is known only at run time: {shown(rest[end])}")
+                end += 1
+            if end == len(rest):
+                return  # find refuses this
+            found.moves = found.moves or argument in {"-execdir", "-okdir"}
+            beneath = "./" if argument in {"-execdir", "-okdir"} else commonprefix([_begin(each) for each in starts])
+            _run(name, _replaced(rest[at + 1 : end], "{}", beneath), found)
+            at = end
+        elif argument in _FIND_WRITES and at + 1 < len(rest):
+            at += 1
+            found.files.append(("write", rest[at]))
+        elif argument == "-delete":
+            found.files += (("delete", each) for each in starts)
+        at += 1
+
+
+def _may_run(argument: Unknown, following: Arguments, *, ends: bool) -> bool:
+    """Whether an argument of find may be an `-exec` with a program behind it, and an end (`ends`)."""
+    if not any(argument.may_be(each) for each in _FIND_RUNS):
+        return False
+    if argument.count != "one":
+        return True
+    # What begins with a dash is a test of find, and no program has such a name.
+    named = bool(following) and not (isinstance(following[0], str) and following[0].startswith("-"))
+    return named and ends
+
+
+def _begin(argument: Argument) -> str:
+    return argument if isinstance(argument, str) else argument.prefix
+
+
+def _is(text: str, argument: Argument) -> bool:
+    return argument == text if isinstance(argument, str) else argument.may_be(text)
+
+
+_SHELL_FLAGS = frozenset("efhkmnuvxBCEHPTbl")
+_SAFE_SHELL_NAMES = frozenset({"--norc", "--noprofile", "--login", "--verbose"})
+
+
+def _shell(name: str, rest: Arguments, found: Inside) -> None:
+    dialect: Dialect = "bash" if name == "bash" else "sh"
+    at, text, stdin = 0, False, False
+    while at < len(rest):
+        argument = rest[at]
+        if isinstance(argument, Unknown):
+            raise _NotKnown(f"an argument of {name} is known only at run time: {argument.source}")
+        if argument in {"--", "-"}:
+            at += 1
+            break
+        if argument.startswith("--"):
+            if argument not in _SAFE_SHELL_NAMES:
+                raise _NotKnown(f"option {argument} of {name} is not known here")
+        elif argument[:1] in {"-", "+"} and len(argument) > 1:
+            for letter in argument[1:]:
+                if letter == "c" and argument[0] == "-":
+                    text = True
+                elif letter == "s":
+                    stdin = True
+                elif letter == "o":
+                    at += 1
+                    if at >= len(rest) or rest[at] not in SAFE_OPTIONS:
+                        raise _NotKnown(f"an option of {name} is not known here")
+                elif letter not in _SHELL_FLAGS or letter in "kBH":
+                    raise _NotKnown(f"option {argument} of {name} is not known here")
+        else:
+            break
+        at += 1
+    if text:
+        _script(name, rest[at : at + 1], found, dialect, rest[at + 2 :])
+    elif stdin or at >= len(rest):
+        found.reads_commands = dialect
+    else:
+        found.file = True
+
+
+SAFE_OPTIONS = _names(
+    "errexit nounset xtrace noglob verbose noexec noclobber errtrace functrace pipefail physical notify monitor hashall"
+)
+"""Names for `set -o` that do not change how text is read."""
+
+
+def _watch(name: str, rest: Arguments, found: Inside) -> None:
+    options = _Options(
+        "bcdegtwx", "nq", _names("beep color differences errexit chgexit no-title no-wrap exec"), _names("interval")
+    )
+    at = _skip(name, rest, options)
+    if any(isinstance(each, str) and (each == "--exec" or re.fullmatch(r"-[a-z]*x[a-z]*", each)) for each in rest[:at]):
+        _run(name, rest[at:], found)
+        return
+    if any(isinstance(each, Unknown) for each in rest[at:]):
+        raise _NotKnown("the text watch runs is known only at run time")
+    if rest[at:]:
+        _script(name, (" ".join(str(each) for each in rest[at:]),), found, "sh")
+
+
+_SPECIAL: dict[str, Callable[[str, Arguments, Inside], None]] = {
+    "env": _env,
+    "xargs": _xargs,
+    "find": _find,
+    "bash": _shell,
+    "sh": _shell,
+    "dash": _shell,
+    "ash": _shell,
+    "watch": _watch,
+}
+
+RUNNERS = frozenset(_TABLE) | frozenset(_SPECIAL) - {"find"} | _OTHER_SHELLS | _OPAQUE
+"""Programs whose purpose is to run others."""

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from carrel.audit import Filter, chain_of, verify
+from carrel.config import Settings
+from carrel.control.operations.caller import Caller, caller
+from carrel.control.plane import ControlPlane
+from carrel.errors import ApprovalNeeded, Conflict, Denied, NotFound, RunsElsewhere
+from carrel.identity import Identity, Kind, Scope
+from carrel.models import (
+    ApprovalDecision,
+    CommandRequest,
+    EditRequest,
+    ExecuteRequest,
+    PolicyDocuments,
+    SandboxRequest,
+)
+
+AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
+PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+POLICY: dict[str, object] = {
+    "permissions": {
+        "allow": ["shell(echo:*)", "file(read:${WORKSPACE}/**)", "file(write:${WORKSPACE}/**)"],
+        "deny": ["shell(curl:*)"],
+    }
+}
+
+
+async def _governed(plane: ControlPlane) -> None:
+    caller.set(Caller(AGENT))
+    await plane.policies.put("c", PolicyDocuments(settings=POLICY), "person:ann")
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+
+
+async def _records(plane: ControlPlane) -> list[tuple[str, str, str | None]]:
+    await plane.audit.flush()
+    page = await plane.audit.search(Filter(chain=chain_of("c")), limit=100)
+    return [(record.name, record.decision, record.result) for record in reversed(page.items)]
+
+
+async def test_an_operation_is_decided_dispatched_and_recorded(plane: ControlPlane) -> None:
+    await _governed(plane)
+    assert (await plane.operations.run_command("c", CommandRequest(command="echo hi"))).stdout == "hi\n"
+    with pytest.raises(Denied, match="curl is denied"):
+        await plane.operations.run_command("c", CommandRequest(command="echo $(curl x)"))
+    with pytest.raises(NotFound):
+        await plane.operations.stat_file("c", "absent")
+    assert await _records(plane) == [
+        ("deploy_or_resume", "allow", "ok"),
+        ("run_command", "allow", "ok"),
+        ("run_command", "deny", "denied_by_policy"),
+        ("stat", "allow", "file_not_found"),
+    ]
+    page = await plane.audit.search(Filter(chain=chain_of("c")), limit=1)
+    assert page.items[0].actor == "agent:coder"
+
+
+async def test_what_asks_runs_once_after_approval(plane: ControlPlane) -> None:
+    await _governed(plane)
+    request = CommandRequest(command="touch made; echo made >> made")
+    with pytest.raises(ApprovalNeeded) as caught:
+        await plane.operations.run_command("c", request)
+    handle = caught.value.approval
+    assert handle is not None
+    await plane.approvals.decide(handle, ApprovalDecision(approve=True), PERSON)
+
+    async def run() -> object:
+        caller.set(Caller(AGENT, approval=handle))
+        return await plane.operations.run_command("c", request)
+
+    results = await asyncio.gather(*(asyncio.create_task(run()) for _ in range(4)), return_exceptions=True)
+    assert sum(isinstance(result, Conflict) for result in results) == 3
+    pieces = [piece async for piece in plane.operations.read_file("c", "made")]
+    assert pieces[1:] == [b"made\n"]
+    with pytest.raises(Conflict, match="another operation"):
+        caller.set(Caller(AGENT, approval=handle))
+        await plane.operations.run_command("c", CommandRequest(command="rm -rf data"))
+    caller.set(Caller(AGENT))
+    assert ("run_command", "ask", "ok") in await _records(plane)
+
+
+async def test_a_restart_keeps_what_waits_and_says_what_was_cut_off(settings: Settings) -> None:
+    first = await ControlPlane.open(settings)
+    await _governed(first)
+    with pytest.raises(ApprovalNeeded) as caught:
+        await first.operations.run_command("c", CommandRequest(command="touch x"))
+    await first.close()
+    second = await ControlPlane.open(settings)
+    try:
+        [waiting] = (await second.approvals.page()).items
+        assert waiting.id == caught.value.approval
+        await second.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+        await second.approvals.decide(waiting.id, ApprovalDecision(approve=True), PERSON)
+        caller.set(Caller(AGENT, approval=waiting.id))
+        assert (await second.operations.run_command("c", CommandRequest(command="touch x"))).ok
+    finally:
+        await second.close()
+
+
+async def test_upkeep_needs_no_leave_and_leaves_no_record(plane: ControlPlane) -> None:
+    await _governed(plane)
+    before = await _records(plane)
+    await plane.janitor.stop_idle()
+    for box in plane.sessions.live():
+        box.last_activity -= 3601
+    await plane.janitor.stop_idle()
+    assert plane.sessions.live() == []
+    assert await _records(plane) == before
+
+
+async def test_two_servers_write_one_unbroken_chain(nodes: list[ControlPlane], tmp_path: Path) -> None:
+    a, b = nodes
+    await a.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    for _ in range(5):
+        await a.operations.run_command("c", CommandRequest(command="true"))
+        with pytest.raises(RunsElsewhere):
+            await b.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await a.operations.stop("c")
+    await b.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await b.operations.run_command("c", CommandRequest(command="true"))
+    for plane in nodes:
+        await plane.audit.flush()
+        await plane.audit.seal()
+    names = [name for name, _, _ in await _records(b)]
+    assert names.count("run_command") == 6 and names.count("deploy_or_resume") == 7
+    file = tmp_path / "export"
+    with file.open("wb") as out:
+        async for piece in b.audit.export():
+            out.write(piece)
+    with file.open("rb") as export:
+        verdict = verify(export, keys=[a.audit.key.public, b.audit.key.public])
+    assert verdict.ok, verdict
+
+
+async def test_the_bytes_of_an_operation_are_in_its_record(plane: ControlPlane) -> None:
+    caller.set(Caller(AGENT))
+    do = plane.operations
+    await do.deploy_or_resume(SandboxRequest(context_id="c", filespace=True))
+    await do.run_command("c", CommandRequest(command="cat; echo -n err >&2", stdin="é12"))
+    await do.run_command("c", CommandRequest(command="printf '\\377\\376'"))
+    started = await do.start_command("c", CommandRequest(command="cat", interactive=True))
+    await do.send_input("c", started.id, b"12345", close=True)
+    assert [chunk async for chunk in do.command_output("c", started.id)]
+    await do.write_file("c", "small", b"1234567")
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x" * 1000
+        yield b"y" * 500
+
+    await do.write_file("c", "big", pieces())
+    assert [piece async for piece in do.read_file("c", "big", offset=1400)]
+    await do.edit_file("c", EditRequest(path="small", old="123", new="é"))
+    await do.execute("c", ExecuteRequest(code="cat in; echo", files={"in": "YWJj"}))
+    snapshot = await plane.snapshots.take("c")
+    tar = [piece async for piece in await plane.snapshots.export("c", snapshot.id)]
+    await plane.filespaces.write("c", "kept", b"123")
+    assert [piece async for piece in plane.filespaces.read("c", "kept")]
+    await plane.filespaces.sync("c")
+    await do.stat_file("c", "big")
+    await plane.audit.flush()
+    page = await plane.audit.search(Filter(chain=chain_of("c")), limit=100)
+    counted = [(record.name, record.bytes_in, record.bytes_out) for record in reversed(page.items)]
+    assert counted == [
+        ("deploy_or_resume", None, None),
+        ("run_command", 4, 7),
+        ("run_command", None, 2),
+        ("start_command", None, None),
+        ("send_input", 5, None),
+        ("command_output", None, 5),
+        ("write", 7, None),
+        ("write", 1500, None),
+        ("read", None, 100),
+        ("edit", 2, None),
+        ("execute", 3, 4),
+        ("snapshot", None, None),
+        ("export", None, len(b"".join(tar))),
+        ("filespace_write", 3, None),
+        ("filespace_read", None, 3),
+        ("sync_filespace", 3, 1509),
+        ("stat", None, None),
+    ]

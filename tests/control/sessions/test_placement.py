@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+from tests.support.records import Promising
+
+from carrel.config import load
+from carrel.control.sessions.placement import LIMIT_CAPABILITY, resolve
+from carrel.errors import InvalidRequest, Unsupported
+from carrel.models import Network, Trust
+from carrel.providers.base import Capability
+
+SETTINGS = load({"sandbox.memory_mb": 100}, environ={})
+
+
+def promising(*capabilities: Capability) -> dict[str, Promising]:
+    provider = Promising(Capability.NETWORK_NONE, *capabilities)
+    return {provider.name: provider}
+
+
+def test_defaults_are_limits_that_the_provider_can_enforce():
+    providers = promising(Capability.LIMIT_MEMORY)
+    found = resolve(
+        SETTINGS, providers, provider="auto", trust=Trust.HIGH, network=None, limits={"disk_mb": 7}, host_memory_mb=500
+    )
+    assert found.network is Network.NONE
+    assert (found.limits.memory_mb, found.limits.cpus, found.limits.disk_mb) == (100, None, 7)
+    assert "disk_mb" not in LIMIT_CAPABILITY
+
+
+def test_a_limit_or_a_network_that_cannot_be_enforced_is_refused():
+    for asked in ({"limits": {"cpus": 1}, "network": None}, {"limits": {}, "network": Network.HOST}):
+        with pytest.raises(Unsupported):
+            resolve(SETTINGS, promising(), provider="auto", trust=Trust.HIGH, host_memory_mb=500, **asked)
+
+
+def test_an_unsafe_provider_needs_the_operator():
+    providers = promising()
+    next(iter(providers.values())).unsafe = True
+    with pytest.raises(InvalidRequest, match="switched off"):
+        resolve(
+            SETTINGS, providers, provider="auto", trust=Trust.HIGH, network=Network.NONE, limits={}, host_memory_mb=500
+        )
+
+
+def test_more_memory_than_the_host_has_is_refused():
+    asked = {"memory_mb": 900 * 1024}
+    with pytest.raises(InvalidRequest, match="921600 MB of memory were asked for, and this host has 500 MB") as caught:
+        resolve(SETTINGS, {}, provider="auto", trust=Trust.HIGH, network=None, limits=asked, host_memory_mb=500)
+    assert caught.value.field == "limits.memory_mb"

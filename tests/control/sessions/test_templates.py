@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from carrel.config import Settings
+from carrel.control.governance import policies as policies_module
+from carrel.control.operations.caller import Caller, caller
+from carrel.control.plane import ControlPlane
+from carrel.control.sessions import templates as module
+from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, LimitExceeded, NotFound, PlatformError
+from carrel.identity import Identity, Kind, Scope
+from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest, TerminateRequest
+
+AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
+RECIPE = """
+description = "for numbers"
+limits = { memory_mb = 256, timeout_s = 60 }
+env = { MODE = "batch", BOTH = "template" }
+labels = { team = "data" }
+"""
+RULES = {"permissions": {"allow": ["shell(cat:*)", "shell(ls:*)"], "deny": ["shell(curl:*)"]}}
+
+
+@pytest.fixture
+def folder(settings: Settings) -> Path:
+    folder = Path(settings.data_dir) / "templates" / "numbers"
+    folder.mkdir(parents=True)
+    (folder / "template.toml").write_text(RECIPE)
+    (folder / "settings.json").write_text(json.dumps(RULES))
+    (folder.parent / "plain").mkdir()
+    return folder
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes is seen at once."""
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    monkeypatch.setattr(policies_module, "FRESH_S", 0.0)
+
+
+async def _run(plane: ControlPlane, name: str, command: str) -> str:
+    return (await plane.operations.run_command(name, CommandRequest(command=command))).stdout
+
+
+async def test_a_sandbox_is_made_by_a_template(folder: Path, plane: ControlPlane) -> None:
+    request = SandboxRequest.model_validate(
+        {"context_id": "c", "template": "numbers", "env": {"BOTH": "asked"}, "limits": {"timeout_s": 9}}
+    )
+    info, _ = await plane.operations.deploy_or_resume(request)
+    assert (info.template, info.limits.memory_mb, info.limits.timeout_s) == ("numbers", 256, 9)
+    assert info.labels == {"team": "data"}
+    assert await _run(plane, "c", 'echo "$MODE $BOTH"') == "batch asked\n"
+    with pytest.raises(Denied, match="curl is denied") as caught:
+        await _run(plane, "c", "curl x")
+    assert caught.value.extra["source"] == "numbers/settings.json"
+    with pytest.raises(ApprovalNeeded):
+        await _run(plane, "c", "id")
+    masked = await plane.operations.run_command("c", CommandRequest(command="cat /usr/bin/curl"))
+    assert masked.exit_code != 0 or "denied_by_policy" in masked.stdout, "it holds inside too"
+
+
+async def test_a_context_keeps_the_template_it_was_made_with(folder: Path, plane: ControlPlane) -> None:
+    caller.set(Caller(AGENT))
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+    other = SandboxRequest(context_id="c", template="plain")
+    same = SandboxRequest(context_id="c", template="numbers")
+
+    async def refused() -> None:
+        with pytest.raises(Conflict) as caught:
+            await plane.operations.deploy_or_resume(other)
+        assert caught.value.field == "template"
+
+    await refused()
+    assert (await plane.operations.deploy_or_resume(same))[1] is False
+    await plane.operations.stop("c")
+    await refused()
+    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    assert (info.template, info.limits.memory_mb) == ("numbers", 256), "also when it is not named"
+    twin = await plane.snapshots.fork("c", "twin")
+    assert twin.template == "numbers"
+    await plane.operations.terminate("c", TerminateRequest(delete_files=True))
+    await refused()
+    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    assert info.template == "numbers", "nobody gets rid of its rules by beginning anew"
+    with pytest.raises(Denied):
+        await _run(plane, "c", "curl x")
+    await plane.operations.terminate("c", TerminateRequest())
+    caller.set(Caller())
+    info, _ = await plane.operations.deploy_or_resume(other)
+    assert info.template == "plain", "but who administers may choose another then"
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="bare"))
+    with pytest.raises(Conflict):
+        await plane.operations.deploy_or_resume(SandboxRequest(context_id="bare", template="numbers"))
+
+
+async def test_ephemeral_ones_have_its_rules_and_secrets_too(folder: Path, plane: ControlPlane) -> None:
+    await plane.secrets.put("numbers", "KEY", b"open-sesame", kind="template")
+    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(template="numbers"))
+    with pytest.raises(Denied):
+        await _run(plane, info.id, "curl x")
+    assert await _run(plane, info.id, "cat /run/secrets/KEY") == "[secret:KEY]"
+    bare, _ = await plane.operations.deploy_or_resume(SandboxRequest())
+    assert await _run(plane, bare.id, "ls /run/secrets; id -un") == "agent\n"
+
+
+async def test_the_layers_are_server_template_context(
+    folder: Path, settings: Settings, tmp_path: Path, fresh: None
+) -> None:
+    server = tmp_path / "server.json"
+    server.write_text(json.dumps({"permissions": {"deny": ["shell(ls:*)"]}}))
+    governed = settings.policy.model_copy(update={"settings_file": str(server)})
+    plane = await ControlPlane.open(settings.model_copy(update={"policy": governed}))
+    try:
+        own = {"permissions": {"allow": ["shell(curl:*)", "shell(id:*)"], "deny": ["shell(cat:*)"]}}
+        await plane.policies.put("c", PolicyDocuments(settings=own), "person:ann")
+        assert (await plane.policies.explain("c", "curl x", None)).verdict == "allow", "it has no template yet"
+        await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+        for command, source in (
+            ("ls", str(server)),
+            ("curl x", "numbers/settings.json"),
+            ("cat x", "settings.json"),
+        ):
+            with pytest.raises(Denied) as caught:
+                await _run(plane, "c", command)
+            assert caught.value.extra["source"] == source
+        assert await _run(plane, "c", "id -un") == "agent\n"
+        [void] = [each for each in (await plane.policies.get("c")).warnings if each.rule == "shell(curl:*)"]
+        assert "numbers/settings.json denies" in void.text
+        await plane.operations.stop("c")
+        assert (await plane.policies.explain("c", "curl x", None)).verdict == "deny", "whether it runs or not"
+    finally:
+        await plane.close()
+
+
+async def test_what_the_operator_changes_holds_at_once(folder: Path, plane: ControlPlane, fresh: None) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+    assert await _run(plane, "c", "cat /dev/null") == ""
+    (folder / "settings.json").write_text(json.dumps({"permissions": {"deny": ["shell(cat:*)", "shell(curl:*)"]}}))
+    with pytest.raises(Denied):
+        await _run(plane, "c", "cat /dev/null")
+    (folder / "settings.json").write_text("{")
+    with pytest.raises(PlatformError, match=r"numbers/settings\.json is not JSON") as caught:
+        await _run(plane, "c", "echo hi")
+    assert caught.value.field == "template" and caught.value.hint
+    for each in folder.iterdir():
+        each.unlink()
+    folder.rmdir()
+    with pytest.raises(PlatformError, match="there is no template 'numbers'"):
+        await _run(plane, "c", "echo hi")
+    await plane.operations.stop("c")
+    with pytest.raises(PlatformError):
+        await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+
+
+async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlPlane) -> None:
+    for wrong, hint in (
+        ("number", "did you mean 'numbers'?"),
+        ("zzz", "the templates are: code-interpreter, numbers, plain"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            await plane.operations.deploy_or_resume(SandboxRequest(template=wrong))
+        assert (caught.value.field, caught.value.hint) == ("template", hint)
+    for name in ("..", "numbers/../plain", ".", ""):
+        with pytest.raises(InvalidRequest):
+            await plane.templates.get(name)
+    for number, text in enumerate(('{"permissions": {"allow": ["shell(:*)"]}}', '{"permissions": {"deny": ["what"]}}')):
+        broken = folder.parent / f"broken{number}"
+        broken.mkdir()
+        (broken / "settings.json").write_text(text)
+        with pytest.raises(InvalidRequest, match=f"broken{number}/settings.json"):
+            await plane.operations.deploy_or_resume(SandboxRequest(template=broken.name))
+    listed = {each.name: each for each in (await plane.templates.list()).items}
+    assert list(listed) == ["broken0", "broken1", "code-interpreter", "numbers", "plain"]
+    assert listed["broken0"].error and listed["numbers"].error is None
+    assert (listed["numbers"].settings, listed["numbers"].sources, listed["plain"].settings) == (True, False, False)
+    assert listed["numbers"].env == ["BOTH", "MODE"], "values of variables are not shown"
+
+
+async def test_a_default_for_who_asks_for_none(folder: Path, settings: Settings) -> None:
+    sandbox = settings.sandbox.model_copy(update={"template": "numbers"})
+    plane = await ControlPlane.open(settings.model_copy(update={"sandbox": sandbox}))
+    try:
+        info, _ = await plane.operations.deploy_or_resume(SandboxRequest())
+        assert info.template == "numbers"
+    finally:
+        await plane.close()
+
+
+async def test_a_secret_of_a_template_is_taken_out_from_the_first_moment(folder: Path, plane: ControlPlane) -> None:
+    await plane.secrets.put("numbers", "KEY", b"of-the-template", kind="template")
+    assert (await plane.secrets.redactor("new")).text("of-the-template") == "of-the-template"
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="new", template="numbers"))
+    assert await _run(plane, "new", "cat /run/secrets/KEY") == "[secret:KEY]"
+
+
+async def test_secrets_of_a_template_reach_all_made_by_it(folder: Path, plane: ControlPlane) -> None:
+    for name in ("a", "b"):
+        await plane.operations.deploy_or_resume(SandboxRequest(context_id=name, template="numbers"))
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="bare"))
+    await plane.secrets.put("numbers", "KEY", b"of-the-template", kind="template")
+    await plane.secrets.put("b", "KEY", b"of-the-context")
+    assert await _run(plane, "a", "cat /run/secrets/KEY | cat") == "[secret:KEY]"
+    assert await _run(plane, "a", "cat /run/secrets/KEY") == "[secret:KEY]"
+    size = "cat /run/secrets/KEY | ls -l /run/secrets/.current/KEY"
+    assert " 15 " in await _run(plane, "a", size) and " 14 " in await _run(plane, "b", size)
+    assert await _run(plane, "bare", "ls /run/secrets") == ""
+    assert (await plane.secrets.list("numbers")).items == []
+    assert [each.name for each in (await plane.secrets.list("numbers", kind="template")).items] == ["KEY"]
+    await plane.secrets.delete("b", "KEY")
+    assert " 15 " in await _run(plane, "b", size), "the template's again"
+    await plane.secrets.delete("numbers", "KEY", kind="template")
+    assert await _run(plane, "a", "ls /run/secrets") == ""
+    with pytest.raises(NotFound, match="template 'numbers' has no secret"):
+        await plane.secrets.delete("numbers", "KEY", kind="template")
+
+
+async def test_a_template_and_a_context_share_the_room_for_secrets(folder: Path, plane: ControlPlane) -> None:
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+    for number in range(10):
+        await plane.secrets.put("c", f"N{number}", b"x" * 65_536)
+    for number in range(6):
+        await plane.secrets.put("numbers", f"T{number}", b"x" * 65_536, kind="template")
+    for scope, kind in (("c", "context"), ("numbers", "template")):
+        with pytest.raises(LimitExceeded, match="together"):
+            await plane.secrets.put(scope, "MORE", b"x" * 100, kind=kind)  # type: ignore[arg-type]
+    await plane.secrets.put("numbers", "N0", b"x" * 65_536, kind="template")  # the context has one of that name
+
+
+async def test_unknown_template_for_a_terminated_context_is_told_like_any_other(plane: ControlPlane) -> None:
+    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.sessions.terminate("c")
+    with pytest.raises(InvalidRequest, match="there is no template 'absent'") as caught:
+        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", template="absent"))
+    assert caught.value.field == "template"

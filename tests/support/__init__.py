@@ -1,0 +1,1 @@
+"""Shared by tests: servers, sandboxes, checks. Holds no test."""
