@@ -7,8 +7,9 @@ import httpx
 import pytest
 from tests.support.refusals import Contract, refused
 
-from carrel.control.operations.door import Decision, PlainDoor
+from carrel.control.operations.door import PlainDoor
 from carrel.models.bundles import END, MEDIA_TYPE, Part
+from carrel.policy.verdict import Verdict
 from carrel.server import Running
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ async def test_every_operation_on_an_ended_sandbox(http: httpx.AsyncClient, box:
 async def test_policy_can_deny_every_operation_on_a_sandbox(
     http: httpx.AsyncClient, server: Running, box: str, contract: Contract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decision = Decision("deny", "everything", "a test", "nothing is allowed here", "ask nobody")
+    decision = Verdict("deny", "nothing is allowed here", "everything", "a test", "ask nobody")
     monkeypatch.setattr(server.plane.operations, "_outer", PlainDoor(lambda _: decision))
     for method, path, operation in contract.operations():
         # What an MCP client does by the URL of a server is decided as what it does, not as connecting.

@@ -27,9 +27,9 @@ from tests.support.wayout import OPEN, PATIENCE_S, Person, hello, plan, server, 
 
 from carrel.egress.http.authority import bundle
 from carrel.egress.plan import Injected, Plan
-from carrel.egress.terms import Said
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
+from carrel.policy.verdict import Verdict
 
 CREDITED = {"credentials": [{"host": "api.test", "secret": "API_KEY"}]}
 
@@ -117,7 +117,7 @@ async def test_an_answer_under_way_ends_when_its_host_gets_a_credential() -> Non
 async def test_what_no_rule_allows_any_more_ends_unless_a_person_allowed_it() -> None:
     echo = Echo()
     async with server(echo) as port:
-        person = Person(Said("allow", "a person allowed it", source="approvals", approval="a1"))
+        person = Person(Verdict("allow", "a person allowed it", source="approvals", approval="a1"))
         rules = [f"a.test:{port}", OPEN]
         names = {"a.test": [OPEN], "b.test": [OPEN]}
         web = {"allowed_ports": [port]}

@@ -18,7 +18,8 @@ from tests.support.ports import nobody
 from tests.support.wayout import OPEN, Person, hello, plan, server, wayout
 
 from carrel.egress.listener import gateway as gateway_module
-from carrel.egress.terms import Address, Said
+from carrel.egress.terms import Address
+from carrel.policy.verdict import Verdict
 
 
 @loops.the_fast_one
@@ -141,7 +142,7 @@ async def test_a_person_decides_while_the_client_waits() -> None:
         async with wayout(given, {"new.test": [OPEN]}, person) as out:
             _, said = await curl("-i", "-x", out.url, f"http://new.test:{port}/")
             assert "a person said no" in said
-            person.says = Said("allow", "yes", approval="a7")
+            person.says = Verdict("allow", "yes", approval="a7")
             code, said = await curl("-x", out.url, f"http://new.test:{port}/")
             assert (code, said) == (0, f"you are at new.test:{port}")
             assert (await out.records.settled(2))[1].said.approval == "a7"

@@ -8,12 +8,12 @@ from tests.support import loops
 from tests.support.gateway_ground import NAMES, greet
 from tests.support.wayout import OPEN, PATIENCE_S, Person, plan, server, wayout
 
-from carrel.egress.terms import Said
+from carrel.policy.verdict import Verdict
 
 
 @loops.the_fast_one
 async def test_inside_a_tunnel_requests_count_and_a_person_is_asked_once() -> None:
-    person = Person(Said("allow", "a person allowed it", approval="a1"))
+    person = Person(Verdict("allow", "a person allowed it", approval="a1"))
     async with server(greet) as port:
         web = {"max_connections_per_minute": 4, "allowed_ports": [port]}
         async with wayout(plan([OPEN], web=web), NAMES, person) as out:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from carrel.egress.terms import Refused, Said, Target
+from carrel.egress.terms import Refused, Target
+from carrel.policy.verdict import Verdict
 
 
 def test_a_target_is_shown_as_people_write_it() -> None:
@@ -11,7 +12,7 @@ def test_a_target_is_shown_as_people_write_it() -> None:
 
 
 def test_a_refusal_has_the_shape_of_every_refusal() -> None:
-    said = Said("deny", "a.example is denied", "network(outbound:a.example)", "settings.json", "ask", "apr-1")
+    said = Verdict("deny", "a.example is denied", "network(outbound:a.example)", "settings.json", "ask", "apr-1")
     assert Refused.by(said).shown() == {
         "code": "denied_by_policy",
         "operation": "network",

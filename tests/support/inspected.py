@@ -26,9 +26,10 @@ from carrel.egress.listener.gateway import Gateway
 from carrel.egress.outbound.passage import Passage
 from carrel.egress.outbound.upstreams import dial_directly
 from carrel.egress.plan import Injected, Plan
-from carrel.egress.terms import Access, Address, Said, Target
+from carrel.egress.terms import Access, Address, Target
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
+from carrel.policy.verdict import Verdict
 
 SECRET = "tOp/s3cr3t+V4lue=="
 PLACEHOLDER = placeholder("API_KEY")
@@ -222,11 +223,11 @@ async def way_out(
     async def resolve(_name: str) -> Sequence[Address]:
         return [IPv4Address("127.0.0.2")]
 
-    async def ask(_sandbox: str, target: Target, said: Said) -> Said:
+    async def ask(_sandbox: str, target: Target, said: Verdict) -> Verdict:
         proxy.asked.append(target)
         if proxy.on_ask is not None:
             proxy.on_ask()
-        return Said("allow", "a person said so", approval="apr-1") if said.verdict == "ask" else said
+        return Verdict("allow", "a person said so", approval="apr-1") if said.verdict == "ask" else said
 
     report = Told()
     inspect = Inspecting(roots=roots, idle_s=idle_s)

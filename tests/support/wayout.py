@@ -22,9 +22,10 @@ from carrel.egress.listener.gateway import Gateway
 from carrel.egress.outbound.passage import Passage
 from carrel.egress.outbound.upstreams import dial_directly
 from carrel.egress.plan import Plan
-from carrel.egress.terms import Access, Address, Refused, Said, Target
+from carrel.egress.terms import Access, Address, Refused, Target
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
+from carrel.policy.verdict import Verdict
 
 OPEN, CLOSED = "127.0.0.2", "127.0.0.3"
 """Where allowed and forbidden servers are."""
@@ -77,11 +78,11 @@ class Names:
 class Person:
     """A `terms.Ask`."""
 
-    says: Said = field(default_factory=lambda: Said("deny", "a person said no", approval="a1"))
+    says: Verdict = field(default_factory=lambda: Verdict("deny", "a person said no", approval="a1"))
     asked: list[Target] = field(default_factory=list)
     before: Callable[[], None] = lambda: None
 
-    async def __call__(self, sandbox: str, target: Target, said: Said) -> Said:
+    async def __call__(self, sandbox: str, target: Target, said: Verdict) -> Verdict:
         self.asked.append(target)
         self.before()
         return self.says

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from carrel.models import Explanation, PolicyInfo
     from carrel.policy.documents.settings import Settings
     from carrel.policy.documents.sources import Sources
-    from carrel.policy.rules.decide import Verdict
     from carrel.policy.rules.layers import Policy
 
 app = typer.Typer(help="Check policy documents, explain decisions, set those of a context.", no_args_is_help=True)
@@ -103,7 +102,6 @@ def explain(
     """
     if shell not in {None, "bash", "sh"}:
         raise typer.BadParameter("the shell is bash or sh", param_hint="--shell")
-    verdict: Verdict | Explanation
     if context is not None and not settings and not sources and template is None:
         if shell is not None:
             raise typer.BadParameter("the server knows which shell runs it", param_hint="--shell")
@@ -113,7 +111,7 @@ def explain(
     if json:
         from carrel.cli.shown import print_json
 
-        print_json(_told(verdict))
+        print_json(verdict.model_dump(mode="json"))
     else:
         _show(verdict)
     raise typer.Exit(0 if verdict.verdict == "allow" else 1)
@@ -186,13 +184,14 @@ def _held(context: str, command: str) -> Explanation:
         return client.policy(context).explain(command)
 
 
-def _decided(command: str, policy: Policy, shell: str | None) -> Verdict:
+def _decided(command: str, policy: Policy, shell: str | None) -> Explanation:
     from carrel.cli.failures import note
     from carrel.policy.rules.decide import decide_shell
+    from carrel.policy.verdict import explained
 
     if not policy.layers:
         note("no rules are given, so everything is allowed; --context CONTEXT asks the server what holds there")
-    return decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
+    return explained(decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here))
 
 
 def _given(file: Path) -> dict[str, object]:
@@ -311,13 +310,7 @@ def _tell_warnings(file: str, kind: str, warnings: list[dict[str, str]]) -> None
         typer.echo(f"  {plain(each['rule'])}: {plain(each['text'])}")
 
 
-def _told(verdict: Verdict | Explanation) -> dict[str, object]:
-    from dataclasses import asdict, is_dataclass
-
-    return asdict(verdict) if is_dataclass(verdict) else verdict.model_dump(mode="json")
-
-
-def _show(verdict: Verdict | Explanation) -> None:
+def _show(verdict: Explanation) -> None:
     from carrel.cli.shown import coloured, print_table
 
     rows: list[list[str | Text]] = []

@@ -36,8 +36,9 @@ from carrel.egress.outbound.passage import Passage
 from carrel.egress.outbound.resolver import Resolver, names_are_whole
 from carrel.egress.outbound.upstreams import Health, Upstreams
 from carrel.egress.plan import Plan
-from carrel.egress.terms import Said, Target
+from carrel.egress.terms import Target
 from carrel.errors import CarrelError
+from carrel.policy.verdict import Verdict
 
 log = logging.getLogger("carrel.egress")
 
@@ -65,7 +66,7 @@ class Egress:
         self._gateways: dict[str, tuple[Gateway, Passage]] = {}
         self._ways: dict[str, Upstreams] = {}
         self._channel: Channel | None = None
-        self._questions: dict[str, asyncio.Future[Said]] = {}
+        self._questions: dict[str, asyncio.Future[Verdict]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._acknowledged = asyncio.Event()
         self.ended = asyncio.Event()
@@ -175,7 +176,7 @@ class Egress:
     def _answer(self, message: Message, _fds: list[int]) -> None:
         question = self._questions.get(message["ask"])
         if question is not None and not question.done():
-            question.set_result(Said(**message["said"]))
+            question.set_result(Verdict(**message["said"]))
 
     def _ack(self, message: Message, _fds: list[int]) -> None:
         self._ledger.acknowledged(int(message["upto"]))
@@ -189,12 +190,12 @@ class Egress:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, sandbox: str, target: Target, said: Said) -> Said:
+    async def _ask(self, sandbox: str, target: Target, said: Verdict) -> Verdict:
         if self._channel is None:
             return _nobody()
         # Nobody has used it before: what a person says to one process must not be taken for an answer by the next.
         number = secrets.token_hex(16)
-        question: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
+        question: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._questions[number] = question
         try:
             self._channel.send(
@@ -270,8 +271,8 @@ class Egress:
         self.meet(connection)
 
 
-def _nobody() -> Said:
-    return Said(
+def _nobody() -> Verdict:
+    return Verdict(
         "deny",
         "a person would have to allow this host, and nobody can be asked now",
         hint="try again in a moment",

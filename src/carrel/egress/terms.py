@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 from typing import Literal, Protocol
 
-from carrel.policy.rules.remarks import Answer
+from carrel.policy.verdict import DENIED, Verdict
 
 Address = IPv4Address | IPv6Address
 Spoken = Literal["connect", "http", "socks5", "index"]
@@ -28,18 +28,6 @@ class Target:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if isinstance(self.literal, IPv6Address) else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What is said of a connection, and by which rule."""
-
-    verdict: Answer
-    reason: str = ""
-    rule: str | None = None
-    source: str | None = None
-    hint: str | None = None
-    approval: str | None = None
 
 
 class Refused(Exception):
@@ -68,7 +56,7 @@ class Refused(Exception):
         self.retry = retry
 
     @classmethod
-    def by(cls, said: Said) -> Refused:
+    def by(cls, said: Verdict) -> Refused:
         """The refusal of what was denied, or asked for in vain."""
         return cls(said.reason, rule=said.rule, source=said.source, hint=said.hint, approval=said.approval)
 
@@ -96,7 +84,7 @@ class Access:
     method: str | None = None
     path: str | None = None
     """Only of plain and inspected requests; without the query, which may hold secrets."""
-    said: Said = Said("deny")
+    said: Verdict = DENIED
     address: str | None = None
     upstream: str | None = None
     inspected: bool = False
@@ -126,7 +114,7 @@ class Report(Protocol):
 class Ask(Protocol):
     """Asks a person, by way of the control plane, and waits as long as that is worth it."""
 
-    async def __call__(self, sandbox: str, target: Target, said: Said) -> Said:
+    async def __call__(self, sandbox: str, target: Target, said: Verdict) -> Verdict:
         """What the person said. Never raises: what cannot be asked is denied."""
 
 

@@ -12,14 +12,15 @@ from tests.support.sandboxes import until
 from carrel.control.governance.approvals import Approvals, digest, summary
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.operations.checks import edited
-from carrel.control.operations.door import Decision, Operation
+from carrel.control.operations.door import Operation
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound, PlatformError
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
+from carrel.policy.verdict import Verdict
 from carrel.store import Database
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
-ASK = Decision("ask", reason="no rule covers 'git push'")
+ASK = Verdict("ask", reason="no rule covers 'git push'")
 PUSH = Operation("shell", "run_command", {"command": "git  push\norigin"}, "agent:coder", "sbx-1", "c")
 PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
 AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
@@ -181,8 +182,8 @@ class Kept:
         self.added: list[tuple[str, str, str]] = []
         self._verdict = verdict
 
-    async def decide(self, operation: Operation) -> Decision:
-        return Decision(self._verdict)
+    async def decide(self, operation: Operation) -> Verdict:
+        return Verdict(self._verdict)
 
     async def check_rule(self, context_id: str, rule: str) -> None:
         if not rule.startswith("shell("):

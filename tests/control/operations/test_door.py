@@ -6,9 +6,7 @@ import pytest
 
 from carrel.config import Settings
 from carrel.control.operations.door import (
-    ALLOW,
     DONE,
-    Decision,
     Operation,
     Outcome,
     PlainDoor,
@@ -19,6 +17,7 @@ from carrel.control.operations.door import (
 from carrel.control.plane import ControlPlane
 from carrel.errors import Denied, NotFound, from_problem
 from carrel.models import CommandRequest, SandboxRequest, TerminateRequest
+from carrel.policy.verdict import ALLOWED, Verdict
 
 ASKED = Operation("shell", "run_command", {"command": "curl x"}, "agent", "sbx-1", "c")
 
@@ -26,12 +25,12 @@ ASKED = Operation("shell", "run_command", {"command": "curl x"}, "agent", "sbx-1
 async def test_the_door_decides_and_records(settings: Settings) -> None:
     seen: list[tuple[str, str, str | None]] = []
 
-    def decide(operation: Operation) -> Decision:
+    def decide(operation: Operation) -> Verdict:
         if operation.arguments.get("command") == "curl x":
-            return Decision("deny", "shell(curl:*)", "settings.json", "curl is denied for this agent", "use pip")
-        return Decision("ask") if operation.kind == "file" else Decision()
+            return Verdict("deny", "curl is denied for this agent", "shell(curl:*)", "settings.json", "use pip")
+        return Verdict("ask") if operation.kind == "file" else Verdict()
 
-    def record(operation: Operation, decision: Decision, outcome: Outcome) -> None:
+    def record(operation: Operation, decision: Verdict, outcome: Outcome) -> None:
         seen.append((operation.name, decision.verdict, outcome.error))
 
     plane = await ControlPlane.open(settings, door=PlainDoor(decide, record))
@@ -66,10 +65,10 @@ async def test_the_door_decides_and_records(settings: Settings) -> None:
 async def test_sessions_pass_the_door_too(settings: Settings) -> None:
     seen: list[tuple[str, str, str | None]] = []
 
-    def decide(operation: Operation) -> Decision:
-        return Decision("deny") if operation.context_id == "secret" else ALLOW
+    def decide(operation: Operation) -> Verdict:
+        return Verdict("deny") if operation.context_id == "secret" else ALLOWED
 
-    def record(operation: Operation, decision: Decision, outcome: Outcome) -> None:
+    def record(operation: Operation, decision: Verdict, outcome: Outcome) -> None:
         assert "env" not in operation.arguments, "secrets of the environment are not for the record"
         seen.append((operation.name, decision.verdict, outcome.error))
 
@@ -92,7 +91,7 @@ async def test_sessions_pass_the_door_too(settings: Settings) -> None:
 
 
 def test_a_refusal_says_what_decided_and_survives_the_wire() -> None:
-    error = refusal(ASKED, Decision("deny", "shell(curl:*)", "settings.json", "no curl", "use pip"))
+    error = refusal(ASKED, Verdict("deny", "no curl", "shell(curl:*)", "settings.json", "use pip"))
     again = from_problem(error.problem())
     assert isinstance(again, Denied)
     assert (again.rule, again.reason, again.hint, again.extra["retry"]) == (
@@ -105,13 +104,13 @@ def test_a_refusal_says_what_decided_and_survives_the_wire() -> None:
 
 @pytest.mark.parametrize(("verdict", "word"), [("deny", "policy denies"), ("ask", "approval")])
 def test_a_refusal_without_a_reason_has_one(verdict: str, word: str) -> None:
-    assert word in refusal(ASKED, Decision(verdict)).reason  # type: ignore[arg-type]
+    assert word in refusal(ASKED, Verdict(verdict)).reason  # type: ignore[arg-type]
 
 
 def test_without_a_policy_all_is_allowed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert allow_all(ASKED).verdict == "allow"
     with caplog.at_level(logging.DEBUG, "carrel.operations"):
-        log_operation(ASKED, ALLOW, DONE)
-        log_operation(ASKED, ALLOW, Outcome("not_found"))
+        log_operation(ASKED, ALLOWED, DONE)
+        log_operation(ASKED, ALLOWED, Outcome("not_found"))
     assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["done", "not_found"]
     assert "curl" not in caplog.text, "what a command says may be secret"

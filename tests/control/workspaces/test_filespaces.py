@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from carrel.config import Settings
-from carrel.control.operations.door import Decision, Operation, PlainDoor
+from carrel.control.operations.door import Operation, PlainDoor
 from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.filespaces import NOTICE
 from carrel.errors import (
@@ -23,6 +23,7 @@ from carrel.errors import (
     NotRunning,
 )
 from carrel.models import CommandRequest, Limits, PolicyDocuments, SandboxRequest, State, SyncDirection
+from carrel.policy.verdict import Verdict
 from carrel.workspaces.filespace_contents import GRACE_S
 
 
@@ -252,11 +253,11 @@ async def test_many_syncs_at_once_go_one_after_the_other(plane: ControlPlane) ->
 async def test_everything_passes_the_door(settings: Settings) -> None:
     seen: list[tuple[str, str, object]] = []
 
-    def decide(operation: Operation) -> Decision:
+    def decide(operation: Operation) -> Verdict:
         if operation.kind == "file" or operation.name == "sync_filespace":
             seen.append((operation.kind, operation.name, operation.arguments.get("path")))
-            return Decision("deny", reason="not today")
-        return Decision()
+            return Verdict("deny", reason="not today")
+        return Verdict()
 
     plane = await ControlPlane.open(settings, door=PlainDoor(decide))
     try:

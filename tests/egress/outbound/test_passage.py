@@ -13,7 +13,8 @@ from tests.support.wayout import CLOSED, OPEN, Names, Person, Records, plan
 from carrel.egress.outbound.passage import WAY_OUT_PORT, Passage
 from carrel.egress.outbound.upstreams import dial_directly
 from carrel.egress.plan import Index, Plan, Upstream
-from carrel.egress.terms import Access, Address, Refused, Said, Target
+from carrel.egress.terms import Access, Address, Refused, Target
+from carrel.policy.verdict import Verdict
 
 
 class Dialled:
@@ -111,7 +112,7 @@ async def test_what_nobody_decided_is_asked() -> None:
         refusal = await ground.refused(Target("new.test", port))
         assert (refusal.reason, refusal.approval) == ("a person said no", "a1")
         assert ground.names.asked == []
-        ground.person.says = Said("allow", "a person said yes", approval="a2")
+        ground.person.says = Verdict("allow", "a person said yes", approval="a2")
         access = ground.access()
         (await ground.passage.open(access, Target("new.test", port))).close()
         ground.passage.close(access)
@@ -121,7 +122,7 @@ async def test_what_nobody_decided_is_asked() -> None:
 
 async def test_a_policy_that_changes_while_a_person_is_asked_holds() -> None:
     ground = Ground(plan([OPEN], web={"allowed_ports": [80]}), 80, {"new.test": [OPEN]})
-    ground.person.says = Said("allow", "yes")
+    ground.person.says = Verdict("allow", "yes")
     ground.person.before = lambda: ground.passage.change(plan([OPEN], ["new.test"]))
     await ground.refused(Target("new.test", 80))
     assert ground.dial.calls == []
@@ -130,7 +131,7 @@ async def test_a_policy_that_changes_while_a_person_is_asked_holds() -> None:
 async def test_so_it_does_where_an_upstream_proxy_looks_names_up() -> None:
     proxies = (Upstream("up", "http://127.0.0.2:3128", remote_names=True),)
     ground = Ground(plan([OPEN], web={"allowed_ports": [80]}, upstreams=proxies), 80)
-    ground.person.says = Said("allow", "yes")
+    ground.person.says = Verdict("allow", "yes")
     ground.person.before = lambda: ground.passage.change(plan([OPEN], ["new.test"], upstreams=proxies))
     await ground.refused(Target("new.test", 80))
     assert ground.dial.calls == []
@@ -140,7 +141,7 @@ async def test_so_it_does_for_one_more_request_over_the_same_connection() -> Non
     async with listening() as port:
         asks = plan([OPEN], web={"allowed_ports": [port]})
         ground = Ground(asks, port, {"new.test": [OPEN]})
-        ground.person.says = Said("allow", "yes")
+        ground.person.says = Verdict("allow", "yes")
         first, target = ground.access(), Target("new.test", port)
         (await ground.passage.open(first, target)).close()
         ground.passage.close(first)
@@ -157,7 +158,7 @@ async def test_so_it_does_when_its_host_gets_a_credential() -> None:
     """What such a host answers has to be looked at, and whoever asked for the connection does not know."""
     web = {"allowed_ports": [80]}
     ground = Ground(plan([OPEN], web=web), 80, {"new.test": [OPEN]})
-    ground.person.says = Said("allow", "yes")
+    ground.person.says = Verdict("allow", "yes")
     credited = {**web, "credentials": [{"host": "new.test", "secret": "KEY"}]}
     ground.person.before = lambda: ground.passage.change(plan([OPEN], web=credited))
     await ground.refused(Target("new.test", 80))
@@ -270,7 +271,7 @@ async def test_cancelled_while_somebody_is_asked() -> None:
     ground = Ground(plan(web={"allowed_ports": [80]}), 80)
     asked = asyncio.Event()
 
-    async def ask(sandbox: str, target: Target, said: Said) -> Said:
+    async def ask(sandbox: str, target: Target, said: Verdict) -> Verdict:
         asked.set()
         await asyncio.Event().wait()
         return said

@@ -14,7 +14,6 @@ from carrel.policy.rules.decide import (
     decide_tree,
 )
 from carrel.policy.rules.layers import Layer, Policy
-from carrel.policy.rules.remarks import strictness
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_an_argument_list_is_decided_as_it_is(example: Policy) -> None:
 
 def test_every_part_is_told(example: Policy) -> None:
     found = decide_shell(example, "timeout 5 curl x | grep y > z")
-    assert [(part.kind, part.text, part.verdict) for part in found.parts] == [
+    assert [(part.kind, part.text, part.verdict.verdict) for part in found.parts] == [
         ("shell", "timeout 5 curl x", "ask"),
         ("shell", "curl x", "deny"),
         ("shell", "grep y", "allow"),
@@ -183,14 +182,14 @@ def test_a_rule_more_in_the_deny_list_never_loosens(
     text = "; ".join(commands)
     before = decide_shell(policy(allow, deny), text)
     after = decide_shell(policy(allow, [*deny, *more]), text)
-    assert strictness(after.verdict) >= strictness(before.verdict)
+    assert after.strictness >= before.strictness
 
 
 @given(RULES, RULES, COMMANDS, COMMANDS)
 def test_more_commands_never_loosen(allow: list[str], deny: list[str], one: list[str], two: list[str]) -> None:
     made = policy(allow, deny)
     alone, together = decide_shell(made, "; ".join(one)), decide_shell(made, "; ".join([*one, *two]))
-    assert strictness(together.verdict) >= strictness(alone.verdict)
+    assert together.strictness >= alone.strictness
 
 
 def test_many_rules_are_decided() -> None:

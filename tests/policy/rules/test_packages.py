@@ -4,8 +4,8 @@ import pytest
 from tests.support.policies import sources
 
 from carrel.policy.rules.packages import MOST_READ, SHORT_LINE, judge, normalised, sparingly
-from carrel.policy.rules.remarks import strictest
 from carrel.policy.shell.reader import find
+from carrel.policy.verdict import strictest
 
 INDEX = "https://python-index.example/simple/"
 SOURCES = sources(

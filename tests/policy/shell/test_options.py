@@ -287,7 +287,7 @@ def test_option_is_decided_as_what_it_does() -> None:
     assert decide_shell(rules, "tar --use-compress-program 'gzip -9' -cf a b").verdict == "allow"
     denied = decide_shell(rules, "tar -I 'curl x' -cf a b")
     assert (denied.verdict, denied.rule) == ("deny", "shell(curl:*)")
-    assert next(part.via for part in denied.parts if part.rule == "shell(curl:*)") == ("tar",)
+    assert next(part.via for part in denied.parts if part.verdict.rule == "shell(curl:*)") == ("tar",)
 
 
 def test_format_that_curl_writes_out_is_allowed_unless_it_names_a_file() -> None:

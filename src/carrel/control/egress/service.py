@@ -23,13 +23,14 @@ from carrel.control.egress.plans import Plans, shut
 from carrel.control.governance.approvals import Approvals
 from carrel.control.operations.admission import Redact
 from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.door import Decision, Operation
+from carrel.control.operations.door import Operation
 from carrel.control.sessions.live import LiveSandbox
 from carrel.egress.channel import ChannelClosed, Message, memory_file
 from carrel.egress.plan import Plan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
 from carrel.identity import Identity, Kind
 from carrel.metrics import Metrics
+from carrel.policy.verdict import Verdict
 
 log = logging.getLogger("carrel.egress")
 
@@ -306,7 +307,7 @@ class Egress:
         attached.asking += 1
         try:
             approval = await self._approvals.settle(
-                operation, Decision("ask", reason=str(message.get("reason") or f"no rule allows or denies {host}"))
+                operation, Verdict("ask", reason=str(message.get("reason") or f"no rule allows or denies {host}"))
             )
         except ApprovalNeeded as error:
             named = error.extra.get("approval")

@@ -21,7 +21,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.door import Decision, Door, Operation
+from carrel.control.operations.door import Door, Operation
 from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, InvalidRequest, NotFound
 from carrel.identity import Identity, may_decide
 from carrel.models import (
@@ -33,6 +33,7 @@ from carrel.models import (
     ApprovalScope,
     ApprovalState,
 )
+from carrel.policy.verdict import Verdict
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
 log = logging.getLogger("carrel.approvals")
@@ -59,7 +60,7 @@ class Rules(Protocol):
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:
         """Allow something in a context from now on."""
 
-    async def decide(self, operation: Operation) -> Decision:
+    async def decide(self, operation: Operation) -> Verdict:
         """What the rules say of an operation now."""
 
 
@@ -159,13 +160,13 @@ class Approvals:
 
     # the agent's side
 
-    async def settle(self, operation: Operation, decision: Decision) -> str:
+    async def settle(self, operation: Operation, decision: Verdict) -> str:
         """The id of the approval under which the operation may be done now; else `ApprovalNeeded` or `Denied`."""
         leave = await self.leave(operation, decision)
         await self.ended(leave, used=True)  # who asks here is told nothing more
         return leave.approval
 
-    async def leave(self, operation: Operation, decision: Decision) -> Leave:
+    async def leave(self, operation: Operation, decision: Verdict) -> Leave:
         """Leave to do the operation now; else `ApprovalNeeded` or `Denied`. Say `ended` when it is over.
 
         Of several who wait for the same, the first gets what was approved once. The others ask again, for as long as
@@ -206,7 +207,7 @@ class Approvals:
         """Whether the rules, of which one was just given, allow an operation by now."""
         return self.rules is not None and (await self.rules.decide(operation)).verdict == "allow"
 
-    async def _found(self, operation: Operation, decision: Decision, name: str, who: Caller) -> ApprovalRecord:
+    async def _found(self, operation: Operation, decision: Verdict, name: str, who: Caller) -> ApprovalRecord:
         """What was approved of the same already, or waits; else a person is asked."""
         now, asker = self._clock(), _asker(operation, who)
         if operation.context_id is not None:
@@ -233,7 +234,7 @@ class Approvals:
         except CarrelError as error:  # the next start asks the sandbox
             log.warning("that approval %s was used could not be written down: %s", leave.approval, error)
 
-    async def _draft(self, operation: Operation, decision: Decision, name: str, who: Caller) -> ApprovalRecord:
+    async def _draft(self, operation: Operation, decision: Verdict, name: str, who: Caller) -> ApprovalRecord:
         """What a person would be asked."""
         owner = operation.context_id or operation.sandbox_id or None
         arguments = await self.redact(owner, operation.arguments)

@@ -15,7 +15,6 @@ from carrel.control.operations.door import Operation
 from carrel.egress.threads import whole
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.policy.rules.decide import (
-    Verdict,
     decide_environment,
     decide_file,
     decide_mcp,
@@ -26,6 +25,7 @@ from carrel.policy.rules.decide import (
 from carrel.policy.rules.layers import Policy
 from carrel.policy.shell.effort import size_of
 from carrel.policy.shell.syntax import Dialect
+from carrel.policy.verdict import ALLOWED, Verdict, strictest
 from carrel.workspaces.volumes.kernel import Directories, open_for_reading
 
 DIALECT: Dialect = "sh"
@@ -126,8 +126,8 @@ def verdict_of(policy: Policy, operation: Operation, read: Callable[[str], str |
         installs = arguments.get("install")
         if isinstance(installs, list):  # what is installed before it runs
             parts += [decide_shell(policy, each, dialect=DIALECT, read_file=read) for each in installs]
-        worst = max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
-        if operation.name == "start_mcp_server" and worst.verdict == "ask":
+        worst = strictest(parts) or ALLOWED
+        if operation.name == "start_mcp_server" and worst.asks:
             return Verdict("allow", "it was let in when it was added")
         return worst
     if operation.kind == "file" and operation.name == "move":
@@ -137,7 +137,7 @@ def verdict_of(policy: Policy, operation: Operation, read: Callable[[str], str |
             decide_tree(policy, "delete", source, surely=True),
             decide_file(policy, "write", _absolute(str(arguments.get("destination", "")))),
         ]
-        return max(parts, key=lambda part: ("allow", "ask", "deny").index(part.verdict))
+        return strictest(parts) or ALLOWED
     if operation.kind == "file":
         what = _FILE_OPERATIONS.get(operation.name, "write")
         whole = operation.name in _WHOLE or arguments.get("recursive") is True
@@ -148,7 +148,7 @@ def verdict_of(policy: Policy, operation: Operation, read: Callable[[str], str |
         return decide_network(policy, str(arguments.get("host", "")), port if isinstance(port, int) else None)
     if operation.kind == "mcp":
         return decide_mcp(policy, str(arguments.get("server", "")), str(arguments.get("tool", "")))
-    return Verdict("allow")
+    return ALLOWED
 
 
 def _absolute(path: str | None) -> str:

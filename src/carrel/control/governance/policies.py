@@ -17,18 +17,19 @@ from datetime import UTC, datetime
 from carrel.control.governance.deciding import Decider
 from carrel.control.mcp.request_checks import discovers, whose
 from carrel.control.operations.caller import caller
-from carrel.control.operations.door import Decision, Operation
+from carrel.control.operations.door import Operation
 from carrel.control.python.environment_checks import INDEX_LABEL, building_layer
 from carrel.control.sessions.masks import unmasked
 from carrel.egress.threads import whole
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, LimitExceeded, PlatformError
 from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
-from carrel.models import ExplainedPart, Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
+from carrel.models import Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy.documents import settings as settings_document
 from carrel.policy.documents import sources as sources_document
-from carrel.policy.rules.decide import ALLOWED, Verdict, decide_environment
+from carrel.policy.rules.decide import decide_environment
 from carrel.policy.rules.layers import Layer, Policy
+from carrel.policy.verdict import ALLOWED, Verdict, explained
 from carrel.store import SessionRecord
 from carrel.store.policies import PolicyRecord, PolicyStore
 
@@ -151,16 +152,14 @@ class Policies:
             known = self._shared[id(layer)] = (layer, self._compile(None, layer, None))
         return known[1]
 
-    async def decide(self, operation: Operation, workspace: str | None = None) -> Decision:
+    async def decide(self, operation: Operation, workspace: str | None = None) -> Verdict:
         """What the policy of its context says of an operation. `workspace` is where its files lie on this server."""
         if operation.kind == "session":
-            verdict = await self._of_start(operation)
-        else:
-            policy = await self.of(operation.context_id, operation.sandbox_id)
-            if not policy.governed and not policy.sources:
-                return Decision()
-            verdict = await self._decider.decide(policy, operation, workspace)
-        return Decision(verdict.verdict, verdict.rule, verdict.source, verdict.reason, verdict.hint)
+            return await self._of_start(operation)
+        policy = await self.of(operation.context_id, operation.sandbox_id)
+        if not policy.governed and not policy.sources:
+            return ALLOWED
+        return await self._decider.decide(policy, operation, workspace)
 
     async def _of_start(self, operation: Operation) -> Verdict:
         """The variables a sandbox is started with are those of every command in it, and decided like theirs."""
@@ -196,24 +195,7 @@ class Policies:
 
     async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
         """What the policy says of a command, part by part."""
-        verdict = await self._decider.explain(await self.of(context_id), command, cwd)
-        return Explanation(
-            verdict=verdict.verdict,
-            reason=verdict.reason,
-            rule=verdict.rule,
-            parts=[
-                ExplainedPart(
-                    kind=part.kind,
-                    text=part.text,
-                    verdict=part.verdict,
-                    reason=part.reason,
-                    rule=part.rule,
-                    source=part.source,
-                    via=list(part.via),
-                )
-                for part in verdict.parts
-            ],
-        )
+        return explained(await self._decider.explain(await self.of(context_id), command, cwd))
 
     # keeping
 

@@ -18,10 +18,11 @@ from carrel.audit.records import Ending, Entry, chain_of
 from carrel.control.governance.approvals import Approvals, Leave
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.caller import caller
-from carrel.control.operations.door import SELF, Decision, Operation, Traffic, refusal
+from carrel.control.operations.door import SELF, Operation, Traffic, refusal
 from carrel.control.supervisor.connection import run
 from carrel.errors import Denied
 from carrel.metrics import OK, outcome_of
+from carrel.policy.verdict import Verdict
 
 log = logging.getLogger("carrel.governor")
 
@@ -49,25 +50,25 @@ class Governor:
             yield traffic
             return
         began = time.monotonic()
-        decision = await self._policies.decide(operation, self._place(operation.sandbox_id))
+        verdict = await self._policies.decide(operation, self._place(operation.sandbox_id))
         leave: Leave | None = None
-        if decision.verdict == "ask":
+        if verdict.asks:
             try:
-                leave = await self._approvals.leave(operation, decision)
+                leave = await self._approvals.leave(operation, verdict)
             except Denied as error:
-                await self._refused(operation, decision, error, began)
+                await self._refused(operation, verdict, error, began)
                 raise
         dispatched = False
         try:
             if leave is not None:
                 now = await self._policies.decide(operation, self._place(operation.sandbox_id))
-                if now.verdict == "deny":  # since it was asked for: no approval is worth more than a rule
-                    decision = now
-            if decision.verdict == "deny":
-                refused = refusal(operation, decision)
-                await self._refused(operation, decision, refused, began)
+                if now.denies:  # since it was asked for: no approval is worth more than a rule
+                    verdict = now
+            if verdict.denies:
+                refused = refusal(operation, verdict)
+                await self._refused(operation, verdict, refused, began)
                 raise refused
-            ticket = await self._audit.begin(await self._entry(operation, decision, leave.approval if leave else None))
+            ticket = await self._audit.begin(await self._entry(operation, verdict, leave.approval if leave else None))
             dispatched, outcome, outer = True, OK, run.get()
             if leave is not None and leave.run is not None:
                 run.set(leave.run)  # whatever is asked of a sandbox from now on is part of it
@@ -86,26 +87,26 @@ class Governor:
             if leave is not None:
                 await self._approvals.ended(leave, used=dispatched)
 
-    async def _refused(self, operation: Operation, decision: Decision, error: Denied, began: float) -> None:
+    async def _refused(self, operation: Operation, verdict: Verdict, error: Denied, began: float) -> None:
         shown = await self._redact(operation.context_id or operation.sandbox_id or None, {"reason": error.detail})
         ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=str(shown["reason"])[:500])
         approval = error.extra.get("approval")
         named = approval if isinstance(approval, str) else None
-        self._audit.record(await self._entry(operation, decision, named), ending)
+        self._audit.record(await self._entry(operation, verdict, named), ending)
 
-    async def _entry(self, operation: Operation, decision: Decision, approval: str | None) -> Entry:
+    async def _entry(self, operation: Operation, verdict: Verdict, approval: str | None) -> Entry:
         who = caller.get()
         # A rule may quote what it is about, and a caller may name its request as it likes.
-        said = {"arguments": operation.arguments, "rule": decision.rule, "request": who.request_id}
+        said = {"arguments": operation.arguments, "rule": verdict.rule, "request": who.request_id}
         shown = await self._redact(operation.context_id or operation.sandbox_id or None, said)
         return Entry(
             chain=chain_of(operation.context_id, operation.sandbox_id),
             actor=who.identity.subject,
             kind=operation.kind,
             name=operation.name,
-            decision=decision.verdict,
+            decision=verdict.verdict,
             rule=cast("str | None", shown["rule"]),
-            source=decision.source,
+            source=verdict.source,
             arguments=cast(Mapping[str, object], shown["arguments"]),
             arguments_hash=self._audit.hash_arguments(operation.arguments),
             approval=approval,

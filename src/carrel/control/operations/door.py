@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from carrel.errors import Denied
 from carrel.metrics import outcome_of
+from carrel.policy.verdict import ALLOWED, Verdict
 
 log = logging.getLogger("carrel.operations")
 
@@ -30,17 +31,6 @@ class Operation:
     """Under which name a person is asked, when neither the context nor the sandbox is what an approval is for."""
     runs_in: str = ""
     """Which very sandbox it is dispatched to, by requests to its supervisor alone; empty for what goes other ways."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What policy says of an operation."""
-
-    verdict: Literal["allow", "deny", "ask"] = "allow"
-    rule: str | None = None
-    source: str | None = None
-    reason: str = ""
-    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +65,17 @@ class Traffic:
 SELF = "carrel"
 """The actor of carrel's own upkeep: it passes every door."""
 
-ALLOW = Decision()
 DONE = Outcome()
-Decide = Callable[[Operation], Decision]
-Record = Callable[[Operation, Decision, Outcome], None]
+Decide = Callable[[Operation], Verdict]
+Record = Callable[[Operation, Verdict, Outcome], None]
 
 
-def allow_all(operation: Operation) -> Decision:
+def allow_all(operation: Operation) -> Verdict:
     """The policy of a server without one."""
-    return ALLOW
+    return ALLOWED
 
 
-def log_operation(operation: Operation, decision: Decision, outcome: Outcome) -> None:
+def log_operation(operation: Operation, verdict: Verdict, outcome: Outcome) -> None:
     """The record of a server without an audit log."""
     if log.isEnabledFor(logging.DEBUG):
         log.debug(
@@ -95,23 +84,23 @@ def log_operation(operation: Operation, decision: Decision, outcome: Outcome) ->
             operation.name,
             operation.sandbox_id,
             operation.actor,
-            decision.verdict,
+            verdict.verdict,
             outcome.error or "done",
         )
 
 
-def refusal(operation: Operation, decision: Decision) -> Denied:
+def refusal(operation: Operation, verdict: Verdict) -> Denied:
     """The refusal object that every protocol shows."""
-    asks = decision.verdict == "ask"
-    reason = decision.reason or (
+    asks = verdict.verdict == "ask"
+    reason = verdict.reason or (
         "this needs a person's approval, and nobody can give it here" if asks else "policy denies this operation"
     )
     return Denied(
         reason,
-        hint=decision.hint,
+        hint=verdict.hint,
         operation=operation.kind,
-        rule=decision.rule,
-        source=decision.source,
+        rule=verdict.rule,
+        source=verdict.source,
         reason=reason,
         retry=False,
         approval=None,
@@ -137,10 +126,10 @@ class PlainDoor:
     @asynccontextmanager
     async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
         """See `Door`."""
-        decision = self._decide(operation)
-        if decision.verdict != "allow":
-            error = refusal(operation, decision)
-            self._record(operation, decision, Outcome(error.code))
+        verdict = self._decide(operation)
+        if verdict.verdict != "allow":
+            error = refusal(operation, verdict)
+            self._record(operation, verdict, Outcome(error.code))
             raise error
         outcome = DONE
         try:
@@ -149,4 +138,4 @@ class PlainDoor:
             outcome = Outcome(outcome_of(error))
             raise
         finally:
-            self._record(operation, decision, outcome)
+            self._record(operation, verdict, outcome)

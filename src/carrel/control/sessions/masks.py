@@ -10,13 +10,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from carrel.control.operations.door import Decision, Operation, refusal
+from carrel.control.operations.door import Operation, refusal
 from carrel.errors import InvalidRequest, Unsupported
 from carrel.isolation.masks import MOST, Part, check_program, is_possible, split, unmaskable
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.patterns import Pattern
 from carrel.policy.rules.rules import Rule
+from carrel.policy.verdict import Verdict
 from carrel.providers import Masks
 
 _NOT_HELD = "programs inside are not held by it: {}"
@@ -215,6 +216,6 @@ def _words(rule: Rule, context_id: str | None) -> str:
     name = rule.words[0].literal or ""
     operation = Operation("shell", "run_command", {"command": name}, "", "", context_id)
     reason = f"{name} is denied for this agent"
-    problem = refusal(operation, Decision("deny", rule.text, rule.source, reason)).problem()
+    problem = refusal(operation, Verdict("deny", reason, rule.text, rule.source)).problem()
     kept = ("code", "operation", "rule", "source", "reason", "retry", "approval", "hint")
     return json.dumps({key: problem.get(key) for key in kept})

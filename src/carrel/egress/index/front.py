@@ -29,7 +29,8 @@ from carrel.egress.index.packages import InstallBudget, Packages
 from carrel.egress.index.pages import BadPage, Link, Page
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
-from carrel.egress.terms import Refused, Said
+from carrel.egress.terms import Refused
+from carrel.policy.verdict import Verdict
 
 __all__ = ["Answer", "Front", "Index", "InstallBudget", "Packages"]
 
@@ -103,7 +104,7 @@ class Front:
         self._written: OrderedDict[tuple[str, str, pages.Form], _Written] = OrderedDict()
         self._costs: OrderedDict[str, int] = OrderedDict()
 
-    def decide(self, target: str, packages: Packages) -> Said:
+    def decide(self, target: str, packages: Packages) -> Verdict:
         """What is said of a request before anybody is asked for an answer: of its package, as far as the name goes."""
         match _segments(target):
             case ["simple", name] | ["simple", name, ""] | ["files", _, name, _, _]:
@@ -111,8 +112,8 @@ class Front:
                 try:
                     packages.check_enabled() if project is None else packages.check(project)
                 except Refused as refused:
-                    return Said("deny", refused.reason, refused.rule, refused.source, refused.hint)
-        return Said("allow", "the package index decides")
+                    return Verdict("deny", refused.reason, refused.rule, refused.source, refused.hint)
+        return Verdict("allow", "the package index decides")
 
     async def answer(self, method: str, target: str, headers: Mapping[str, str], packages: Packages) -> Answer:
         """Answer a request of one sandbox. Names of headers are in lower case. Raises nothing."""

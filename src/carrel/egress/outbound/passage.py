@@ -21,9 +21,10 @@ from carrel.egress.index.packages import InstallBudget, Packages
 from carrel.egress.outbound.budget import Budget, Meter
 from carrel.egress.outbound.rules import Rules
 from carrel.egress.plan import Index, Plan
-from carrel.egress.terms import Access, Address, Ask, Dial, Refused, Report, Resolve, Said, Target
+from carrel.egress.terms import Access, Address, Ask, Dial, Refused, Report, Resolve, Target
 from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.policy.rules import addresses
+from carrel.policy.verdict import Verdict
 
 _MOST_REMEMBERED = 4096
 _MOST_REFUSALS = 10
@@ -76,7 +77,7 @@ class Passage:
         self._running: dict[int, _Running] = {}
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
         """The last ones, in words, for whoever asks inside the sandbox."""
-        self._remembered: dict[tuple[str, int, Address | None], Said] = {}
+        self._remembered: dict[tuple[str, int, Address | None], Verdict] = {}
 
     async def open(self, access: Access, target: Target) -> socket.socket:
         """A connection to the target, non-blocking and owned by the caller, who calls `close` once it has ended.
@@ -213,7 +214,7 @@ class Passage:
                 running.access.said = said
                 running.task.cancel()
 
-    def _still(self, access: Access, before: Rules) -> Said:
+    def _still(self, access: Access, before: Rules) -> Verdict:
         """What is said now of an access that `before` let out."""
         target = access.target
         if target is None:
@@ -224,14 +225,14 @@ class Passage:
         if said.verdict == "ask" and access.said.rule is not None and asks:
             return replace(said, verdict="deny")
         if said.verdict != "deny" and not access.inspected and _newly_seen(target, before, self.rules):
-            return Said("deny", f"what is said to {target.host} is looked at from now on", hint="connect again")
+            return Verdict("deny", f"what is said to {target.host} is looked at from now on", hint="connect again")
         if said.verdict != "deny" and access.address is not None:
             return self._said(target, ip_address(access.address))
         return said
 
     # deciding
 
-    def _said(self, target: Target, address: Address | None = None) -> Said:
+    def _said(self, target: Target, address: Address | None = None) -> Verdict:
         """What the rules say of a target, or of an address found for it. They say the same until they change."""
         key = (target.host, target.port, address)
         said = self._remembered.get(key)
@@ -271,7 +272,7 @@ class Passage:
             return None
         return await self._resolve(target.host)
 
-    async def _consent(self, access: Access, target: Target, said: Said) -> None:
+    async def _consent(self, access: Access, target: Target, said: Verdict) -> None:
         access.said = said
         if said.verdict == "ask":
             access.said = await self._ask(self.plan.sandbox, target, said)
@@ -295,7 +296,7 @@ class Passage:
         meant = addresses.plain(address)
         if meant.is_loopback or meant.is_unspecified:
             hint = "connect to loopback directly, without the proxy"
-            access.said = Said("deny", f"{target} is the proxy itself", hint=hint)
+            access.said = Verdict("deny", f"{target} is the proxy itself", hint=hint)
             raise Refused.by(access.said)
 
     def _begin(self, access: Access, *, entered: bool) -> None:
@@ -319,8 +320,8 @@ def _newly_seen(target: Target, before: Rules, now: Rules) -> bool:
     )
 
 
-def _denied(error: Refused) -> Said:
-    return Said("deny", error.reason, error.rule, error.source, error.hint, error.approval)
+def _denied(error: Refused) -> Verdict:
+    return Verdict("deny", error.reason, error.rule, error.source, error.hint, error.approval)
 
 
 def _code(error: BaseException) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from carrel.egress.plan import HostRegistry, Index
-from carrel.egress.terms import Address, Said, Target
+from carrel.egress.terms import Address, Target
 from carrel.policy.documents.sources import PackageManager, Registry, Sources, WebAccess
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import normalised
 from carrel.policy.rules.reach import Domains, Reach
-from carrel.policy.rules.remarks import Remark
+from carrel.policy.verdict import Verdict
 
 MB = 1024 * 1024
 
@@ -71,16 +71,16 @@ class Rules:
         clone = policy.limits.max_clone_size_mb
         self._most_cloned = None if clone is None else clone * MB
 
-    def decide(self, target: Target) -> Said:
+    def decide(self, target: Target) -> Verdict:
         """What is said of a name or an address, and a port."""
-        remark = self._reach.host(target.host, target.port)
-        if remark is not None:
-            return _said(remark)
-        return Said("ask", f"no rule allows or denies connecting to {target}", hint="a person can approve it")
+        verdict = self._reach.host(target.host, target.port)
+        if verdict is not None:
+            return verdict
+        return Verdict("ask", f"no rule allows or denies connecting to {target}", hint="a person can approve it")
 
-    def check_address(self, target: Target, address: Address) -> Said:
+    def check_address(self, target: Target, address: Address) -> Verdict:
         """What is said of an address that was found for a target; it is asked after `decide`."""
-        return _said(self._reach.address(address, target.port, target.host))
+        return self._reach.address(address, target.port, target.host)
 
     def opaque(self, target: Target) -> bool:
         """Whether a connection need not say in TLS or HTTP whom it is for."""
@@ -111,10 +111,6 @@ class _Named:
         """Whether they name a target's host."""
         literal = target.literal is not None
         return bool(self._layers) and all(each.find(target.host, literal=literal) for each in self._layers)
-
-
-def _said(remark: Remark) -> Said:
-    return Said(remark.verdict, remark.reason, remark.rule, remark.source, remark.hint)
 
 
 def _least(numbers: Iterable[int | None], unit: int = 1) -> int | None:

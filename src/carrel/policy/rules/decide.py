@@ -7,7 +7,7 @@ to know of files is given to it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 from carrel.policy.documents.sources import Sources
@@ -15,8 +15,7 @@ from carrel.policy.rules import packages, remotes
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import ReadFile
 from carrel.policy.rules.reach import Reach
-from carrel.policy.rules.remarks import Answer, Remark, strictest, strictness
-from carrel.policy.rules.rules import Kind, Rule, behind_options, match_words
+from carrel.policy.rules.rules import Rule, behind_options, match_words
 from carrel.policy.rules.variables import changes_what_runs
 from carrel.policy.shell import interpreters
 from carrel.policy.shell.arguments import Argument, Unknown
@@ -24,6 +23,7 @@ from carrel.policy.shell.effort import SPARE_STEPS, Effort, TooComplex, size_of
 from carrel.policy.shell.findings import Command, FileUse, HostUse, normal
 from carrel.policy.shell.reader import find
 from carrel.policy.shell.syntax import Dialect
+from carrel.policy.verdict import ALLOWED, Answer, Part, Verdict, strictest
 
 Operation = Literal["read", "write", "delete"]
 
@@ -31,35 +31,6 @@ STEPS_PER_RULE = 20
 """How many more steps a decision may take for each rule of the policy."""
 LONGEST_PATH, LONGEST_HOST = 4096, 255
 """Longer ones mean nothing to the kernel or to DNS; a decision about one would take long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """One thing an operation would do, and what was said of it."""
-
-    kind: Kind
-    text: str
-    verdict: Answer
-    reason: str
-    rule: str | None = None
-    source: str | None = None
-    hint: str | None = None
-    via: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The answer for a whole operation: that of its strictest part, and all parts."""
-
-    verdict: Answer
-    reason: str = ""
-    rule: str | None = None
-    source: str | None = None
-    hint: str | None = None
-    parts: tuple[Decided, ...] = ()
-
-
-ALLOWED = Verdict("allow")
 
 
 def decide_shell(
@@ -80,7 +51,7 @@ def decide_shell(
     reading = None if read_file is None else packages.sparingly(read_file)
     effort = Effort(size_of(command), spare=SPARE_STEPS + STEPS_PER_RULE * policy.size)
     shown = command if isinstance(command, str) else " ".join(command)
-    parts: list[Decided] = []
+    parts: list[Part] = []
     try:
         parts += (_command(policy, each, reading, effort) for each in found.commands)
         parts += (_file_use(policy, each, effort) for each in found.files)
@@ -88,9 +59,9 @@ def decide_shell(
             reach = Reach(policy)
             parts += (_host_use(policy, each, reach, effort) for each in found.hosts)
     except TooComplex as reason:
-        parts.append(Decided("shell", shown[:200], "ask", f"the command is too complex to decide: {reason}"))
+        parts.append(Part("shell", shown[:200], Verdict("ask", f"the command is too complex to decide: {reason}")))
     if policy.governed:
-        parts += [Decided("shell", shown[:200], "ask", reason) for reason in found.asks]
+        parts += [Part("shell", shown[:200], Verdict("ask", reason)) for reason in found.asks]
     return _whole(parts)
 
 
@@ -118,7 +89,7 @@ def decide_tree(policy: Policy, operation: Operation, path: str, *, surely: bool
         if within or not surely:
             reason = f"{rule.text} denies {'' if within else 'perhaps '}something in {place[:200]}"
             answer: Answer = "deny" if within else "ask"
-            parts.append(Decided("file", f"{operation} {place}", answer, reason, rule.text, rule.source, hint))
+            parts.append(Part("file", f"{operation} {place}", Verdict(answer, reason, rule.text, rule.source, hint)))
     return _whole(parts)
 
 
@@ -133,10 +104,10 @@ def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
     """What the policy says of calling a tool of an MCP server."""
     if not policy.governed:
         return ALLOWED
-    remark = _by_rules(
+    verdict = _by_rules(
         _first(policy.deny.mcp(server, tool)), _first(policy.allow.mcp(server, tool)), f"the tool {server}:{tool}"
     )
-    return _whole([_decided("mcp", f"{server}:{tool}", remark)])
+    return _whole([Part("mcp", f"{server}:{tool}", verdict)])
 
 
 def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
@@ -144,48 +115,42 @@ def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
     if not policy.governed:
         return ALLOWED
     reason = "the variable {} changes what commands run"
-    parts = [Decided("shell", name, "ask", reason.format(name)) for name in names if changes_what_runs(name)]
+    parts = [Part("shell", name, Verdict("ask", reason.format(name))) for name in names if changes_what_runs(name)]
     return _whole(parts)
 
 
 # --- parts
 
 
-def _whole(parts: Sequence[Decided]) -> Verdict:
-    worst = max(parts, key=lambda part: strictness(part.verdict), default=None)
-    if worst is None:
-        return ALLOWED
-    return Verdict(worst.verdict, worst.reason, worst.rule, worst.source, worst.hint, tuple(parts))
-
-
-def _decided(kind: Kind, text: str, remark: Remark, via: tuple[str, ...] = ()) -> Decided:
-    return Decided(kind, text, remark.verdict, remark.reason, remark.rule, remark.source, remark.hint, via)
+def _whole(parts: Sequence[Part]) -> Verdict:
+    worst = strictest(part.verdict for part in parts)
+    return ALLOWED if worst is None else replace(worst, parts=tuple(parts))
 
 
 def _first(rules: Iterable[Rule]) -> Rule | None:
     return min(rules, key=lambda rule: rule.order, default=None)
 
 
-def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Remark:
+def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Verdict:
     if denied is not None:
-        return Remark("deny", f"{what} is denied for this agent", denied.text, denied.source)
+        return Verdict("deny", f"{what} is denied for this agent", denied.text, denied.source)
     if allowed is not None:
-        return Remark("allow", f"{what} is allowed", allowed.text, allowed.source)
-    return Remark("ask", f"no rule allows or denies {what}", hint="a person can approve it")
+        return Verdict("allow", f"{what} is allowed", allowed.text, allowed.source)
+    return Verdict("ask", f"no rule allows or denies {what}", hint="a person can approve it")
 
 
-def _command(policy: Policy, command: Command, read_file: ReadFile | None, effort: Effort) -> Decided:
+def _command(policy: Policy, command: Command, read_file: ReadFile | None, effort: Effort) -> Part:
     argv = command.arguments
-    remarks: list[Remark] = []
+    verdicts: list[Verdict] = []
     if policy.governed:
-        remarks.append(_by_shell_rules(policy, argv, effort))
+        verdicts.append(_by_shell_rules(policy, argv, effort))
     for name, sources in policy.sources:
         effort.spend(len(argv) * _length(sources))
-        remarks += packages.judge(sources, argv, name, read_file)
-        remarks += remotes.judge(sources.git, argv, name)
-        remarks += interpreters.judge(sources.runtime, argv, name)
-    remark = strictest(remarks) or Remark("allow", "no settings")
-    return _decided("shell", command.text[:500], remark, command.via)
+        verdicts += packages.judge(sources, argv, name, read_file)
+        verdicts += remotes.judge(sources.git, argv, name)
+        verdicts += interpreters.judge(sources.runtime, argv, name)
+    verdict = strictest(verdicts) or Verdict("allow", "no settings")
+    return Part("shell", command.text[:500], verdict, command.via)
 
 
 def _length(sources: Sources) -> int:
@@ -195,7 +160,7 @@ def _length(sources: Sources) -> int:
     return 1 + len(allowed) + max(registries, default=0)
 
 
-def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) -> Remark:
+def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) -> Verdict:
     name = str(argv[0]) if isinstance(argv[0], str) else "the command"
     denied: list[Rule] = []
     perhaps: list[Rule] = []
@@ -212,7 +177,7 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) 
                 perhaps.append(rule)
     if not denied and perhaps:
         rule = min(perhaps, key=lambda each: each.order)
-        return Remark(
+        return Verdict(
             "ask", f"it may be what {rule.text} denies", rule.text, rule.source, "write it so that it surely is not"
         )
     allowed: list[Rule] = []
@@ -223,36 +188,36 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) 
     return _by_rules(_first(denied), _first(allowed), name)
 
 
-def _file_use(policy: Policy, use: FileUse, effort: Effort) -> Decided:
+def _file_use(policy: Policy, use: FileUse, effort: Effort) -> Part:
     text = f"{use.operation} {use.path or use.source}"
     if not policy.governed:
-        return Decided("file", text, "allow", "no settings")
+        return Part("file", text, Verdict("allow", "no settings"))
     effort.spend(1 + 8 * (use.path or "").count("/") + policy.size // 8)
     if use.path is None:
-        return Decided("file", text, "ask", f"which file is opened is known only at run time: {use.source[:80]}")
+        return Part("file", text, Verdict("ask", f"which file is opened is known only at run time: {use.source[:80]}"))
     return _file(policy, use.operation, use.path)
 
 
-def _file(policy: Policy, operation: Operation, path: str) -> Decided:
+def _file(policy: Policy, operation: Operation, path: str) -> Part:
     if len(path) > LONGEST_PATH:
         reason = f"the path is longer than {LONGEST_PATH} characters"
-        return Decided("file", f"{operation} {path[:200]}", "ask", reason, hint="use a shorter path")
+        return Part("file", f"{operation} {path[:200]}", Verdict("ask", reason, hint="use a shorter path"))
     denied, allowed = _first(policy.deny.file(operation, path)), _first(policy.allow.file(operation, path))
     verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]
-    return _decided("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
+    return Part("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
 
 
-def _host_use(policy: Policy, use: HostUse, reach: Reach, effort: Effort) -> Decided:
+def _host_use(policy: Policy, use: HostUse, reach: Reach, effort: Effort) -> Part:
     effort.spend(1 + policy.size // 8)
     return _host(policy, reach, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
 
 
-def _host(policy: Policy, reach: Reach, host: str, port: int | None) -> Decided:
+def _host(policy: Policy, reach: Reach, host: str, port: int | None) -> Part:
     what = (host if port is None else f"{host}:{port}")[:200]
     if len(host) > LONGEST_HOST:
         reason = f"the name of the host is longer than {LONGEST_HOST} characters"
-        return Decided("network", what, "deny", reason)
-    remark = reach.host(host, port)
-    if remark is None:
-        remark = _by_rules(None, None, f"connecting to {what}") if policy.governed else Remark("allow", "no settings")
-    return _decided("network", what, remark)
+        return Part("network", what, Verdict("deny", reason))
+    verdict = reach.host(host, port)
+    if verdict is None:
+        verdict = _by_rules(None, None, f"connecting to {what}") if policy.governed else Verdict("allow", "no settings")
+    return Part("network", what, verdict)

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import PackageManager, Sources
 from carrel.policy.rules import remotes
-from carrel.policy.rules.remarks import Remark
 from carrel.policy.shell.arguments import Argument, Unknown, shown
 from carrel.policy.shell.wrappers import base, module_of
+from carrel.policy.verdict import Verdict
 
 ReadFile = Callable[[str], str | None]
 """The text of a file of the sandbox by the path a command names it by; None when it cannot be had."""
@@ -83,15 +83,15 @@ class _Judge:
     read: ReadFile | None
     files: set[str] = field(default_factory=set)
 
-    def deny(self, reason: str, rule: str, hint: str | None = None) -> Remark:
-        return Remark("deny", reason, f"package_managers.{self.key}.{rule}", self.source, hint)
+    def deny(self, reason: str, rule: str, hint: str | None = None) -> Verdict:
+        return Verdict("deny", reason, f"package_managers.{self.key}.{rule}", self.source, hint)
 
-    def ask(self, reason: str) -> Remark:
-        return Remark("ask", reason, f"package_managers.{self.key}", self.source)
+    def ask(self, reason: str) -> Verdict:
+        return Verdict("ask", reason, f"package_managers.{self.key}", self.source)
 
     # --- arguments
 
-    def arguments(self, rest: Sequence[Argument]) -> Iterator[Remark]:
+    def arguments(self, rest: Sequence[Argument]) -> Iterator[Verdict]:
         """What is said of the arguments of an install."""
         at = 0
         while at < len(rest):
@@ -114,7 +114,7 @@ class _Judge:
             at += 0 if equals else 1
             yield from self.option(option, value)
 
-    def option(self, option: str, value: Argument | None) -> Iterator[Remark]:
+    def option(self, option: str, value: Argument | None) -> Iterator[Verdict]:
         """What is said of an option that has a value."""
         if option in _VALUED:
             return
@@ -138,7 +138,7 @@ class _Judge:
         else:
             yield self.ask(f"option {option} is not known here")
 
-    def index(self, option: str, value: Argument | None) -> Iterator[Remark]:
+    def index(self, option: str, value: Argument | None) -> Iterator[Verdict]:
         """What is said of an index."""
         if not isinstance(value, str):
             yield self.ask(f"the index is known only at run time: {_show(value)}")
@@ -158,7 +158,7 @@ class _Judge:
         known = [each.url for each in self.manager.registries or ()]
         return "use " + ", ".join(known[:5]) if known else None
 
-    def file(self, value: Argument | None) -> Iterator[Remark]:
+    def file(self, value: Argument | None) -> Iterator[Verdict]:
         """What is said of a requirements file."""
         if not isinstance(value, str):
             yield self.ask("the requirements file is known only at run time")
@@ -182,7 +182,7 @@ class _Judge:
             elif bare:
                 yield from self.requirement(re.split(r"(?<!\s)\s+--", bare)[0])
 
-    def requirement(self, text: str) -> Iterator[Remark]:
+    def requirement(self, text: str) -> Iterator[Verdict]:
         """What is said of one requirement: a name, a URL, a link to a repository, a file or a folder."""
         name, at, url = text.partition("@") if re.match(r"[\w.\[\], -]+@\s*\S+:", text) else ("", "", text)
         if at and _NAME.fullmatch(name):
@@ -195,7 +195,7 @@ class _Judge:
         else:
             yield from self.named(target)
 
-    def named(self, text: str) -> Iterator[Remark]:
+    def named(self, text: str) -> Iterator[Verdict]:
         """What is said of a package by name."""
         found = _NAME.fullmatch(text.partition(";")[0])
         if not found or not re.fullmatch(r"([<>=!~(@].*)?", found[4], re.DOTALL):
@@ -203,7 +203,7 @@ class _Judge:
             return
         yield from self.blocked(found[1])
 
-    def blocked(self, name: str) -> Iterator[Remark]:
+    def blocked(self, name: str) -> Iterator[Verdict]:
         """Whether a package is blocked, or is none of those that are allowed."""
         if normalised(name) in _all_normalised(tuple(self.manager.blocked_packages)):
             yield self.deny(f"the package {name} is blocked for this agent", f"blocked_packages: {name}")
@@ -212,12 +212,12 @@ class _Judge:
             hint = "allowed are " + ", ".join(allowed[:10]) if allowed else None
             yield self.deny(f"the package {name} is not among those of this agent", "allowed_packages", hint)
 
-    def nameless(self, text: str) -> Iterator[Remark]:
+    def nameless(self, text: str) -> Iterator[Verdict]:
         """What is said of a package whose name is not told, where only some are allowed."""
         if self.manager.allowed_packages is not None:
             yield self.ask(f"which package it is cannot be seen: {text[:200]}")
 
-    def link(self, url: str, *, named: bool = False) -> Iterator[Remark]:
+    def link(self, url: str, *, named: bool = False) -> Iterator[Verdict]:
         """What is said of a URL or a link to a repository. `named`: the name of its package was told before it."""
         plain, _, fragment = url.partition("#")
         if egg := re.search(r"(?:^|&)egg=([A-Za-z0-9._-]+)", fragment):
@@ -229,7 +229,7 @@ class _Judge:
             target = re.sub(r"(?<=.)@[^/@]*$", "", target)
             if version_control[1] in {None, "git"} and self.sources.git is not None:
                 if not self.sources.git.enabled:
-                    yield Remark(
+                    yield Verdict(
                         "deny", "git remotes are not enabled for this agent", "git.enabled: false", self.source
                     )
                 yield from remotes.remote(self.sources.git, target, self.source)
@@ -245,7 +245,7 @@ class _Judge:
         else:
             yield from self.path(urlsplit(plain).path)
 
-    def path(self, path: str) -> Iterator[Remark]:
+    def path(self, path: str) -> Iterator[Verdict]:
         """A file or folder: its name tells the package, where it is one that is built."""
         name = path.rstrip("/").rsplit("/", 1)[-1]
         if re.search(r"\.(whl|zip|tar(\.\w+)?|tgz)$", name):
@@ -267,7 +267,7 @@ def sparingly(read: ReadFile) -> ReadFile:
     return given
 
 
-def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFile | None = None) -> Iterator[Remark]:
+def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFile | None = None) -> Iterator[Verdict]:
     """What `sources.json` says of a command that may install packages."""
     if not argv or not isinstance(argv[0], str):
         return
@@ -285,11 +285,11 @@ def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFil
     manager = getattr(sources.package_managers, key) or (sources.package_managers.pip if key == "uv" else None)
     if manager is None:
         if installed(name, rest) is not None:
-            yield Remark("ask", f"sources.json says nothing of {name}", "package_managers", source)
+            yield Verdict("ask", f"sources.json says nothing of {name}", "package_managers", source)
         return
     assert isinstance(manager, PackageManager)
     if not manager.enabled:
-        yield Remark("deny", f"{name} is not enabled for this agent", f"package_managers.{key}.enabled: false", source)
+        yield Verdict("deny", f"{name} is not enabled for this agent", f"package_managers.{key}.enabled: false", source)
         return
     wanted = installed(name, rest)
     if wanted is None:
@@ -373,7 +373,7 @@ def _with_packages(words: Sequence[Argument]) -> list[Argument] | None:
     return found or None
 
 
-def _others(judging: _Judge, wanted: Sequence[Argument]) -> Iterator[Remark]:
+def _others(judging: _Judge, wanted: Sequence[Argument]) -> Iterator[Verdict]:
     """Managers whose indexes are not told by the command: only names are looked at."""
     for argument in wanted:
         if isinstance(argument, Unknown):

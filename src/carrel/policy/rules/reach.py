@@ -13,9 +13,9 @@ from carrel.policy.documents.sources import Sources, WebAccess
 from carrel.policy.rules import addresses
 from carrel.policy.rules.addresses import Address
 from carrel.policy.rules.layers import Layer, Policy
-from carrel.policy.rules.remarks import Remark
 from carrel.policy.rules.remotes import Place, places
 from carrel.policy.rules.rules import Rule
+from carrel.policy.verdict import Verdict
 
 PORTS = frozenset({80, 443})
 """The ports of allowed hosts where nobody says which."""
@@ -61,7 +61,7 @@ class _Web:
     blocked: Domains
     ports: frozenset[int] | None
     places: tuple[Place, ...]
-    registries: dict[tuple[str, int], Remark]
+    registries: dict[tuple[str, int], Verdict]
 
     @classmethod
     def of(cls, layer: Layer, sources: Sources) -> _Web:
@@ -76,22 +76,24 @@ class _Web:
             dict(_named_registries(layer, sources)),
         )
 
-    def say(self, host: str, port: int | None, *, literal: bool) -> Remark | None:
+    def say(self, host: str, port: int | None, *, literal: bool) -> Verdict | None:
         """Allowed or denied by this layer; None when it says nothing."""
         source = self.layer.sources_name
         if not self.enabled:
-            return Remark("deny", f"{host} cannot be reached: web access is off", "web_access.enabled: false", source)
+            return Verdict("deny", f"{host} cannot be reached: web access is off", "web_access.enabled: false", source)
         if blocked := self.blocked.find(host, literal=literal):
-            return Remark("deny", f"{host} is blocked for this agent", f"web_access.blocked_domains: {blocked}", source)
+            return Verdict(
+                "deny", f"{host} is blocked for this agent", f"web_access.blocked_domains: {blocked}", source
+            )
         if self.allowed is not None and (allowed := self.allowed.find(host, literal=literal)):
-            return Remark("allow", f"{host} is allowed", f"web_access.allowed_domains: {allowed}", source)
+            return Verdict("allow", f"{host} is allowed", f"web_access.allowed_domains: {allowed}", source)
         if place := self.remote(host, port, literal=literal):
-            return Remark("allow", f"{host} is a remote", f"git.allowed_remotes: {place.text}", source)
+            return Verdict("allow", f"{host} is a remote", f"git.allowed_remotes: {place.text}", source)
         if port is not None and (registry := self.registries.get((host, port))):
             return registry
         if self.allowed is None:
             return None
-        return Remark("deny", f"{host} is not among the domains of this agent", "web_access.allowed_domains", source)
+        return Verdict("deny", f"{host} is not among the domains of this agent", "web_access.allowed_domains", source)
 
     def remote(self, host: str, port: int | None, *, literal: bool) -> Place | None:
         """The git remotes that lie on a host."""
@@ -122,7 +124,7 @@ class Reach:
         self._webs = tuple(_Web.of(layer, layer.sources) for layer in policy.layers if layer.sources is not None)
         self._fronted = dict(_fronted(policy, indexes))
 
-    def host(self, host: str, port: int | None = None) -> Remark | None:
+    def host(self, host: str, port: int | None = None) -> Verdict | None:
         """What is said of a name or an address. `port` None: not known yet."""
         name = host.strip("[]").rstrip(".").lower()
         address = addresses.read(name)
@@ -145,25 +147,25 @@ class Reach:
         if fronted := self._fronted.get(name):
             return fronted
         if rules:
-            return Remark("allow", f"connecting to {shown} is allowed", rules[0].text, rules[0].source)
+            return Verdict("allow", f"connecting to {shown} is allowed", rules[0].text, rules[0].source)
         if said:
             return said[0]
         if registry is not None:
             return registry
-        return Remark("allow", f"{shown} is on the internet", "network: internet") if self._internet else None
+        return Verdict("allow", f"{shown} is on the internet", "network: internet") if self._internet else None
 
-    def _registry(self, name: str, port: int) -> Remark | None:
+    def _registry(self, name: str, port: int) -> Verdict | None:
         """The permission to reach a registry: one that a layer names, else one that the host itself uses."""
         named = (each for web in self._webs if (each := web.registries.get((name, port))) is not None)
         return next(named, None) or self._host_registries.get((name, port))
 
-    def address(self, address: Address, port: int, host: str = "") -> Remark:
+    def address(self, address: Address, port: int, host: str = "") -> Verdict:
         """What is said of an address that an allowed name, the `host`, turned out to have."""
         if denied := self._denied_address(address, port):
             return denied
         words = addresses.private(address)
         if words is None:
-            return Remark("allow", f"{address} is a public address")
+            return Verdict("allow", f"{address} is a public address")
         if (host, port) in self._host_registries and addresses.internal(address):
             return self._host_registries[host, port]
         return self._naming(addresses.same(address), port) or _private(str(address), words)
@@ -172,36 +174,36 @@ class Reach:
         """Whether git remotes that some layer names lie on a host."""
         return any(web.remote(host, None, literal=literal) for web in self._webs)
 
-    def _denied(self, name: str, port: int | None) -> Remark | None:
+    def _denied(self, name: str, port: int | None) -> Verdict | None:
         rule = _first(self._policy.deny.network(name, port, deny=True))
         return None if rule is None else _denied(name, port, rule)
 
-    def _denied_address(self, address: Address, port: int | None) -> Remark | None:
+    def _denied_address(self, address: Address, port: int | None) -> Verdict | None:
         """The refusal of an address by its network, in whichever of its forms it is named."""
         for form in addresses.forms(address):
             for web in self._webs:
                 if blocked := web.blocked.find(str(form), literal=True):
                     rule = f"web_access.blocked_domains: {blocked}"
-                    return Remark("deny", f"{form} is blocked for this agent", rule, web.layer.sources_name)
+                    return Verdict("deny", f"{form} is blocked for this agent", rule, web.layer.sources_name)
             if (denied := _first(self._policy.deny.addresses(form, port, deny=True))) is not None:
                 return _denied(str(form), port, denied)
         return None
 
-    def _naming(self, address: Address, port: int | None) -> Remark | None:
+    def _naming(self, address: Address, port: int | None) -> Verdict | None:
         """What names this very address or its network: a rule, or the domains of every layer that has the key."""
         # Without a port, a rule for any one of them is enough not to refuse yet.
         if rule := _first(self._policy.allow.addresses(address, port, deny=port is None)):
-            return Remark("allow", f"connecting to {address} is allowed", rule.text, rule.source)
+            return Verdict("allow", f"connecting to {address} is allowed", rule.text, rule.source)
         lists = [(web.allowed.find(str(address), literal=True), web) for web in self._webs if web.allowed is not None]
         if not lists or not all(found for found, _ in lists):
             return None
         found, web = lists[0]
-        return Remark("allow", f"{address} is allowed", f"web_access.allowed_domains: {found}", web.layer.sources_name)
+        return Verdict("allow", f"{address} is allowed", f"web_access.allowed_domains: {found}", web.layer.sources_name)
 
     def _allowed(self, name: str, port: int | None) -> list[Rule]:
         return sorted(self._policy.allow.network(name, port, deny=False), key=lambda rule: rule.order)
 
-    def _port(self, host: str, port: int, rules: Iterable[Rule], *, literal: bool) -> Remark | None:
+    def _port(self, host: str, port: int, rules: Iterable[Rule], *, literal: bool) -> Verdict | None:
         """The refusal of a port that is neither usual nor named."""
         naming = [rule for rule in rules if rule.port == str(port)]
         given = [web for web in self._webs if web.ports is not None]
@@ -214,9 +216,9 @@ class Reach:
         return _closed(host, port, PORTS, None)
 
 
-def _closed(host: str, port: int, ports: frozenset[int], source: str | None) -> Remark:
+def _closed(host: str, port: int, ports: frozenset[int], source: str | None) -> Verdict:
     open_ports = ", ".join(map(str, sorted(ports)[:20])) or "none"
-    return Remark(
+    return Verdict(
         "deny",
         f"port {port} of {host} is not open for this agent",
         None if source is None else "web_access.allowed_ports",
@@ -225,13 +227,13 @@ def _closed(host: str, port: int, ports: frozenset[int], source: str | None) -> 
     )
 
 
-def _denied(name: str, port: int | None, rule: Rule) -> Remark:
+def _denied(name: str, port: int | None, rule: Rule) -> Verdict:
     what = name[:200] if port is None else f"{name[:200]}:{port}"
-    return Remark("deny", f"connecting to {what} is denied for this agent", rule.text, rule.source)
+    return Verdict("deny", f"connecting to {what} is denied for this agent", rule.text, rule.source)
 
 
-def _private(shown: str, words: str) -> Remark:
-    return Remark(
+def _private(shown: str, words: str) -> Verdict:
+    return Verdict(
         "deny",
         f"{shown} is {words}, and no rule names it",
         hint="such addresses are reached only where a rule allows the address or its network",
@@ -246,7 +248,7 @@ _FRONTED = frozenset({"pip", "uv"})
 """Package managers whose registries the front asks in the place of the sandbox."""
 
 
-def _named_registries(layer: Layer, sources: Sources) -> Iterable[tuple[tuple[str, int], Remark]]:
+def _named_registries(layer: Layer, sources: Sources) -> Iterable[tuple[tuple[str, int], Verdict]]:
     """The registries that a layer names. Those of limited package managers stay closed: only the front could hold the
     limits.
     """
@@ -258,12 +260,12 @@ def _named_registries(layer: Layer, sources: Sources) -> Iterable[tuple[tuple[st
             port = parts.port or (80 if parts.scheme == "http" else 443)
             host = (parts.hostname or "").rstrip(".")
             rule = f"package_managers.{name}.registries: {each.name}"
-            yield (host, port), Remark("allow", f"{host} is a registry of {name}", rule, layer.sources_name)
+            yield (host, port), Verdict("allow", f"{host} is a registry of {name}", rule, layer.sources_name)
 
 
 def _open_registries(
     policy: Policy, registries: Iterable[tuple[str, str, int]]
-) -> Iterable[tuple[tuple[str, int], Remark]]:
+) -> Iterable[tuple[tuple[str, int], Verdict]]:
     """Those of the host's registries that are open: no layer switches their package manager off, limits it or names
     other registries for it.
     """
@@ -277,10 +279,10 @@ def _open_registries(
     for name, host, port in registries:
         if name not in shut:
             words = f"{host} is a registry that {name} on this server's machine is configured with"
-            yield (host, port), Remark("allow", words, f"package_managers.{name}", "the server's own configuration")
+            yield (host, port), Verdict("allow", words, f"package_managers.{name}", "the server's own configuration")
 
 
-def _fronted(policy: Policy, indexes: Iterable[str]) -> Iterable[tuple[str, Remark]]:
+def _fronted(policy: Policy, indexes: Iterable[str]) -> Iterable[tuple[str, Verdict]]:
     """The hosts of package indexes whose rules hold only where the front asks for the sandbox."""
     urls = list(indexes)
     limits: list[tuple[str, str]] = []
@@ -299,4 +301,4 @@ def _fronted(policy: Policy, indexes: Iterable[str]) -> Iterable[tuple[str, Rema
         host = (urlsplit(url).hostname or "").rstrip(".")
         reason = f"{host} is a package index whose packages are limited for this agent"
         hint = "install with pip or uv as they are set up here; they go through the index of the sandbox"
-        yield host, Remark("deny", reason, *limits[0], hint)
+        yield host, Verdict("deny", reason, *limits[0], hint)

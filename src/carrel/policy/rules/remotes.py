@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import Git
 from carrel.policy.rules.patterns import pattern
-from carrel.policy.rules.remarks import Remark
 from carrel.policy.shell.arguments import Argument, Unknown, shown
 from carrel.policy.shell.options import is_safe_config
 from carrel.policy.shell.wrappers import base
+from carrel.policy.verdict import Verdict
 
 _GLOBAL_FLAGS = frozenset(
     {
@@ -36,7 +36,7 @@ _RISKY = ("-c", "--config", "-u", "--upload-pack", "--receive-pack", "--exec", "
 _REMOTE = frozenset({"clone", "fetch", "pull", "push", "ls-remote", "remote", "submodule", "archive", "fetch-pack"})
 
 
-def judge(git: Git | None, argv: Sequence[Argument], source: str) -> Iterator[Remark]:
+def judge(git: Git | None, argv: Sequence[Argument], source: str) -> Iterator[Verdict]:
     """What `sources.json` says of a git command."""
     if git is None or not argv or argv[0] == "" or not isinstance(argv[0], str) or base(argv[0]) != "git":
         return
@@ -65,12 +65,12 @@ def judge(git: Git | None, argv: Sequence[Argument], source: str) -> Iterator[Re
             return
 
 
-def _config(setting: Argument, source: str) -> Iterator[Remark]:
+def _config(setting: Argument, source: str) -> Iterator[Verdict]:
     if not is_safe_config(setting):
         yield _ask(source, f"a setting may change what git runs or reaches: {shown(setting)}")
 
 
-def _command(git: Git, name: str, rest: Sequence[Argument], source: str) -> Iterator[Remark]:
+def _command(git: Git, name: str, rest: Sequence[Argument], source: str) -> Iterator[Verdict]:
     if name == "config":
         keys = [each for each in rest if not (isinstance(each, str) and each.startswith("-"))]
         writes = len(keys) > 1 or any(each in {"--add", "--replace-all", "--edit", "-e"} for each in rest)
@@ -80,7 +80,7 @@ def _command(git: Git, name: str, rest: Sequence[Argument], source: str) -> Iter
     if name not in _REMOTE:
         return
     if not git.enabled:
-        yield Remark("deny", "git remotes are not enabled for this agent", "git.enabled: false", source)
+        yield Verdict("deny", "git remotes are not enabled for this agent", "git.enabled: false", source)
         return
     operands, asks = _operands(rest)
     for reason in asks:
@@ -123,7 +123,7 @@ def _operands(rest: Sequence[Argument]) -> tuple[list[Argument], list[str]]:
     return found, asks
 
 
-def remote(git: Git, target: Argument, source: str, *, named: bool = False) -> Iterator[Remark]:
+def remote(git: Git, target: Argument, source: str, *, named: bool = False) -> Iterator[Verdict]:
     """What is said of one remote. `named`: a word without a colon or slash is the name of a remote that was added."""
     if isinstance(target, Unknown):
         if target.count == "one" and _URL.match(target.prefix) and _allowed(git, target.prefix + "x"):
@@ -135,7 +135,7 @@ def remote(git: Git, target: Argument, source: str, *, named: bool = False) -> I
     if "::" in target.partition("/")[0] or not _allowed(git, target):
         if git.allowed_remotes is None and "::" not in target:
             return
-        yield Remark(
+        yield Verdict(
             "deny",
             f"the remote {target[:200]} is not among the remotes of this agent",
             "git.allowed_remotes",
@@ -218,5 +218,5 @@ def _place(allowed: str) -> Place | None:
     return Place(host, port, allowed)
 
 
-def _ask(source: str, reason: str) -> Remark:
-    return Remark("ask", reason, "git", source)
+def _ask(source: str, reason: str) -> Verdict:
+    return Verdict("ask", reason, "git", source)

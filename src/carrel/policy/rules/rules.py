@@ -25,8 +25,8 @@ from carrel.policy.rules.addresses import read as read_address
 from carrel.policy.rules.patterns import PathPattern, Pattern, path_pattern, pattern
 from carrel.policy.shell.arguments import Argument, Unknown
 from carrel.policy.shell.wrappers import base
+from carrel.policy.verdict import Kind
 
-Kind = Literal["shell", "file", "network", "mcp"]
 KINDS: tuple[Kind, ...] = ("shell", "file", "network", "mcp")
 OPERATIONS = ("read", "write", "delete")
 Match = Literal["no", "maybe", "yes"]

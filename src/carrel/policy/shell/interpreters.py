@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from carrel.policy.documents.sources import Runtime
-from carrel.policy.rules.remarks import Remark
 from carrel.policy.shell.arguments import Argument
 from carrel.policy.shell.wrappers import base
+from carrel.policy.verdict import Verdict
 
 _FAMILIES = {
     "python": re.compile(r"(python|pypy|ipython)(\d+(?:\.\d+)*)?"),
@@ -30,7 +30,7 @@ _FAMILIES = {
 }
 
 
-def judge(runtime: Runtime, argv: Sequence[Argument], source: str) -> Iterator[Remark]:
+def judge(runtime: Runtime, argv: Sequence[Argument], source: str) -> Iterator[Verdict]:
     """What `sources.json` says of a command that starts an interpreter."""
     if runtime.languages is None or not argv or not isinstance(argv[0], str):
         return
@@ -41,9 +41,9 @@ def judge(runtime: Runtime, argv: Sequence[Argument], source: str) -> Iterator[R
             continue
         declared = [each.lower() for each in runtime.languages if re.fullmatch(rf"{family}[\d.]*", each.lower())]
         if not declared:
-            yield Remark("deny", f"{name} is not among the languages of this agent", "runtime.languages", source)
+            yield Verdict("deny", f"{name} is not among the languages of this agent", "runtime.languages", source)
         elif found[2] and not any(_same(found[2], each.removeprefix(family)) for each in declared):
-            yield Remark("deny", f"{name} is another version than this agent may use", "runtime.languages", source)
+            yield Verdict("deny", f"{name} is another version than this agent may use", "runtime.languages", source)
         return
 
 

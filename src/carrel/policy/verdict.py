@@ -1,0 +1,88 @@
+"""The verdict on an operation: one type from the rules of a policy to the answer of the API. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from carrel.models import ExplainedPart, Explanation
+
+Answer = Literal["allow", "deny", "ask"]
+Kind = Literal["shell", "file", "network", "mcp"]
+_STRICTNESS: dict[Answer, int] = {"allow": 0, "ask": 1, "deny": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Allow, ask or deny: the rule or key that says so, the document it stands in, why, and what to do instead.
+
+    `approval` names the approval that was asked for. `parts` has the verdict on each part of the operation.
+    """
+
+    verdict: Answer = "allow"
+    reason: str = ""
+    rule: str | None = None
+    source: str | None = None
+    hint: str | None = None
+    approval: str | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def allows(self) -> bool:
+        """Whether the operation may go ahead."""
+        return self.verdict == "allow"
+
+    @property
+    def asks(self) -> bool:
+        """Whether a person has to decide."""
+        return self.verdict == "ask"
+
+    @property
+    def denies(self) -> bool:
+        """Whether the operation is refused."""
+        return self.verdict == "deny"
+
+    @property
+    def strictness(self) -> int:
+        """Deny is stricter than ask, ask is stricter than allow."""
+        return _STRICTNESS[self.verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing an operation would do, and the verdict on it. `via` names the commands that lead to it."""
+
+    kind: Kind
+    text: str
+    verdict: Verdict
+    via: tuple[str, ...] = ()
+
+
+ALLOWED, DENIED = Verdict(), Verdict("deny")
+
+
+def strictest(verdicts: Iterable[Verdict]) -> Verdict | None:
+    """The first of the strictest verdicts; None when there is no verdict."""
+    return max(verdicts, key=lambda each: each.strictness, default=None)
+
+
+def explained(verdict: Verdict) -> Explanation:
+    """A verdict with its parts, as the API and the command line show it."""
+    return Explanation(
+        verdict=verdict.verdict,
+        reason=verdict.reason,
+        rule=verdict.rule,
+        parts=[
+            ExplainedPart(
+                kind=part.kind,
+                text=part.text,
+                verdict=part.verdict.verdict,
+                reason=part.verdict.reason,
+                rule=part.verdict.rule,
+                source=part.verdict.source,
+                via=list(part.via),
+            )
+            for part in verdict.parts
+        ],
+    )
