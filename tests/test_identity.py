@@ -54,9 +54,13 @@ async def store(tmp_path: Path) -> AsyncIterator[TokenStore]:
     await database.close()
 
 
+def _nobody(_token_id: str) -> None:
+    return
+
+
 @pytest.fixture
 def tokens(store: TokenStore, clock: Clock) -> Tokens:
-    return Tokens(store, "carrel_root", clock)
+    return Tokens(store, "carrel_root", _nobody, clock)
 
 
 # scopes
@@ -199,7 +203,7 @@ async def test_the_root_token_and_none_else(tokens: Tokens, store: TokenStore) -
         with pytest.raises(Unauthorized):
             await tokens.identify(wrong)
     with pytest.raises(Unauthorized):
-        await Tokens(store, None).identify("carrel_root")
+        await Tokens(store, None, _nobody).identify("carrel_root")
 
 
 @given(st.text(st.characters()) | st.binary())
@@ -209,12 +213,12 @@ def test_no_token_ends_in_a_traceback(given: str | bytes) -> None:
             return None
 
     with pytest.raises(CarrelError):
-        asyncio.run(Tokens(Nothing(None), None).identify(given))  # type: ignore[arg-type]
+        asyncio.run(Tokens(Nothing(None), None, _nobody).identify(given))  # type: ignore[arg-type]
 
 
 async def test_revoked_at_once_here_and_soon_elsewhere(tokens: Tokens, store: TokenStore, clock: Clock) -> None:
     text, token = await tokens.issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
-    elsewhere = Tokens(store, None, clock)
+    elsewhere = Tokens(store, None, _nobody, clock)
     for each in (tokens, elsewhere):
         await each.identify(text)
     assert (await tokens.revoke(token.id)).revoked_at == 1000.0
@@ -232,7 +236,7 @@ async def test_revoked_at_once_here_and_soon_elsewhere(tokens: Tokens, store: To
 async def test_a_lookup_that_is_under_way_keeps_no_revoked_token(
     store: TokenStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = Tokens(store, None, clock)
+    tokens = Tokens(store, None, _nobody, clock)
     text, token = await tokens.issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
     looked, go = asyncio.Event(), asyncio.Event()
     used = store.used
@@ -314,7 +318,7 @@ async def test_a_made_up_token_is_looked_up_once(tokens: Tokens, clock: Clock, q
 
 async def test_a_token_made_on_another_server_works_at_once(tokens: Tokens, store: TokenStore, clock: Clock) -> None:
     await failure(tokens, "carrel_made-up")
-    text, _ = await Tokens(store, None, clock).issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
+    text, _ = await Tokens(store, None, _nobody, clock).issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
     assert (await tokens.identify(text)).subject == "agent:a"
 
 
@@ -329,9 +333,9 @@ async def test_whoever_wants_to_know_is_told_of_a_revoked_token(
 ) -> None:
     made = [(await tokens.issue(Grant(name, Kind.AGENT, [Scope.READ]), ROOT))[1].id for name in "abc"]
     told: list[str] = []
-    tokens.on_revoked = told.append
+    tokens = Tokens(store, None, told.append, clock)
     await tokens.revoke(made[0])
-    await Tokens(store, None, clock).revoke(made[1])
+    await Tokens(store, None, _nobody, clock).revoke(made[1])
     assert told == [made[0]]
     assert set(await tokens.revoked([*made, "tok-absent"])) == set(made[:2])
     assert not await tokens.revoked([])

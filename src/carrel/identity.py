@@ -297,17 +297,21 @@ def hashed(token: str) -> str:
 
 
 class Tokens:
-    """Issues, knows and revokes tokens. `root` is the token of the data directory, None when none is asked for."""
+    """Issues, knows and revokes tokens. `root` is the token of the data directory, None when none is asked for.
 
-    def __init__(self, store: Store, root: str | None, clock: Callable[[], float] = time.time):
+    `on_revoked` is called with the id of each token that is revoked here.
+    """
+
+    def __init__(
+        self, store: Store, root: str | None, on_revoked: Callable[[str], None], clock: Callable[[], float] = time.time
+    ):
         self._store = store
         self._root = None if root is None else root.encode()
         self._clock = clock
         self._cache: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
         self._unknown: OrderedDict[str, float] = OrderedDict()
         self._revocations = 0
-        self.on_revoked: Callable[[str], None] = _nobody
-        """Called with the id of a token that was revoked here."""
+        self._on_revoked = on_revoked
 
     async def issue(self, grant: Grant, by: Identity) -> tuple[str, Token]:
         """Make a token: the text to show once, and what is kept. Nobody gives away more than they have."""
@@ -427,7 +431,7 @@ class Tokens:
         self._revocations += 1
         for key in [key for key, (identity, _) in self._cache.items() if identity.token_id == token_id]:
             del self._cache[key]
-        self.on_revoked(token_id)
+        self._on_revoked(token_id)
         return await self.get(token_id)
 
     async def revoked(self, token_ids: Collection[str]) -> Collection[str]:

@@ -204,7 +204,7 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
 
         await probing
         web = loop.run_in_executor(None, import_module, "carrel.api.serving")
-        plane = await ControlPlane.open(settings, providers=providers)
+        plane = await ControlPlane.open(settings, providers=providers, token=token)
         try:
             await web
             from carrel.api import create_app
@@ -212,7 +212,7 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
             from carrel.connections import Connections, connections_allowed
 
             hosts = _LOOPBACK | {settings.host.lower()} if is_loopback(settings.host) else None
-            app = create_app(plane, token=token, hosts=hosts, version=carrel.__version__)
+            app = create_app(plane, authenticated=token is not None, hosts=hosts, version=carrel.__version__)
             server = HttpServer(app, Connections(connections_allowed()))
             if token is not None:
                 await _leave_agent_token(settings, plane)

@@ -155,7 +155,7 @@ async def test_expiry_ends_them_too(server: Running, http: httpx.AsyncClient, bo
 
 
 async def test_what_another_server_revokes_ends_soon(server: Running, token: dict[str, Any], box: str) -> None:
-    elsewhere = Tokens(TokenStore(server.plane._database), None)
+    elsewhere = Tokens(TokenStore(server.plane._database), None, lambda _: None)
     async with terminal(server, token, box) as ended, asyncio.timeout(30):
         await elsewhere.revoke(token["id"])
         await server.plane.end_revoked()  # the janitor does it every few seconds

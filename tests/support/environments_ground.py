@@ -80,7 +80,7 @@ def sources(index: IndexServer, **more: object) -> dict[str, object]:
 
 async def context(plane: ControlPlane, index: IndexServer, name: str = "c", **more: object) -> str:
     """A context that may install from an index, and its sandbox."""
-    await plane.policies.put(name, PolicyDocuments(sources=sources(index)), "tests")
+    await plane.policy_changes.put(name, PolicyDocuments(sources=sources(index)), "tests")
     await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name, **more))  # type: ignore[arg-type]
     return name
 

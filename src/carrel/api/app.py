@@ -54,17 +54,16 @@ into the `Authorization` header or into a subprotocol `carrel.token.TOKEN` offer
 
 
 def create_app(
-    plane: ControlPlane, *, token: str | None, hosts: frozenset[str] | None = None, version: str = "0.1.0"
+    plane: ControlPlane, *, authenticated: bool, hosts: frozenset[str] | None = None, version: str = "0.1.0"
 ) -> Gate:
-    """The ASGI application for a control plane. `token` is the administrator's, None asks for none; `hosts` None
+    """The ASGI application for a control plane. Without `authenticated` no token is asked for; `hosts` None
     takes any Host header.
     """
-    tokens = plane.open_tokens(token)
     return Gate(
         routes(plane, version),
-        tokens=None if token is None else tokens,
+        tokens=plane.tokens if authenticated else None,
         requests=plane.requests,
-        redact=plane.secrets.clean_text,
+        redact=plane.secret_values.clean_text,
         max_body=plane.settings.max_body,
         hosts=hosts,
     )

@@ -87,7 +87,7 @@ async def _events(watched: AsyncIterator[ApprovalInfo], identity: Identity, sse:
 )
 async def decide_approvals(body: ApprovalBatch, plane: Plane) -> Response:
     """The same decision for each; one that cannot be decided does not keep the others."""
-    return as_json(await plane.approvals.decide_all(body, who()))
+    return as_json(await plane.decisions.decide_all(body, who()))
 
 
 @router.get(
@@ -113,4 +113,4 @@ async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
 )
 async def decide_approval(approval_id: ApprovalId, body: ApprovalDecision, plane: Plane) -> Response:
     """Once, for this operation in its context from now on, or with a rule for the context. Never one's own request."""
-    return as_json(await plane.approvals.decide(approval_id, body, who()))
+    return as_json(await plane.decisions.decide(approval_id, body, who()))

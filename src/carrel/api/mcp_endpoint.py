@@ -205,7 +205,7 @@ def served(
 
     async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         async def report(progress: float, total: float | None, message: str | None) -> None:
-            shown = None if message is None else await plane.secrets.clean_text(sandbox, message[:2000])
+            shown = None if message is None else await plane.secret_values.clean_text(sandbox, message[:2000])
             await context.session.report_progress(progress, total, shown)
 
         asked = begun or work.begin(called(plane, sandbox, name, params, report))

@@ -96,7 +96,7 @@ FilePath = Annotated[str, Depends(_file_path)]
 async def recorded(plane: ControlPlane, name: str, arguments: Mapping[str, object]) -> AsyncIterator[None]:
     """For what belongs to no context, such as tokens: it is in the chain of the server."""
     asked = caller.get()
-    shown = await plane.secrets.clean(None, {"arguments": arguments, "request": asked.request_id})
+    shown = await plane.secret_values.clean(None, {"arguments": arguments, "request": asked.request_id})
     entry = Entry(
         server_chain(plane.audit.node),
         asked.identity.subject,

@@ -149,7 +149,7 @@ async def _carrel(request: Request, error: Exception) -> Response:
 async def _clean(request: Request, error: CarrelError) -> None:
     """What is raised before an operation begins may quote what was sent."""
     named = request.path_params
-    await request.app.state.plane.operations.clean(named.get("id") or named.get("context_id"), error)
+    await request.app.state.plane.secret_values.clean_error(named.get("id") or named.get("context_id"), error)
 
 
 def _body_model(request: Request) -> type[BaseModel] | None:

@@ -31,7 +31,7 @@ def given(origin: Origin, **web: object) -> PolicyDocuments:
 
 
 async def start(plane: ControlPlane, context: str, policy: PolicyDocuments) -> str:
-    await plane.policies.put(context, policy, "person:ann")
+    await plane.policy_changes.put(context, policy, "person:ann")
     info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id=context))
     return info.id
 
@@ -44,10 +44,10 @@ async def fetch(plane: ControlPlane, context: str, origin: Origin) -> str:
 async def test_a_policy_that_cannot_be_carried_out_shuts_the_way(plane: ControlPlane, origin: Origin) -> None:
     await start(plane, "c", given(origin))
     assert await fetch(plane, "c", origin) == "hello\n"
-    await plane.policies.put("c", given(origin, upstreams=["nowhere"]), "person:ann")
+    await plane.policy_changes.put("c", given(origin, upstreams=["nowhere"]), "person:ann")
     told = await fetch(plane, "c", origin)
     assert "the policy names upstream proxies this server does not have: nowhere" in told
-    await plane.policies.put("c", given(origin), "person:ann")
+    await plane.policy_changes.put("c", given(origin), "person:ann")
     assert await fetch(plane, "c", origin) == "hello\n"
 
 
@@ -78,7 +78,7 @@ async def test_a_policy_that_was_read_earlier_does_not_take_the_place_of_a_newer
     plane.egress._plans._policy_of = slowly
     early = asyncio.create_task(plane.egress.refresh("c"))
     await going.wait()
-    late = asyncio.create_task(plane.policies.put("c", given(origin, enabled=False), "person:ann"))
+    late = asyncio.create_task(plane.policy_changes.put("c", given(origin, enabled=False), "person:ann"))
     [attached] = plane.egress._boxes.values()
     await until(lambda: late.done() or attached.changing._waiters, what="the newer one")
     go.set()
@@ -141,7 +141,7 @@ async def test_a_process_that_dies_while_it_is_told_of_a_policy_is_followed_by_o
         return await request(op, *more, **body)
 
     plane.egress._client.request = and_dies  # type: ignore[method-assign]
-    await plane.policies.put("c", given(origin, max_connections=7), "person:ann")
+    await plane.policy_changes.put("c", given(origin, max_connections=7), "person:ann")
     await until(lambda: plane.egress.pid not in {0, pid} and plane.egress._restoring.done(), what="another process")
     assert await fetch(plane, "c", origin) == "hello\n"
     [attached] = plane.egress._boxes.values()
@@ -193,7 +193,7 @@ async def test_a_process_that_dies_while_it_is_taken_over_keeps_no_server_from_s
 async def test_nothing_is_left_of_what_a_sandbox_trusted(plane: ControlPlane, origin: Origin) -> None:
     """Also not of one without a network, which has the certificates all the same."""
     for name, network in (("a", Network.NONE), ("b", Network.ALLOWLIST)):
-        await plane.policies.put(name, given(origin, inspected_domains=["api.example"]), "person:ann")
+        await plane.policy_changes.put(name, given(origin, inspected_domains=["api.example"]), "person:ann")
         await plane.operations.deploy_or_resume(SandboxRequest(context_id=name, network=network))
         assert len(_authorities(plane)) == 1
         await plane.operations.terminate(name, TerminateRequest())

@@ -130,7 +130,7 @@ async def test_a_refusal_is_one_record_with_its_reason(plane: ControlPlane) -> N
 
 async def test_why_something_was_refused_is_told_without_secrets(plane: ControlPlane) -> None:
     await plane.secrets.put("c", "KEY", b"correct-horse-battery")
-    log = AccessLog(plane.audit, plane.metrics, plane.secrets.clean, lambda _: None)
+    log = AccessLog(plane.audit, plane.metrics, plane.secret_values.clean, lambda _: None)
     log.start()
     host = "correct-horse-battery.example"
     refused = access(1, host, ended=101.0, result="denied_by_policy")

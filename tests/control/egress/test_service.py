@@ -54,7 +54,7 @@ def allow(*rules: str, deny: tuple[str, ...] = ()) -> PolicyDocuments:
 
 async def start(plane: ControlPlane, context: str, given: PolicyDocuments | None = None) -> str:
     if given is not None:
-        await plane.policies.put(context, given, "person:ann")
+        await plane.policy_changes.put(context, given, "person:ann")
     network = None if given is not None else Network.ALLOWLIST
     info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id=context, network=network))
     assert info.network is Network.ALLOWLIST
@@ -121,7 +121,7 @@ async def test_an_unknown_host_waits_for_a_person(plane: ControlPlane, origin: O
     assert (waiting.kind, waiting.summary) == ("network", "connect nobody.example 80")
     assert waiting.requested_by.startswith("sandbox:")
     caller.set(Caller(PERSON))
-    await plane.approvals.decide(waiting.id, ApprovalDecision(approve=False, message="not that one"), PERSON)
+    await plane.decisions.decide(waiting.id, ApprovalDecision(approve=False, message="not that one"), PERSON)
     refusal = json.loads((await asked).stdout[:-3])
     assert refusal["reason"] == "not that one" and refusal["approval"] == waiting.id
 
@@ -136,7 +136,7 @@ async def test_what_is_approved_later_holds_for_the_next_try(away: ControlPlane,
     again = json.loads((await fetch(away, "c", "http://a.example/")).stdout)
     assert again["approval"] == refusal["approval"]  # it is one question, however often it is asked
     decision = ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT)
-    await away.approvals.decide(refusal["approval"], decision, PERSON)
+    await away.decisions.decide(refusal["approval"], decision, PERSON)
     for _ in range(2):
         answer = json.loads((await fetch(away, "c", "http://a.example/")).stdout)
         assert answer["code"] == "unreachable"  # it was let out, and has no address
@@ -154,7 +154,7 @@ async def test_a_sandbox_cannot_fill_the_inbox(away: ControlPlane) -> None:
         page = await until(_pending(away, 20), what="twenty approvals")
         assert len(page) == 20
         for each in page:
-            await away.approvals.decide(each.id, ApprovalDecision(approve=False), PERSON)
+            await away.decisions.decide(each.id, ApprovalDecision(approve=False), PERSON)
         result = await running
         assert result.stdout.count('"reason": "a person was asked about too many hosts') == 20
     finally:
@@ -182,11 +182,13 @@ async def test_a_policy_is_followed_at_once(plane: ControlPlane, origin: Origin)
     await start(plane, "c", allow(rule))
     cut = asyncio.create_task(fetch(plane, "c", f"{origin.url}/slow"))
     await until(lambda: origin.requests, what="the request")
-    await plane.put_policy("c", allow("network(outbound:192.0.2.1)", deny=("network(outbound:127.0.0.2)",)), "ann")
+    await plane.policy_changes.put(
+        "c", allow("network(outbound:192.0.2.1)", deny=("network(outbound:127.0.0.2)",)), "ann"
+    )
     assert (await cut).exit_code != 0
     origin.hold.set()
     assert "is denied" in (await fetch(plane, "c", origin.url)).stdout
-    await plane.put_policy("c", allow(rule), "ann")
+    await plane.policy_changes.put("c", allow(rule), "ann")
     assert (await fetch(plane, "c", origin.url)).stdout == "hello\n"
 
 

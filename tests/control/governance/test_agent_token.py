@@ -9,13 +9,14 @@ from carrel.control.governance.agent_token import agent_token
 from carrel.control.plane import ControlPlane
 from carrel.errors import Denied
 from carrel.identity import ROOT, Grant, Kind, Scope, Tokens, may_decide
+from carrel.store.tokens import TokenStore
 
 ADMINISTRATORS = "carrel_of_the_administrator"
 
 
 @pytest.fixture
 def tokens(plane: ControlPlane) -> Tokens:
-    return plane.open_tokens(ADMINISTRATORS)
+    return Tokens(TokenStore(plane._database), ADMINISTRATORS, plane.requests.revoked)
 
 
 async def test_new_token_is_an_agents_and_decides_nothing(plane: ControlPlane, tokens: Tokens) -> None:

@@ -20,24 +20,24 @@ ASKED = CommandRequest(command="uname")
 async def _approved(plane: ControlPlane) -> tuple[str, LiveSandbox]:
     """What somebody approved, and the sandbox it is for."""
     caller.set(Caller(AGENT))
-    await plane.policies.put("c", PolicyDocuments(settings=POLICY), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=POLICY), "person:ann")
     info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
     with pytest.raises(ApprovalNeeded) as caught:
         await plane.operations.run_command("c", ASKED)
     handle = caught.value.approval or ""
-    await plane.approvals.decide(handle, ApprovalDecision(approve=True), PERSON)
+    await plane.decisions.decide(handle, ApprovalDecision(approve=True), PERSON)
     caller.set(Caller(AGENT, approval=handle))
     return handle, next(box for box in plane.sessions.live() if box.record.id == info.id)
 
 
 async def _taken(plane: ControlPlane, handle: str, place: str) -> None:
     """As a server leaves it that is killed right after."""
-    assert await plane._asked.use(handle, 1.0, run="left", node=plane.node, place=place)
+    assert await plane._approval_store.use(handle, 1.0, run="left", node=plane.node, place=place)
 
 
 async def _settled(plane: ControlPlane) -> tuple[int, dict[str, object]]:
     """How many can be used again, and what the log says of the last."""
-    given = await settle_runs(plane._asked, plane.sessions.live(), plane.audit, plane.node)
+    given = await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node)
     await plane.audit.flush()
     page = await plane.audit.search(Filter(chain_of("c"), name="recover_approval"), limit=1)
     return given, page.items[0].arguments
@@ -48,7 +48,7 @@ async def test_what_was_not_begun_is_given_back_and_runs(plane: ControlPlane) ->
     await _taken(plane, handle, box.instance)
     assert await _settled(plane) == (1, {"approval": handle, "begun": "no", "given_back": True})
     assert (await plane.operations.run_command("c", ASKED)).ok
-    assert await plane._asked.runs(plane.node) == []
+    assert await plane._approval_store.runs(plane.node) == []
     assert (await plane.approvals.get(handle)).used_at is not None
 
 
@@ -61,14 +61,16 @@ async def test_where_nobody_can_tell_it_stays_used(plane: ControlPlane) -> None:
     assert box.instance not in {each.instance for each in plane.sessions.live()}
     assert await _settled(plane) == (0, {"approval": handle, "begun": "unknown", "given_back": False})
     assert (await plane.approvals.get(handle)).used_at is not None
-    assert await settle_runs(plane._asked, plane.sessions.live(), plane.audit, plane.node) == 0, "that is settled"
+    assert await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node) == 0, (
+        "that is settled"
+    )
 
 
 async def test_what_another_server_runs_is_left_alone(plane: ControlPlane) -> None:
     handle, box = await _approved(plane)
-    assert await plane._asked.use(handle, 1.0, run="left", node="other", place=box.instance)
-    assert await settle_runs(plane._asked, plane.sessions.live(), plane.audit, plane.node) == 0
-    assert [each.id for each in await plane._asked.runs("other")] == [handle]
+    assert await plane._approval_store.use(handle, 1.0, run="left", node="other", place=box.instance)
+    assert await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node) == 0
+    assert [each.id for each in await plane._approval_store.runs("other")] == [handle]
 
 
 async def test_what_could_not_be_recorded_is_not_used_up(plane: ControlPlane) -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,10 +10,11 @@ from typing import Any, Literal
 import pytest
 from tests.support.sandboxes import until
 
-from carrel.control.governance.approvals import Approvals, digest, summary
+from carrel.control.governance.approvals import Approvals, Redact, digest, summary
+from carrel.control.governance.decisions import ApprovalDecisions
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.operations.checks import edited
-from carrel.control.operations.door import Operation
+from carrel.control.operations.door import Operation, Traffic
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound, PlatformError
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
@@ -28,7 +30,7 @@ BY_RULE = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(g
 YES, NO = ApprovalDecision(approve=True), ApprovalDecision(approve=False, message="use a branch")
 
 
-def those_who_wait(approvals: Approvals) -> list[str]:
+def those_who_wait(approvals: Inbox) -> list[str]:
     """Grows with each who has come to wait: a person who decides sooner decides for the others alone."""
     there: list[str] = []
     wait = approvals._wait
@@ -48,6 +50,54 @@ class Clock:
         return self.now
 
 
+class Kept:
+    """Rules, as a server keeps them."""
+
+    def __init__(self, verdict: Literal["allow", "deny", "ask"] = "ask") -> None:
+        self.added: list[tuple[str, str, str]] = []
+        self.verdict = verdict
+
+    async def decide(self, operation: Operation) -> Verdict:
+        return Verdict(self.verdict)
+
+    async def check_rule(self, context_id: str, rule: str) -> None:
+        if not rule.startswith("shell("):
+            raise InvalidRequest("no rule", field="rule")
+
+    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
+        self.added.append((context_id, rule, by))
+
+
+class Open:
+    """Admission that lets everything in."""
+
+    @asynccontextmanager
+    async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
+        yield Traffic()
+
+
+async def plain(_context: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
+    return dict(arguments)
+
+
+class Inbox(Approvals):
+    """Approvals and the decisions on them, as a server has both."""
+
+    def __init__(
+        self,
+        store: ApprovalStore,
+        clock: Clock,
+        rules: Kept | None = None,
+        redact: Redact = plain,
+        on_created: Callable[[ApprovalInfo], None] | None = None,
+        **named: Any,
+    ):
+        self.kept = rules or Kept()
+        super().__init__(store, self.kept, redact, on_created=on_created, ttl_s=60, clock=clock, **named)
+        decisions = ApprovalDecisions(self, Open(), self.kept, redact)
+        self.decide, self.decide_all = decisions.decide, decisions.decide_all
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -61,8 +111,8 @@ async def store(tmp_path: Path) -> AsyncIterator[ApprovalStore]:
 
 
 @pytest.fixture
-def approvals(store: ApprovalStore, clock: Clock) -> Approvals:
-    return Approvals(store, ttl_s=60, clock=clock)
+def approvals(store: ApprovalStore, clock: Clock) -> Inbox:
+    return Inbox(store, clock)
 
 
 @pytest.fixture(autouse=True)
@@ -72,14 +122,14 @@ def _agent() -> Iterator[None]:
     caller.reset(token)
 
 
-async def _ask(approvals: Approvals, operation: Operation = PUSH) -> str:
+async def _ask(approvals: Inbox, operation: Operation = PUSH) -> str:
     with pytest.raises(ApprovalNeeded) as caught:
         await approvals.settle(operation, ASK)
     assert caught.value.approval is not None
     return caught.value.approval
 
 
-async def _with(approvals: Approvals, handle: str, operation: Operation = PUSH) -> str:
+async def _with(approvals: Inbox, handle: str, operation: Operation = PUSH) -> str:
     token = caller.set(Caller(AGENT, approval=handle))
     try:
         return await approvals.settle(operation, ASK)
@@ -87,9 +137,9 @@ async def _with(approvals: Approvals, handle: str, operation: Operation = PUSH) 
         caller.reset(token)
 
 
-async def test_the_same_request_waits_once_and_runs_once(approvals: Approvals) -> None:
+async def test_the_same_request_waits_once_and_runs_once(store: ApprovalStore, clock: Clock) -> None:
     created: list[ApprovalInfo] = []
-    approvals.on_created = created.append
+    approvals = Inbox(store, clock, on_created=created.append)
     handle = await _ask(approvals)
     assert await _ask(approvals) == handle
     [info] = created
@@ -104,7 +154,7 @@ async def test_the_same_request_waits_once_and_runs_once(approvals: Approvals) -
     assert await _ask(approvals) != handle, "the next time a person is asked again"
 
 
-async def test_a_handle_is_for_exactly_what_was_asked(approvals: Approvals) -> None:
+async def test_a_handle_is_for_exactly_what_was_asked(approvals: Inbox) -> None:
     handle = await _ask(approvals)
     await approvals.decide(handle, YES, PERSON)
     for other in (
@@ -120,7 +170,7 @@ async def test_a_handle_is_for_exactly_what_was_asked(approvals: Approvals) -> N
 
 
 @pytest.mark.parametrize("kind", ["shell", "mcp"])
-async def test_approval_belongs_to_the_one_who_asked(approvals: Approvals, kind: Literal["shell", "mcp"]) -> None:
+async def test_approval_belongs_to_the_one_who_asked(approvals: Inbox, kind: Literal["shell", "mcp"]) -> None:
     operation = Operation(kind, "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
     other = Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))
@@ -136,7 +186,7 @@ async def test_approval_belongs_to_the_one_who_asked(approvals: Approvals, kind:
     assert await _with(approvals, handle, operation) == handle, "it was not used up"
 
 
-async def test_approval_for_a_context_is_for_everybody_there(approvals: Approvals) -> None:
+async def test_approval_for_a_context_is_for_everybody_there(approvals: Inbox) -> None:
     operation = Operation("shell", "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
@@ -145,7 +195,7 @@ async def test_approval_for_a_context_is_for_everybody_there(approvals: Approval
     caller.reset(token)
 
 
-async def test_a_denial_reaches_the_agent_with_the_persons_words(approvals: Approvals) -> None:
+async def test_a_denial_reaches_the_agent_with_the_persons_words(approvals: Inbox) -> None:
     handle = await _ask(approvals)
     await approvals.decide(handle, NO, PERSON)
     with pytest.raises(Denied, match="use a branch") as caught:
@@ -156,7 +206,7 @@ async def test_a_denial_reaches_the_agent_with_the_persons_words(approvals: Appr
         await approvals.decide(handle, YES, PERSON)
 
 
-async def test_what_nobody_decides_expires(approvals: Approvals, clock: Clock) -> None:
+async def test_what_nobody_decides_expires(approvals: Inbox, clock: Clock) -> None:
     handle = await _ask(approvals)
     clock.now += 61
     assert (await approvals.get(handle)).state is ApprovalState.EXPIRED
@@ -167,7 +217,7 @@ async def test_what_nobody_decides_expires(approvals: Approvals, clock: Clock) -
     assert await _ask(approvals) != handle
 
 
-async def test_for_the_context_it_need_not_be_asked_again(approvals: Approvals) -> None:
+async def test_for_the_context_it_need_not_be_asked_again(approvals: Inbox) -> None:
     handle = await _ask(approvals)
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
     for _ in range(3):
@@ -175,32 +225,12 @@ async def test_for_the_context_it_need_not_be_asked_again(approvals: Approvals) 
     await _ask(approvals, Operation("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-2", "other"))
 
 
-class Kept:
-    """Rules, as a server keeps them."""
-
-    def __init__(self, verdict: Literal["allow", "deny", "ask"] = "ask") -> None:
-        self.added: list[tuple[str, str, str]] = []
-        self._verdict = verdict
-
-    async def decide(self, operation: Operation) -> Verdict:
-        return Verdict(self._verdict)
-
-    async def check_rule(self, context_id: str, rule: str) -> None:
-        if not rule.startswith("shell("):
-            raise InvalidRequest("no rule", field="rule")
-
-    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
-        self.added.append((context_id, rule, by))
-
-
-async def test_as_a_rule(approvals: Approvals) -> None:
+async def test_as_a_rule(approvals: Inbox) -> None:
     handle = await _ask(approvals)
     wanted = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
     with pytest.raises(InvalidRequest, match="needs a rule"):
         await approvals.decide(handle, wanted.model_copy(update={"rule": None}), PERSON)
-    with pytest.raises(InvalidRequest, match="keeps no rules"):
-        await approvals.decide(handle, wanted, PERSON)
-    approvals.rules = kept = Kept()
+    kept = approvals.kept
     with pytest.raises(InvalidRequest, match="no rule"):
         await approvals.decide(handle, wanted.model_copy(update={"rule": "nonsense"}), PERSON)
     assert (await approvals.get(handle)).state is ApprovalState.PENDING
@@ -218,8 +248,8 @@ class Broken(Kept):
         raise PlatformError("the database is out of reach")
 
 
-async def test_who_gives_a_rule_that_cannot_be_kept_is_told_what_holds(approvals: Approvals) -> None:
-    approvals.rules = Broken()
+async def test_who_gives_a_rule_that_cannot_be_kept_is_told_what_holds(store: ApprovalStore, clock: Clock) -> None:
+    approvals = Inbox(store, clock, Broken())
     handle = await _ask(approvals)
     wanted = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
     with pytest.raises(PlatformError) as caught:
@@ -230,8 +260,8 @@ async def test_who_gives_a_rule_that_cannot_be_kept_is_told_what_holds(approvals
         await _with(approvals, handle)
 
 
-async def test_a_rule_is_not_added_by_who_decides_too_late(approvals: Approvals) -> None:
-    approvals.rules = kept = Kept()
+async def test_a_rule_is_not_added_by_who_decides_too_late(approvals: Inbox) -> None:
+    kept = approvals.kept
     handle = await _ask(approvals)
     await approvals.decide(handle, NO, PERSON)
     with pytest.raises(Conflict):
@@ -241,7 +271,7 @@ async def test_a_rule_is_not_added_by_who_decides_too_late(approvals: Approvals)
     assert kept.added == []
 
 
-async def test_an_approval_that_nobody_uses_does_not_wait_for_ever(approvals: Approvals, clock: Clock) -> None:
+async def test_an_approval_that_nobody_uses_does_not_wait_for_ever(approvals: Inbox, clock: Clock) -> None:
     handle = await _ask(approvals)
     await approvals.decide(handle, YES, PERSON)
     clock.now += 61
@@ -249,7 +279,7 @@ async def test_an_approval_that_nobody_uses_does_not_wait_for_ever(approvals: Ap
         await _with(approvals, handle)
 
 
-async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals: Approvals) -> None:
+async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals: Inbox) -> None:
     handle = await _ask(approvals)
     with pytest.raises(Denied):
         await approvals.decide(handle, YES, AGENT)
@@ -260,7 +290,7 @@ async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals
 
 
 @pytest.mark.parametrize("decision", [YES, NO])
-async def test_a_caller_may_wait(approvals: Approvals, decision: ApprovalDecision) -> None:
+async def test_a_caller_may_wait(approvals: Inbox, decision: ApprovalDecision) -> None:
     caller.set(Caller(AGENT, wait_s=30))
     there = those_who_wait(approvals)
     waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(1 if decision.approve else 2)]
@@ -273,7 +303,7 @@ async def test_a_caller_may_wait(approvals: Approvals, decision: ApprovalDecisio
     assert all(isinstance(result, str if decision.approve else Denied) for result in results)
 
 
-async def test_of_two_who_wait_for_the_same_each_needs_an_approval(approvals: Approvals) -> None:
+async def test_of_two_who_wait_for_the_same_each_needs_an_approval(approvals: Inbox) -> None:
     """One runs under what was approved once; the other asks again, and goes on waiting."""
     caller.set(Caller(AGENT, wait_s=30))
     waiting = {asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(2)}
@@ -293,8 +323,8 @@ async def test_of_two_who_wait_for_the_same_each_needs_an_approval(approvals: Ap
     assert len(set(handles)) == 2
 
 
-async def test_a_rule_that_covers_it_is_for_all_who_wait(approvals: Approvals) -> None:
-    approvals.rules = Kept("allow")
+async def test_a_rule_that_covers_it_is_for_all_who_wait(approvals: Inbox) -> None:
+    approvals.kept.verdict = "allow"
     caller.set(Caller(AGENT, wait_s=30))
     there = those_who_wait(approvals)
     waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(3)]
@@ -306,9 +336,8 @@ async def test_a_rule_that_covers_it_is_for_all_who_wait(approvals: Approvals) -
     await watch.aclose()  # type: ignore[attr-defined]
 
 
-async def test_who_waits_in_vain_is_told_of_an_approval_of_its_own(approvals: Approvals) -> None:
+async def test_who_waits_in_vain_is_told_of_an_approval_of_its_own(approvals: Inbox) -> None:
     """Another ran under what both waited for, and the rule that was given does not cover it."""
-    approvals.rules = Kept("ask")
     gone = asyncio.Event()
     caller.set(Caller(AGENT, wait_s=30, gone=gone.is_set))
     waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(2)]
@@ -331,22 +360,20 @@ async def _until_second(watch: AsyncIterator[ApprovalInfo], first: str) -> Async
     await watch.aclose()  # type: ignore[attr-defined]
 
 
-async def test_many_who_ask_for_the_same_at_once_wait_for_one_decision(approvals: Approvals) -> None:
+async def test_many_who_ask_for_the_same_at_once_wait_for_one_decision(approvals: Inbox) -> None:
     results = await asyncio.gather(*(approvals.settle(PUSH, ASK) for _ in range(10)), return_exceptions=True)
     assert len({result.approval for result in results if isinstance(result, ApprovalNeeded)}) == 1
     assert len((await approvals.page()).items) == 1
 
 
-async def test_waiting_ends(approvals: Approvals) -> None:
+async def test_waiting_ends(approvals: Inbox) -> None:
     caller.set(Caller(AGENT, wait_s=0.05))
     with pytest.raises(ApprovalNeeded):
         await approvals.settle(PUSH, ASK)
 
 
-async def test_another_server_sees_and_decides_what_waits(
-    approvals: Approvals, store: ApprovalStore, clock: Clock
-) -> None:
-    other = Approvals(store, ttl_s=60, clock=clock)
+async def test_another_server_sees_and_decides_what_waits(approvals: Inbox, store: ApprovalStore, clock: Clock) -> None:
+    other = Inbox(store, clock)
     handle = await _ask(approvals)
     [listed] = (await other.page(states=[ApprovalState.PENDING])).items
     assert listed.id == handle
@@ -354,7 +381,7 @@ async def test_another_server_sees_and_decides_what_waits(
     assert await _with(approvals, handle) == handle
 
 
-async def test_many_are_decided_at_once(approvals: Approvals) -> None:
+async def test_many_are_decided_at_once(approvals: Inbox) -> None:
     handles = [
         await _ask(approvals, Operation("shell", "run_command", {"command": str(n)}, "agent:coder", "s", "c"))
         for n in range(5)
@@ -368,7 +395,7 @@ async def test_many_are_decided_at_once(approvals: Approvals) -> None:
     assert len((await approvals.page(limit=10, cursor=page.next)).items) == 3
 
 
-async def test_watching_shows_what_comes_and_what_becomes_of_it(approvals: Approvals) -> None:
+async def test_watching_shows_what_comes_and_what_becomes_of_it(approvals: Inbox) -> None:
     watch = approvals.watch()
     coming = asyncio.ensure_future(anext(watch))
     handle = await _ask(approvals)
@@ -379,7 +406,7 @@ async def test_watching_shows_what_comes_and_what_becomes_of_it(approvals: Appro
 
 
 @pytest.mark.parametrize("kind", ["shell", "network"])
-async def test_one_who_asks_from_another_sandbox_each_time(approvals: Approvals, kind: str) -> None:
+async def test_one_who_asks_from_another_sandbox_each_time(approvals: Inbox, kind: str) -> None:
     """Calls without a context: what was approved in one sandbox is used in the next, once, and by nobody else."""
     asked = [replace(PUSH, kind=kind, sandbox_id=f"eph-{number}", context_id=None, asks_as="a") for number in range(3)]
     handle = await _ask(approvals, asked[0])
@@ -406,7 +433,7 @@ def test_names_and_lines() -> None:
     assert summary(Operation("shell", "run_command", {"command": ["a", "b c"]}, "", "s", None)) == "a 'b c'"
 
 
-async def test_a_context_does_not_fill_the_inbox(approvals: Approvals, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_context_does_not_fill_the_inbox(approvals: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("carrel.control.governance.approvals.MOST_WAITING", 3)
     asked = [replace(PUSH, arguments={"command": f"touch {number}"}) for number in range(4)]
     handles = [await _ask(approvals, each) for each in asked[:3]]
@@ -426,7 +453,7 @@ async def test_a_context_does_not_fill_the_inbox(approvals: Approvals, monkeypat
 
 
 async def test_what_was_settled_long_ago_is_removed(store: ApprovalStore, clock: Clock) -> None:
-    approvals = Approvals(store, ttl_s=60, keep_days=1, clock=clock)
+    approvals = Inbox(store, clock, keep_days=1)
     lasting, once, late = [
         await _ask(approvals, replace(PUSH, arguments={"command": f"touch {number}"})) for number in range(3)
     ]
@@ -455,8 +482,8 @@ async def test_who_goes_while_an_approval_is_taken_uses_nothing_up(store: Approv
             taken.set()
             return await asyncio.get_running_loop().create_future()
 
-    handle = await _ask(Approvals(store, ttl_s=60, clock=clock))
-    approvals = Approvals(Late(store._database), ttl_s=60, clock=clock, node="n")
+    handle = await _ask(Inbox(store, clock))
+    approvals = Inbox(Late(store._database), clock, node="n")
     await approvals.decide(handle, YES, PERSON)
     going = asyncio.ensure_future(_with(approvals, handle))
     await taken.wait()
@@ -467,7 +494,7 @@ async def test_who_goes_while_an_approval_is_taken_uses_nothing_up(store: Approv
     assert (await approvals.get(handle)).used_at is None and await store.runs("n") == []
 
 
-async def test_who_asks_for_very_much_holds_nobody_up(approvals: Approvals) -> None:
+async def test_who_asks_for_very_much_holds_nobody_up(store: ApprovalStore, clock: Clock) -> None:
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(context: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
@@ -476,7 +503,7 @@ async def test_who_asks_for_very_much_holds_nobody_up(approvals: Approvals) -> N
             await go_on.wait()
         return dict(arguments)
 
-    approvals.redact = slow
+    approvals = Inbox(store, clock, redact=slow)
     long = [asyncio.ensure_future(_ask(approvals)) for _ in range(2)]
     await begun.wait()
     other = await _ask(approvals, replace(PUSH, context_id="other"))

@@ -12,9 +12,11 @@ from carrel.control.governance.deciding import read_below
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.door import Operation
 from carrel.control.plane import ControlPlane
+from carrel.control.sessions.live import LiveSandboxes
+from carrel.control.sessions.templates import Templates
 from carrel.errors import Conflict, Denied, InvalidRequest, LimitExceeded, PlatformError
 from carrel.models import CommandRequest, ExecuteRequest, Limits, PolicyDocuments, SandboxRequest
-from carrel.store import Database
+from carrel.store import Database, SessionStore
 from carrel.store.policies import PolicyRecord, PolicyStore
 
 SETTINGS: dict[str, object] = {
@@ -33,10 +35,14 @@ async def store(tmp_path: Path) -> AsyncIterator[PolicyStore]:
     await database.close()
 
 
+def _templates(store: PolicyStore) -> Templates:
+    return Templates("/nowhere", None, SessionStore(store._database), LiveSandboxes())
+
+
 @pytest.fixture
 async def policies(store: PolicyStore) -> Policies:
-    policies = Policies(store)
-    await policies.put("c", PolicyDocuments(settings=SETTINGS, sources=SOURCES), "person:ann")
+    policies = Policies(store, None, _templates(store))
+    await policies.write("c", PolicyDocuments(settings=SETTINGS, sources=SOURCES), "person:ann")
     return policies
 
 
@@ -107,18 +113,18 @@ async def test_a_policy_that_cannot_hold_is_refused_whole(policies: Policies) ->
         {"premissions": {}},
     ):
         with pytest.raises(InvalidRequest):
-            await policies.put("c", PolicyDocuments(settings=wrong), "person:ann")
+            await policies.write("c", PolicyDocuments(settings=wrong), "person:ann")
     assert (await policies.get("c")).settings == SETTINGS
 
 
 async def test_versions_keep_two_editors_apart(policies: Policies) -> None:
     first = await policies.get("c")
     assert (first.version, first.updated_by) == (1, "person:ann")
-    changed = await policies.put("c", PolicyDocuments(sources=None, version=1), "person:bob")
+    changed = await policies.write("c", PolicyDocuments(sources=None, version=1), "person:bob")
     assert (changed.version, changed.sources, changed.settings) == (2, None, SETTINGS)
     with pytest.raises(Conflict, match="changed meanwhile"):
-        await policies.put("c", PolicyDocuments(settings=None, version=1), "person:ann")
-    await policies.delete("c")
+        await policies.write("c", PolicyDocuments(settings=None, version=1), "person:ann")
+    await policies.erase("c")
     assert (await policies.get("c")).version == 0
 
 
@@ -143,7 +149,7 @@ async def test_what_is_put_while_a_fork_is_taken_back_stays(
     policies: Policies, store: PolicyStore, before: dict[str, object] | None
 ) -> None:
     if before is not None:
-        await policies.put("twin", PolicyDocuments(settings=before), "person:ann")
+        await policies.write("twin", PolicyDocuments(settings=before), "person:ann")
     undo = await policies.copy("c", "twin")
     inner, given = policies._store, {"permissions": {"deny": ["shell(rm:*)"]}}
 
@@ -187,12 +193,12 @@ class _Slow(PolicyStore):
 
 async def test_a_policy_that_was_read_before_a_change_does_not_stay(policies: Policies, store: PolicyStore) -> None:
     slow = _Slow(store)
-    policies = Policies(slow)
+    policies = Policies(slow, None, _templates(store))
     run = _op("shell", "run_command", command="echo hi")
     asking = asyncio.create_task(policies.decide(run))
     await slow.read.wait()
     denied = {"permissions": {"deny": ["shell(echo:*)"]}}
-    await policies.put("c", PolicyDocuments(settings=denied), "person:ann")
+    await policies.write("c", PolicyDocuments(settings=denied), "person:ann")
     slow.go_on.set()
     assert (await asking).verdict == "deny"
     assert (await policies.decide(run)).verdict == "deny"
@@ -201,8 +207,8 @@ async def test_a_policy_that_was_read_before_a_change_does_not_stay(policies: Po
 async def test_the_servers_layer_cannot_be_loosened(store: PolicyStore, tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"permissions": {"deny": ["shell(curl:*)"], "allow": ["shell(ls:*)"]}}))
-    policies = Policies(store, Policies.server_layer(str(file), None))
-    info = await policies.put("c", PolicyDocuments(settings={"permissions": {"allow": ["shell(curl:*)"]}}), "p")
+    policies = Policies(store, Policies.server_layer(str(file), None), _templates(store))
+    info = await policies.write("c", PolicyDocuments(settings={"permissions": {"allow": ["shell(curl:*)"]}}), "p")
     assert any("never counts" in warning.text for warning in info.warnings)
     for context in ("c", None):
         decision = await policies.decide(_op("shell", "run_command", context=context, command="curl x"))
@@ -217,7 +223,7 @@ async def test_a_rule_of_the_server_can_name_the_context(store: PolicyStore, tmp
     file = tmp_path / "settings.json"
     rule = "file(write:${WORKSPACE}/${CONTEXT_ID}/**)"
     file.write_text(json.dumps({"permissions": {"allow": [rule], "deny": ["shell(curl:*)"]}}))
-    policies = Policies(store, Policies.server_layer(str(file), None))
+    policies = Policies(store, Policies.server_layer(str(file), None), _templates(store))
     for context, verdict in (("a", "allow"), ("b", "ask"), ("a", "allow"), (None, "ask")):
         assert (await policies.decide(_op("file", "write", context, path="a/x"))).verdict == verdict
 
@@ -233,7 +239,7 @@ async def test_explaining(policies: Policies) -> None:
 
 async def test_the_limits_of_the_sources_hold(plane: ControlPlane) -> None:
     sources = {"runtime": {"max_execution_time_seconds": 20, "max_memory_mb": 256}}
-    await plane.policies.put("c", PolicyDocuments(sources=sources), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments(sources=sources), "person:ann")
     with pytest.raises(LimitExceeded, match="memory_mb = 256"):
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", limits=Limits(memory_mb=512)))
     info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
@@ -245,7 +251,7 @@ async def test_the_limits_of_the_sources_hold(plane: ControlPlane) -> None:
 
 async def test_a_command_without_a_deadline_stays_within_the_policy(plane: ControlPlane) -> None:
     sources = {"runtime": {"max_execution_time_seconds": 1}}
-    await plane.policies.put("c", PolicyDocuments(sources=sources), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments(sources=sources), "person:ann")
     await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
     started = await plane.operations.start_command("c", CommandRequest(command="sleep 60"))
     assert (await plane.operations.command_result("c", started.id)).timed_out, "the policy's limit is its deadline"

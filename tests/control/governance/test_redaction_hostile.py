@@ -56,13 +56,13 @@ async def turning(turns: Turns) -> AsyncIterator[None]:
 async def test_others_have_their_turn_while_an_output_is_looked_through(plane: ControlPlane) -> None:
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
     turns = Turns()
-    plane.secrets._shapes = Redactor()
-    turns.watch(plane.secrets._shapes)
+    plane.secret_values._shapes = Redactor()
+    turns.watch(plane.secret_values._shapes)
     for call in (
         lambda: plane.operations.run_command("c", CommandRequest(command=SLOW)),
         lambda: plane.operations.execute("c", ExecuteRequest(code=SLOW, language="shell")),
         lambda: plane.operations.run_command("c", CommandRequest(command="true", stdin=" sk-" * 100_000)),
-        lambda: plane.secrets.clean_text("c", " sk-" * 100_000),
+        lambda: plane.secret_values.clean_text("c", " sk-" * 100_000),
     ):
         turns.most = 0
         async with turning(turns):

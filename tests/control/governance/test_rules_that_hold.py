@@ -41,7 +41,7 @@ def _rules(allow: list[str], deny: list[str]) -> PolicyDocuments:
 async def _made(plane: ControlPlane, context: str, rules: PolicyDocuments | None = None) -> None:
     caller.set(Caller(AGENT))
     if rules is not None:
-        await plane.policies.put(context, rules, "person:ann")
+        await plane.policy_changes.put(context, rules, "person:ann")
     await plane.operations.deploy_or_resume(SandboxRequest(context_id=context))
 
 
@@ -61,7 +61,7 @@ async def test_variables_of_a_sandbox_do_not_change_what_commands_run_without_a_
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", env={"MODE": "x"}))
     assert "bin\n" in await _run(plane, "c", "ls")
     await plane.operations.stop("c")
-    await plane.approvals.decide(handle, YES, PERSON)
+    await plane.decisions.decide(handle, YES, PERSON)
     caller.set(Caller(AGENT, approval=handle))
     await plane.operations.deploy_or_resume(wanted)
     caller.set(Caller(AGENT))
@@ -126,8 +126,8 @@ async def _waiting(plane: ControlPlane, who: Caller, command: str) -> tuple[asyn
 async def test_what_is_denied_while_it_waits_is_not_done(plane: ControlPlane) -> None:
     await _made(plane, "c", _rules(["shell(ls:*)", *FILES], []))
     task, handle = await _waiting(plane, Caller(AGENT, wait_s=60), "touch made")
-    await plane.policies.put("c", _rules(["shell(ls:*)", *FILES], ["shell(touch:*)"]), "person:ann")
-    await plane.approvals.decide(handle, YES, PERSON)
+    await plane.policy_changes.put("c", _rules(["shell(ls:*)", *FILES], ["shell(touch:*)"]), "person:ann")
+    await plane.decisions.decide(handle, YES, PERSON)
     with pytest.raises(Denied, match="touch is denied"):
         await task
     assert "made" not in await _run(plane, "c", "ls")
@@ -138,7 +138,7 @@ async def test_who_is_gone_when_it_is_decided_gets_nothing_done(plane: ControlPl
     gone = asyncio.Event()
     task, handle = await _waiting(plane, Caller(AGENT, wait_s=60, gone=gone.is_set), "touch made")
     gone.set()
-    await plane.approvals.decide(handle, YES, PERSON)
+    await plane.decisions.decide(handle, YES, PERSON)
     with pytest.raises(ApprovalNeeded):
         await task
     assert "made" not in await _run(plane, "c", "ls")
@@ -150,7 +150,7 @@ async def test_leave_to_delete_one_thing_is_not_leave_to_delete_all_below_it(pla
     await plane.operations.make_directory("c", MkdirRequest(path="a/b"))
     with pytest.raises(ApprovalNeeded) as caught:
         await plane.operations.delete_file("c", "a")
-    await plane.approvals.decide(caught.value.approval or "", YES, PERSON)
+    await plane.decisions.decide(caught.value.approval or "", YES, PERSON)
     caller.set(Caller(AGENT, approval=caught.value.approval))
     with pytest.raises(Conflict, match="another operation"):
         await plane.operations.delete_file("c", "a", recursive=True)
@@ -161,7 +161,7 @@ async def test_leave_to_run_something_with_files_is_for_those_files(plane: Contr
     shown = ExecuteRequest(language="shell", code="sh run.sh", files={"run.sh": b64encode(b"echo shown").decode()})
     with pytest.raises(ApprovalNeeded) as caught:
         await plane.operations.execute("c", shown)
-    await plane.approvals.decide(caught.value.approval or "", YES, PERSON)
+    await plane.decisions.decide(caught.value.approval or "", YES, PERSON)
     caller.set(Caller(AGENT, approval=caught.value.approval))
     other = shown.model_copy(update={"files": {"run.sh": b64encode(b"echo other").decode()}})
     with pytest.raises(Conflict, match="another operation"):
@@ -195,16 +195,16 @@ async def test_a_snapshot_is_no_way_to_files_that_must_not_be_read(plane: Contro
         return b"".join([piece async for piece in await plane.snapshots.export("c", taken.id)])
 
     assert b"hidden-thing" in await exported(), "where no rule is, everything is allowed"
-    await plane.policies.put("c", _rules(FILES, ["file(read:${WORKSPACE}/private/**)"]), "person:ann")
+    await plane.policy_changes.put("c", _rules(FILES, ["file(read:${WORKSPACE}/private/**)"]), "person:ann")
     with pytest.raises(Denied, match="something in /workspace"):
         await exported()
     caller.set(Caller())
     assert b"hidden-thing" in await exported(), "who administers may"
     caller.set(Caller(AGENT))
-    await plane.policies.put("c", _rules(FILES, ["file(read:/**/.env)"]), "person:ann")
+    await plane.policy_changes.put("c", _rules(FILES, ["file(read:/**/.env)"]), "person:ann")
     with pytest.raises(ApprovalNeeded):
         await exported()
-    await plane.policies.put("c", _rules(FILES, ["file(read:/etc/**)"]), "person:ann")
+    await plane.policy_changes.put("c", _rules(FILES, ["file(read:/etc/**)"]), "person:ann")
     assert b"hidden-thing" in await exported()
 
 

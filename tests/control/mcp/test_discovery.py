@@ -126,7 +126,7 @@ async def test_no_secret_is_kept_in_what_it_offers(plane: ControlPlane, box: str
     await plane.snapshots.fork("c", "twin")
     await plane.operations.stop("c")
     await plane.secrets.delete("c", "KEY")
-    await plane.secrets.forget_former()
+    await plane.secret_values.forget_former()
     for context in ("c", "twin"):
         found = await plane.mcp.catalogue(context, "good")
         assert found.tools[0].description == "[secret:KEY]", context
@@ -135,7 +135,7 @@ async def test_no_secret_is_kept_in_what_it_offers(plane: ControlPlane, box: str
 async def test_nobody_else_works_where_carrel_asks(plane: ControlPlane, box: str) -> None:
     """It has the secrets of the context: whoever reached it there would not be held by the rules of the context."""
     rules = {"permissions": {"allow": ["shell(python3:*)"], "deny": ["shell(date:*)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=rules, restart=True), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=rules, restart=True), "ann")
     plane._mcp_discovery._start_s = 5.0
     command = ["python3", "hostile.py", "silent"]
     asking = asyncio.ensure_future(plane.mcp.add("c", "silent", McpServerRequest(command=command)))
@@ -203,7 +203,7 @@ async def test_of_a_stopped_context_and_reading_starts_nothing(plane: ControlPla
 async def test_under_the_policy_of_the_context(plane: ControlPlane, box: str) -> None:
     """What the policy masks is masked there too."""
     rules = {"permissions": {"allow": ["shell(python3:*)"], "deny": ["file(read:${WORKSPACE}/good.py)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=rules, restart=True), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=rules, restart=True), "ann")
     await plane.mcp.add("c", "good", McpServerRequest(command=["python3", "good.py"]))
     found = await plane.mcp.catalogue("c", "good")
     assert found.tools == [] and found.error is not None

@@ -25,7 +25,7 @@ def main():
 async def test_python_packages_become_an_environment_that_it_runs_in(plane: ControlPlane) -> None:
     async with stocked() as index:
         index.add(wheel("shelf-server", requires=("plank",)))
-        await plane.policies.put("c", PolicyDocuments(sources=sources(index)), "tests")
+        await plane.policy_changes.put("c", PolicyDocuments(sources=sources(index)), "tests")
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
         code = SERVER + "\nimport plank\nmain()\n"
         await plane.operations.write_file("c", "server.py", code.encode())

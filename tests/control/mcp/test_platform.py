@@ -97,7 +97,7 @@ async def test_by_the_same_door(plane: ControlPlane) -> None:
     assert listed["web"].origin == "platform" and listed["web"].tools == 2
     assert (await plane.mcp.get("c", "web")).origin == "platform"
     rules = {"permissions": {"allow": ["mcp(web:search)"], "deny": ["mcp(web:slow)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=rules), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
     assert (await plane.mcp.request("c", "web", McpRequest(tool="search"))).text == "found None"
     with pytest.raises(Denied):
         await plane.mcp.request("c", "web", McpRequest(tool="slow"))

@@ -170,7 +170,7 @@ async def test_a_secret_that_is_not_there_is_told(plane: ControlPlane, box: str)
 async def test_rules_name_server_and_tool(plane: ControlPlane, box: str) -> None:
     await plane.mcp.add(box, "good", SERVER)
     rules = {"permissions": {"allow": ["mcp(good:echo)", "shell(python3:*)"], "deny": ["mcp(good:fail)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=rules, restart=True), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=rules, restart=True), "ann")
     assert (await call(plane, "echo", text="hi")).text == "hi"
     with pytest.raises(Denied) as denied:
         await call(plane, "fail")
@@ -182,7 +182,7 @@ async def test_rules_name_server_and_tool(plane: ControlPlane, box: str) -> None
         assert asked.value.approval is not None
         [waits] = [each for each in (await plane.approvals.page()).items if each.id == asked.value.approval]
         assert waits.kind == "mcp" and waits.summary == 'good:count {"arguments": {}}'
-        await plane.approvals.decide(asked.value.approval, ApprovalDecision(approve=True), PERSON)
+        await plane.decisions.decide(asked.value.approval, ApprovalDecision(approve=True), PERSON)
         assert (await call(plane, "count")).text == "2", "who asks the same again needs no handle, and runs it once"
         with pytest.raises(ApprovalNeeded):
             await call(plane, "count")
@@ -197,14 +197,14 @@ async def test_rules_name_server_and_tool(plane: ControlPlane, box: str) -> None
 async def test_a_command_that_policy_denies_is_neither_added_nor_started(plane: ControlPlane, box: str) -> None:
     await plane.mcp.add(box, "good", SERVER)
     rules = {"permissions": {"allow": ["mcp(good:*)"], "deny": ["shell(python3:*)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=rules), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
     await plane.mcp.stop(box, "good")
     for act in (plane.mcp.add(box, "more", SERVER), plane.mcp.start(box, "good")):
         with pytest.raises(Denied):
             await act
     assert not (await plane.mcp.get(box, "good")).enabled
     install = {"permissions": {"allow": ["shell(python3:*)"], "deny": ["shell(pip:*)", "shell(npm:*)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=install), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=install), "ann")
     for needs in ({"requirements": ["nothing"]}, {"npm": ["nothing"]}):
         with pytest.raises(Denied):
             await plane.mcp.add(box, "more", SERVER.model_copy(update=needs))
@@ -239,13 +239,13 @@ async def test_what_one_does_wrong_is_told_and_others_go_on(plane: ControlPlane,
 
 async def test_what_a_person_let_in_is_started_without_asking(plane: ControlPlane, box: str) -> None:
     rules = {"permissions": {"allow": ["mcp(good:*)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=rules), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
     token = caller.set(Caller(Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))))
     try:
         with pytest.raises(ApprovalNeeded) as asked:
             await plane.mcp.add(box, "good", SERVER)
         assert asked.value.approval is not None
-        await plane.approvals.decide(asked.value.approval, ApprovalDecision(approve=True), PERSON)
+        await plane.decisions.decide(asked.value.approval, ApprovalDecision(approve=True), PERSON)
         caller.set(Caller(caller.get().identity, approval=asked.value.approval))
         await plane.mcp.add(box, "good", SERVER)
         caller.set(Caller(caller.get().identity))

@@ -33,7 +33,7 @@ POLICY: dict[str, object] = {
 
 async def _governed(plane: ControlPlane) -> None:
     caller.set(Caller(AGENT))
-    await plane.policies.put("c", PolicyDocuments(settings=POLICY), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=POLICY), "person:ann")
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
 
 
@@ -67,7 +67,7 @@ async def test_what_asks_runs_once_after_approval(plane: ControlPlane) -> None:
         await plane.operations.run_command("c", request)
     handle = caught.value.approval
     assert handle is not None
-    await plane.approvals.decide(handle, ApprovalDecision(approve=True), PERSON)
+    await plane.decisions.decide(handle, ApprovalDecision(approve=True), PERSON)
 
     async def run() -> object:
         caller.set(Caller(AGENT, approval=handle))
@@ -95,7 +95,7 @@ async def test_a_restart_keeps_what_waits_and_says_what_was_cut_off(settings: Se
         [waiting] = (await second.approvals.page()).items
         assert waiting.id == caught.value.approval
         await second.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-        await second.approvals.decide(waiting.id, ApprovalDecision(approve=True), PERSON)
+        await second.decisions.decide(waiting.id, ApprovalDecision(approve=True), PERSON)
         caller.set(Caller(AGENT, approval=waiting.id))
         assert (await second.operations.run_command("c", CommandRequest(command="touch x"))).ok
     finally:

@@ -22,7 +22,7 @@ def policy(*allow: str, deny: tuple[str, ...] = ()) -> PolicyDocuments:
 
 async def test_a_policy_that_denies_the_interpreter_denies_this_too(plane: ControlPlane, box: str) -> None:
     do = plane.operations
-    await plane.put_policy("c", policy("shell(echo:*)", deny=("shell(python3:*)",)), "ann")
+    await plane.policy_changes.put("c", policy("shell(echo:*)", deny=("shell(python3:*)",)), "ann")
     request = PythonRequest(code="print(1)")
     with pytest.raises(Denied) as refused:
         await do.python.run(box, request)
@@ -36,14 +36,14 @@ async def test_a_policy_that_denies_the_interpreter_denies_this_too(plane: Contr
 
 
 async def test_what_policy_does_not_name_asks(plane: ControlPlane, box: str) -> None:
-    await plane.put_policy("c", policy("shell(echo:*)"), "ann")
+    await plane.policy_changes.put("c", policy("shell(echo:*)"), "ann")
     with pytest.raises(ApprovalNeeded):
         await plane.operations.python.run(box, PythonRequest(code="print(1)"))
 
 
 async def test_files_that_come_with_a_call_are_decided(plane: ControlPlane, box: str) -> None:
     rules = policy("shell(python3:*)", "file(write:${WORKSPACE}/in/**)", deny=("file(write:${WORKSPACE}/kept)",))
-    await plane.put_policy("c", rules, "ann")
+    await plane.policy_changes.put("c", rules, "ann")
     ran = await plane.operations.python.run(box, PythonRequest(code="print(1)", files={"in/a": ""}))
     assert ran.stdout == "1\n"
     with pytest.raises(Denied):

@@ -52,7 +52,7 @@ async def test_cells(plane: ControlPlane, box: str) -> None:
 
 async def test_policy(plane: ControlPlane, box: str) -> None:
     rules = {"permissions": {"allow": ["shell(echo:*)"], "deny": ["shell(python3:*)"]}}
-    await plane.put_policy("c", PolicyDocuments(settings=rules), "ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
     with pytest.raises(Denied):
         await plane.operations.code_contexts.run_cell(box, "a", CellRequest(code="1"))
 

@@ -34,11 +34,13 @@ async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -
         ready = await attach(plane, name, "nail")
         shelf = await attach(plane, name, "shelf")
         other = await context(plane, index, "other")
-        await plane.policies.put(other, PolicyDocuments(sources=sources(index, blocked_packages=["plank"])), "tests")
+        await plane.policy_changes.put(
+            other, PolicyDocuments(sources=sources(index, blocked_packages=["plank"])), "tests"
+        )
         with pytest.raises(Denied, match="plank is blocked"):
             await plane.envs.attach(other, EnvironmentAttach(env=shelf.name))
         strict = {"permissions": {"allow": ["shell(echo:*)"], "deny": ["shell(pip:*)"]}}
-        await plane.policies.put(name, PolicyDocuments(settings=strict, sources=sources(index)), "tests")
+        await plane.policy_changes.put(name, PolicyDocuments(settings=strict, sources=sources(index)), "tests")
         for request in (EnvironmentAttach(requirements=["nail"]), EnvironmentAttach(env=ready.name)):
             with pytest.raises(Denied) as caught:
                 await plane.envs.attach(name, request)
@@ -145,7 +147,7 @@ async def test_two_at_once_on_first_need(plane: ControlPlane) -> None:
 async def test_what_policy_denies_outright_is_masked_too(plane: ControlPlane) -> None:
     async with stocked() as index:
         strict = {"permissions": {"allow": ["shell(sh:*)"], "deny": ["shell(pip:*)", "shell(uv:*)"]}}
-        await plane.policies.put("m", PolicyDocuments(settings=strict, sources=sources(index)), "tests")
+        await plane.policy_changes.put("m", PolicyDocuments(settings=strict, sources=sources(index)), "tests")
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id="m", network=Network.ALLOWLIST))
         script = (
             "for each in pip uv /etc/carrel/bin/pip /etc/carrel/bin/uv /etc/carrel/tools/uv; do $each --version; done"

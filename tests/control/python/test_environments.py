@@ -259,7 +259,7 @@ async def test_one_index_of_several(plane: ControlPlane) -> None:
             {"name": "second", "url": f"{other.web.url}/simple/"}
         ]
         name = await context(plane, index)
-        await plane.policies.put(name, PolicyDocuments(sources=sources(index, registries=both)), "tests")
+        await plane.policy_changes.put(name, PolicyDocuments(sources=sources(index, registries=both)), "tests")
         with pytest.raises(InvalidRequest, match="special was not found"):
             await plane.envs.attach(name, EnvironmentAttach(requirements=["special"], index="main"))
         found = await plane.envs.attach(name, EnvironmentAttach(requirements=["special"], index="second"))

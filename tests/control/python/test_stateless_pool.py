@@ -346,7 +346,7 @@ async def test_an_approval_is_the_callers_whichever_sandbox_answers(settings: Se
         with pytest.raises(ApprovalNeeded) as other:
             await call(plane, "print(1)", "agent:b")
         assert other.value.extra["approval"] != approval
-        await plane.approvals.decide(approval, ApprovalDecision(approve=True), PERSON)
+        await plane.decisions.decide(approval, ApprovalDecision(approve=True), PERSON)
         await settled(plane)
         for box in plane.sessions.live():
             await plane.sessions.terminate(box.record.id)

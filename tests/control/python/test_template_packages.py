@@ -169,7 +169,7 @@ async def test_what_is_blocked_is_told_and_commands_go_on(
         ready = await python(plane, await made(plane, "first"), "import shelf; print(1)")
         assert ready == "1\n"
         blocked = PolicyDocuments(sources=sources(index, blocked_packages=["plank"]))
-        await plane.policies.put("c", blocked, "tests")
+        await plane.policy_changes.put("c", blocked, "tests")
         box = await made(plane)
         for _ in range(2):
             with pytest.raises(
@@ -182,7 +182,7 @@ async def test_what_is_blocked_is_told_and_commands_go_on(
         assert await command(plane, box, "echo on") == "on\n"
         assert (await plane.envs.list(box)).items == [], "also though it lies ready"
         assert await python(plane, "first", "import shelf; print(1)") == "1\n"
-        await plane.policies.put("c", PolicyDocuments(sources=sources(index)), "tests")
+        await plane.policy_changes.put("c", PolicyDocuments(sources=sources(index)), "tests")
         with pytest.raises(PlatformError):
             await python(plane, box, "print(1)")
         monkeypatch.setattr(module, "PAUSE_S", 0.0)

@@ -16,6 +16,7 @@ from tests.support.sandboxes import until
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
+from carrel.control.secrets import files
 from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import CarrelError
 from carrel.models import CommandRequest, SandboxRequest
@@ -52,7 +53,7 @@ async def test_a_stream_that_is_open_already_does_not_show_a_secret_put_since(
 
 async def test_what_takes_out_secrets_is_not_older_than_the_last_change(plane: ControlPlane) -> None:
     await plane.secrets.put("c", "PASSWORD", OLD.encode())
-    store, asked, changed = plane.secrets._store, asyncio.Event(), asyncio.Event()
+    store, asked, changed = plane.secret_values._store, asyncio.Event(), asyncio.Event()
     look = store.former
 
     async def slow(context: str | None, templates: Sequence[str] = ()) -> list[FormerSecret]:
@@ -62,17 +63,17 @@ async def test_what_takes_out_secrets_is_not_older_than_the_last_change(plane: C
         return found
 
     store.former = slow  # type: ignore[method-assign]
-    making = asyncio.ensure_future(plane.secrets.redactor("c"))
+    making = asyncio.ensure_future(plane.secret_values.redactor("c"))
     await asked.wait()
     await plane.secrets.put("c", "PASSWORD", NEW.encode())
     changed.set()
     assert (await making).text(f"{OLD} {NEW}") == "[secret:PASSWORD] [secret:PASSWORD]"
-    assert await plane.secrets.clean_text("c", f"{OLD} {NEW}") == "[secret:PASSWORD] [secret:PASSWORD]"
+    assert await plane.secret_values.clean_text("c", f"{OLD} {NEW}") == "[secret:PASSWORD] [secret:PASSWORD]"
 
 
 async def test_what_a_sandbox_gets_is_taken_out_also_when_another_server_put_it_on_the_way(plane: ControlPlane) -> None:
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-    store, vault, put = plane.secrets._store, plane.secrets._vault, plane.secrets.put
+    store, vault, put = plane.secret_values._store, plane.secret_values._vault, plane.secrets.put
     await put("c", "PASSWORD", OLD.encode())
     look, waiting = store.of_scope, True
 
@@ -80,20 +81,22 @@ async def test_what_a_sandbox_gets_is_taken_out_also_when_another_server_put_it_
         nonlocal waiting
         if waiting:
             waiting = False
-            await plane.secrets.redactor("c")
+            await plane.secret_values.redactor("c")
             sealed = vault.seal("context", "c", "PASSWORD", NEW.encode())
             await store.put("context", "c", "PASSWORD", sealed=sealed.data, key_id=sealed.key_id)
         return await look(context, templates)
 
     store.of_scope = overtaken  # type: ignore[method-assign]
-    await plane.secrets.give(plane.sessions.live()[0])
+    await plane.attachments.secrets.refresh(plane.sessions.live()[0])
     result = await plane.operations.run_command("c", CommandRequest(command="cat /run/secrets/PASSWORD"))
     assert result.stdout == "[secret:PASSWORD]"
 
 
-async def test_changes_at_once_reach_the_sandbox_in_their_order(plane: ControlPlane) -> None:
+async def test_changes_at_once_reach_the_sandbox_in_their_order(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-    deliver, inside, most = plane.secrets.deliver, 0, 0
+    deliver, inside, most = files.deliver, 0, 0
 
     async def watched(box: LiveSandbox, values: Mapping[str, bytes]) -> None:
         nonlocal inside, most
@@ -104,7 +107,7 @@ async def test_changes_at_once_reach_the_sandbox_in_their_order(plane: ControlPl
         await deliver(box, values)
         inside -= 1
 
-    plane.secrets.deliver = watched
+    monkeypatch.setattr(files, "deliver", watched)
     await asyncio.gather(*(plane.secrets.put("c", f"N{number}", NEW.encode()) for number in range(8)))
     assert most == 1, "or an older set could replace a newer one"
     listed = await plane.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
@@ -133,31 +136,33 @@ async def test_a_sandbox_that_is_gone_keeps_no_other_from_a_changed_secret(setti
         await plane.close()
 
 
-async def test_what_another_server_changed_reaches_a_sandbox_that_runs(node_settings: list[Settings]) -> None:
+async def test_what_another_server_changed_reaches_a_sandbox_that_runs(
+    node_settings: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     planes = [await ControlPlane.open(each.model_copy(update={"secret_key": KEY})) for each in node_settings]
     here, there = planes
     try:
         await here.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-        delivered, deliver = 0, here.secrets.deliver
+        delivered, deliver = 0, files.deliver
 
         async def counted(box: LiveSandbox, values: Mapping[str, bytes]) -> None:
             nonlocal delivered
             delivered += 1
             await deliver(box, values)
 
-        here.secrets.deliver = counted
+        monkeypatch.setattr(files, "deliver", counted)
         command = CommandRequest(command="cat /run/secrets/*")
         await there.secrets.put("c", "PASSWORD", OLD.encode())
         await until(lambda: delivered == 1, what="the secret, brought by the upkeep")
         assert (await here.operations.run_command("c", command)).stdout == "[secret:PASSWORD]"
         await there.secrets.put("c", "PASSWORD", NEW.encode())
-        await here.secrets.catch_up()
+        await here.attachments.secrets.catch_up()  # type: ignore[attr-defined]
         assert (await here.operations.run_command("c", command)).stdout == "[secret:PASSWORD]"
-        await here.secrets.catch_up()
+        await here.attachments.secrets.catch_up()  # type: ignore[attr-defined]
         await here.secrets.put("c", "PASSWORD", NEW.encode())
         assert delivered == 2, "what it has already is not brought again"
         await there.secrets.delete("c", "PASSWORD")
-        await here.secrets.catch_up()
+        await here.attachments.secrets.catch_up()  # type: ignore[attr-defined]
         gone = await here.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
         assert (gone.stdout, delivered) == ("", 3)
     finally:

@@ -78,10 +78,10 @@ async def test_a_value_that_a_running_sandbox_saw_is_taken_out_after_it_changed(
     second = await ControlPlane.open(settings)  # as if the first had been killed
     try:
         assert await _said(second, "cat kept") == taken_out, "also by the server that took it over"
-        await second.secrets.forget_former()
+        await second.secret_values.forget_former()
         assert await _said(second, "cat kept") == taken_out, "as long as the sandbox runs"
         await second.operations.stop("c")
-        await second.secrets.forget_former()
+        await second.secret_values.forget_former()
         await second.operations.deploy_or_resume(SandboxRequest(context_id="c"))
         assert await _said(second, "cat kept") == "first-value-0\n[secret:PASSWORD]\nthird-value-0\n"
     finally:
@@ -113,7 +113,7 @@ async def test_a_server_that_took_over_a_sandbox_takes_its_secrets_away(settings
         await second.secrets.delete("c", "PASSWORD")
         listed = await second.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
         assert listed.stdout == ""
-        assert (await second.put_policy("c", PolicyDocuments(settings=None), "person:ann")).restart_needed
+        assert (await second.policy_changes.put("c", PolicyDocuments(settings=None), "person:ann")).restart_needed
     finally:
         await second.close()
         await first.close()

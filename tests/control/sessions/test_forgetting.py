@@ -40,7 +40,7 @@ async def test_a_deleted_context_may_have_another_template(templates: None, plan
 
 
 async def test_a_deleted_context_keeps_its_policy_and_forgets_the_rest(plane: ControlPlane) -> None:
-    await plane.policies.put("c", PolicyDocuments(settings=RULES), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=RULES), "person:ann")
     caller.set(Caller(AGENT))
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", filespace=True))
     await plane.mcp.add("c", "notes", McpServerRequest(command=["true"]))
@@ -57,7 +57,7 @@ async def test_forget_leaves_nothing_but_the_audit_log(plane: ControlPlane) -> N
     await plane.secrets.put("c", "KEY", b"open-sesame")
     await plane.filespaces.write("c", "kept", b"x")
     await plane.snapshots.take("c")
-    await plane.policies.put("c", PolicyDocuments(settings=RULES), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings=RULES), "person:ann")
     await plane.forgetting.forget("c")
     assert (await plane.policies.get("c")).settings is None and (await plane.secrets.list("c")).items == []
     assert (await plane.filespaces.list("c")).items == [] and not await plane.workspaces.exists("c")
@@ -73,7 +73,7 @@ async def test_forget_leaves_nothing_but_the_audit_log(plane: ControlPlane) -> N
 @pytest.mark.parametrize("left", ["policy", "secret", "filespace"])
 async def test_what_was_kept_without_a_session_is_forgotten(plane: ControlPlane, left: str) -> None:
     if left == "policy":
-        await plane.policies.put("c", PolicyDocuments(settings=RULES), "person:ann")
+        await plane.policy_changes.put("c", PolicyDocuments(settings=RULES), "person:ann")
     elif left == "secret":
         await plane.secrets.put("c", "KEY", b"open-sesame")
     else:

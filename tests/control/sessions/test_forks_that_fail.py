@@ -30,8 +30,8 @@ async def test_no_room_for_its_sandbox(settings: Settings) -> None:
     plane = await ControlPlane.open(settings.model_copy(update={"max_sandboxes": 1}))
     try:
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id="origin"))
-        await plane.policies.put("origin", PolicyDocuments(settings=RULES), "tests")
-        await plane.policies.put("known", PolicyDocuments(settings=EARLIER), "tests")
+        await plane.policy_changes.put("origin", PolicyDocuments(settings=RULES), "tests")
+        await plane.policy_changes.put("known", PolicyDocuments(settings=EARLIER), "tests")
         await plane.secrets.put("known", "KEY", b"given-before")
         await plane.secrets.put("origin", "OTHER", b"of-the-origin")
         for name, before in (("fresh", None), ("known", EARLIER)):
@@ -46,7 +46,7 @@ async def test_no_room_for_its_sandbox(settings: Settings) -> None:
 
 async def test_its_files_cannot_be_had(plane: ControlPlane) -> None:
     await plane.sessions.deploy_or_resume(SandboxRequest(context_id="origin"))
-    await plane.policies.put("origin", PolicyDocuments(settings=RULES), "tests")
+    await plane.policy_changes.put("origin", PolicyDocuments(settings=RULES), "tests")
     snapshot = await plane.snapshots.take("origin")
     plane.driver.delete_snapshot(snapshot.id)
     with pytest.raises(CarrelError):
@@ -61,14 +61,14 @@ async def test_its_sandbox_does_not_start(plane: ControlPlane) -> None:
         origin = await context(plane, index, "origin")
         env = await attach(plane, origin, "nail")
         await plane.mcp.add(origin, "notes", McpServerRequest(command=["true"]))
-        start, failing = plane.sessions._starting.on_started, True
+        let_out, failing = plane.egress.attach, True
 
-        async def on_started(box: LiveSandbox) -> None:
+        async def fail(box: LiveSandbox) -> None:
             if failing and box.record.context_id == "twin":
                 raise PlatformError("not now")
-            await start(box)
+            await let_out(box)
 
-        plane.sessions._starting.on_started = on_started
+        plane.egress.attach = fail  # type: ignore[method-assign]
         with pytest.raises(PlatformError, match="not now"):
             await plane.snapshots.fork(origin, "twin")
         with pytest.raises(NotFound):

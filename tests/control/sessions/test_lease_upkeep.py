@@ -66,7 +66,7 @@ async def test_a_server_whose_lease_was_taken_gives_its_sandbox_up(nodes: list[C
     assert (resumed.id, resumed.node, started) == (info.id, "b", True)
     assert (await b.operations.run_command("c", CommandRequest(command="cat kept"))).stdout == "archived"
     with pytest.raises(Conflict, match="lease"):
-        await a.sessions.note(await a.sessions.record("c"), notice="a does not know yet")
+        await a.snapshots._notes.write(await a.sessions.record("c"), notice="a does not know yet")
     await a.janitor.renew_leases()
     assert a.sessions.live() == []
     assert (await b.sessions.get("c")).state is State.RUNNING
@@ -131,7 +131,7 @@ async def test_a_restarted_server_has_its_sessions_back_at_once(node_settings: l
         assert second.recovered.adopted == 1
         assert (await second.sessions.record("c")).fence > fence
         with pytest.raises(Conflict, match="lease"):
-            await first.sessions.note(await first.sessions.record("c"), notice="a ghost")
+            await first.snapshots._notes.write(await first.sessions.record("c"), notice="a ghost")
     finally:
         await second.close()
         await first.close()

@@ -35,6 +35,13 @@ class Nowhere(Provider):
         self.removed.append(handle)
 
 
+class Detached:
+    """Nothing is attached."""
+
+    def detach(self, box: LiveSandbox) -> None:
+        return
+
+
 def _box(provider: Provider, name: str = "sbx-1", context: str | None = "c") -> LiveSandbox:
     record = SessionRecord(
         name, context, context is None, State.RUNNING, "nowhere", 1, False, Trust.MEDIUM, Network.NONE, Limits(), 1.0, 1.0
@@ -51,7 +58,7 @@ async def test_a_sandbox_is_found_by_id_and_by_context_until_it_ends() -> None:
     assert live.find("eph-2") is other
     assert live.find("") is None and live.get("c") is None
     assert len(live) == 2
-    await live.end(box)
+    await live.end(box, Detached())
     assert provider.removed == [box.handle]
     assert live.find("c") is None and not live.has(box) and live.all() == [other]
 
@@ -61,7 +68,7 @@ async def test_the_end_of_one_does_not_hide_its_successor() -> None:
     old, new = _box(provider), _box(provider)
     live.add(old)
     live.add(new)
-    await live.end(old)
+    await live.end(old, Detached())
     assert live.find("c") is new
 
 

@@ -140,7 +140,7 @@ async def test_a_denied_program_cannot_be_run_from_a_script_either(plane: Contro
             "deny": ["shell(head:*)", "file(read:/etc/passwd)"],
         }
     }  # fmt: skip
-    await plane.policies.put("c", PolicyDocuments.model_validate({"settings": settings}), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments.model_validate({"settings": settings}), "person:ann")
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
     with pytest.raises(Denied):
         await plane.operations.run_command("c", CommandRequest(command="head -1 /dev/null"))
@@ -160,16 +160,16 @@ async def test_a_changed_policy_holds_inside_after_a_restart(plane: ControlPlane
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
     settings = {"permissions": {"allow": ["shell(sh:*)"], "deny": ["shell(head:*)"]}}
     given = PolicyDocuments.model_validate({"settings": settings})
-    assert (await plane.put_policy("c", given, "person:ann")).restart_needed
+    assert (await plane.policy_changes.put("c", given, "person:ann")).restart_needed
     request = CommandRequest(command=["sh", "-c", "eval 'hea'd' -c 1 /dev/zero'"])
     with pytest.raises(Denied):
         await plane.operations.run_command("c", CommandRequest(command="head x"))
-    restarted = await plane.put_policy("c", given.model_copy(update={"restart": True}), "person:ann")
+    restarted = await plane.policy_changes.put("c", given.model_copy(update={"restart": True}), "person:ann")
     assert not restarted.restart_needed
-    await plane.policies.delete("c")
+    await plane.policy_changes.delete("c")
     assert (await plane.operations.run_command("c", request)).exit_code == 126
     assert (
-        await plane.put_policy("c", PolicyDocuments.model_validate({"settings": None}), "person:ann")
+        await plane.policy_changes.put("c", PolicyDocuments.model_validate({"settings": None}), "person:ann")
     ).restart_needed
 
 
@@ -181,7 +181,7 @@ async def test_what_is_hidden_or_kept_by_a_pattern_is_still_so_at_the_next_start
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
     for path in ("a/b/key", "a/x.lock"):
         await plane.operations.write_file("c", path, b"canary")
-    told = (await plane.put_policy("c", given, "person:ann")).warnings
+    told = (await plane.policy_changes.put("c", given, "person:ann")).warnings
     assert [each.rule for each in told if each.text.startswith(AT_START)] == [deny[1]]
     script = "mv a z; mv a/b b; echo x > a/x.lock; cat a/b/key z/b/key b/key"
     attack = CommandRequest(command=["python3", "-c", f"import os; os.system({script!r})"])

@@ -86,14 +86,14 @@ async def test_terminate_keeps_a_durable_workspace_and_delete_does_not(plane: Co
 async def test_what_a_deleted_context_had_is_forgotten(plane: ControlPlane, how: str) -> None:
     rules = {"permissions": {"allow": ["shell(true)"], "deny": ["shell(reboot)"]}}
     for name in ("c", "other"):
-        await plane.policies.put(name, PolicyDocuments(settings=rules), "a test")
+        await plane.policy_changes.put(name, PolicyDocuments(settings=rules), "a test")
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name))
         await plane.secrets.put(name, "TOKEN", b"value-of-" + name.encode())
         await plane.secrets.put(name, "TOKEN", b"newer-of-" + name.encode())
         with pytest.raises(ApprovalNeeded) as asked:
             await plane.operations.run_command(name, ASKS)
         grant = ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT)
-        await plane.approvals.decide(str(asked.value.extra["approval"]), grant, PERSON)
+        await plane.decisions.decide(str(asked.value.extra["approval"]), grant, PERSON)
         await plane.operations.run_command(name, ASKS)
     if how == "expired":
         await plane.sessions.stop("c")
@@ -110,7 +110,7 @@ async def test_what_a_deleted_context_had_is_forgotten(plane: ControlPlane, how:
     else:
         with pytest.raises(ApprovalNeeded):
             await plane.operations.run_command("c", ASKS)
-        assert "value-of-c" in (await plane.secrets.redactor("c")).text("value-of-c newer-of-c")
+        assert "value-of-c" in (await plane.secret_values.redactor("c")).text("value-of-c newer-of-c")
     assert len((await plane.secrets.list("other")).items) == 1
     assert (await plane.policies.get("other")).settings == rules
     assert (await plane.operations.run_command("other", ASKS)).exit_code == 0

@@ -9,7 +9,6 @@ from carrel.control.plane import ControlPlane
 from carrel.errors import ArchiveUnavailable, LimitExceeded, PlatformError
 from carrel.models import SandboxRequest, State
 from carrel.providers.base import Handle, Launch
-from carrel.store import SessionRecord
 
 REQUEST = SandboxRequest(context_id="c")
 
@@ -51,10 +50,10 @@ async def test_what_was_there_stays_when_a_resume_fails(plane: ControlPlane, mon
 
 
 async def test_a_filespace_out_of_reach_does_not_keep_a_sandbox_from_starting(plane: ControlPlane) -> None:
-    async def down(_record: SessionRecord, _path: str) -> None:
+    async def down(*_: object) -> None:
         raise ArchiveUnavailable("the bucket cannot be reached")
 
-    plane.sessions.pull_with(down)
+    plane.attachments.filespace.sync = down  # type: ignore[attr-defined]
     info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", filespace=True))
     assert info.state is State.RUNNING
     assert info.notice == "the filespace could not be synced: the bucket cannot be reached"

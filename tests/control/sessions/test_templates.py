@@ -115,7 +115,7 @@ async def test_the_layers_are_server_template_context(
     plane = await ControlPlane.open(settings.model_copy(update={"policy": governed}))
     try:
         own = {"permissions": {"allow": ["shell(curl:*)", "shell(id:*)"], "deny": ["shell(cat:*)"]}}
-        await plane.policies.put("c", PolicyDocuments(settings=own), "person:ann")
+        await plane.policy_changes.put("c", PolicyDocuments(settings=own), "person:ann")
         assert (await plane.policies.explain("c", "curl x", None)).verdict == "allow", "it has no template yet"
         await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
         for command, source in (
@@ -191,7 +191,7 @@ async def test_a_default_for_who_asks_for_none(folder: Path, settings: Settings)
 
 async def test_a_secret_of_a_template_is_taken_out_from_the_first_moment(folder: Path, plane: ControlPlane) -> None:
     await plane.secrets.put("numbers", "KEY", b"of-the-template", kind="template")
-    assert (await plane.secrets.redactor("new")).text("of-the-template") == "of-the-template"
+    assert (await plane.secret_values.redactor("new")).text("of-the-template") == "of-the-template"
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="new", template="numbers"))
     assert await _run(plane, "new", "cat /run/secrets/KEY") == "[secret:KEY]"
 

@@ -88,7 +88,7 @@ async def test_each_file_is_decided_and_recorded(plane: ControlPlane, box: str) 
     allow = ["file(read:${WORKSPACE}/**)", "file(write:${WORKSPACE}/**)"]
     deny = ["file(read:${WORKSPACE}/hidden/**)", "file(write:${WORKSPACE}/sealed/**)"]
     given = PolicyDocuments(settings={"permissions": {"allow": allow, "deny": deny}})
-    await plane.put_policy("c", given, "a test")
+    await plane.policy_changes.put("c", given, "a test")
     with pytest.raises(Denied):
         await plane.bundles.write(box, Incoming(incoming({"a": b"1", "sealed/b": b"2"})))
     await plane.bundles.write(box, Incoming(incoming({"hidden/c": b"3", "large": bytes(SMALL + 1)})))

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 from carrel.control.plane import ControlPlane
-from carrel.control.workspaces.filespaces import _prepare
+from carrel.control.sessions.attachments import LaunchPlan
+from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.errors import PlatformError
 from carrel.models import SandboxRequest, SyncDirection
-from carrel.store import SessionRecord
 
 REQUEST = SandboxRequest(context_id="c", filespace=True)
 
@@ -34,18 +34,19 @@ async def test_a_kill_between_deleting_the_volume_and_forgetting_the_base(plane:
 async def test_a_start_that_fails_after_the_pull(plane: ControlPlane) -> None:
     """No kill needed: the new volume is taken back, what the sync remembers of it is not."""
     await plane.filespaces.write("c", "precious", b"x")
-    pull = plane.filespaces.pull
+    filespace = plane.attachments.filespace
+    pull = filespace.prepare
 
-    async def pull_and_fail(record: SessionRecord, path: str) -> None:
-        await pull(record, path)
+    async def pull_and_fail(plan: LaunchPlan, workspace: str) -> LaunchPlan:
+        await pull(plan, workspace)
         raise PlatformError("the host is out of something")
 
-    plane.sessions.pull_with(pull_and_fail)
+    filespace.prepare = pull_and_fail  # type: ignore[method-assign]
     try:
         await plane.sessions.deploy_or_resume(REQUEST)
     except PlatformError:
         pass
-    plane.sessions.pull_with(pull)
+    filespace.prepare = pull  # type: ignore[method-assign]
     await plane.sessions.deploy_or_resume(REQUEST)
     await plane.filespaces.sync("c", SyncDirection.BOTH)
     assert await names(plane) == ["precious"]
@@ -68,15 +69,15 @@ async def test_a_push_while_the_workspace_is_deleted(plane: ControlPlane) -> Non
 async def test_what_is_remembered_is_written_aside_and_left_by_a_kill(tmp_path: Path) -> None:
     from carrel.workspaces.filespace_sync import save_base
 
-    bases, spool = str(tmp_path / "bases"), str(tmp_path / "spool")
-    _prepare(bases, spool)
+    bases = str(tmp_path / "bases")
+    FilespaceBases(bases)
     pid = os.fork()
     if pid == 0:  # killed before the rename
         os.replace = lambda *_: os._exit(0)  # type: ignore[assignment]
         save_base(os.path.join(bases, "ctx-c"), b"x")
     os.waitpid(pid, 0)
     assert os.listdir(bases)
-    _prepare(bases, spool)  # the next start
+    FilespaceBases(bases)  # the next start
     assert os.listdir(bases) == []
 
 

@@ -165,7 +165,7 @@ async def test_a_file_that_is_hidden_is_pulled_before_a_start_and_never_into_wha
         "deny": ["file(read:${WORKSPACE}/key)", "file(read:${WORKSPACE}/later/**)", "file(read:${WORKSPACE}/**/.env)"]
     }
     allow = {"allow": ["shell(cat:*)", "file(write:${WORKSPACE}/**)"]}
-    await plane.policies.put("c", PolicyDocuments(settings={"permissions": {**allow, **rules}}), "person:ann")
+    await plane.policy_changes.put("c", PolicyDocuments(settings={"permissions": {**allow, **rules}}), "person:ann")
     await plane.filespaces.write("c", "key", b"first", mode=0o644)
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", filespace=True))
 
@@ -197,18 +197,18 @@ async def test_a_file_that_is_hidden_is_pulled_before_a_start_and_never_into_wha
 async def test_what_is_common_travels_with_the_workspace(plane: ControlPlane) -> None:
     await plane.sessions.deploy_or_resume(SandboxRequest(context_id="t"))
     await plane.operations.write_file("t", "f", b"x")
-    assert await plane.filespaces.base_bytes("t") == b""
+    assert await plane.workspaces.keeping.base.get("t") == b""
     await plane.filespaces.sync("t")
-    base = await plane.filespaces.base_bytes("t")
+    base = await plane.workspaces.keeping.base.get("t")
     await plane.filespaces.write("t", "g", b"y")
     await plane.filespaces.sync("t")
-    assert await plane.filespaces.base_bytes("t") != base
-    await plane.filespaces.set_base("t", base)
-    assert await plane.filespaces.base_bytes("t") == base
+    assert await plane.workspaces.keeping.base.get("t") != base
+    await plane.workspaces.keeping.base.set("t", base)
+    assert await plane.workspaces.keeping.base.get("t") == base
     assert (await plane.filespaces.sync("t")).conflicts == []
-    await plane.filespaces.set_base("t", b"")
-    assert await plane.filespaces.base_bytes("t") == b""
-    await plane.filespaces.forget_base("t")
+    await plane.workspaces.keeping.base.set("t", b"")
+    assert await plane.workspaces.keeping.base.get("t") == b""
+    await plane.workspaces.keeping.base.forget("t")
     assert (await plane.filespaces.sync("t")).pushed == 0
 
 
@@ -223,7 +223,7 @@ async def test_a_deleted_workspace_leaves_the_filespace(plane: ControlPlane) -> 
     await plane.sessions.terminate("w")
     await plane.filespaces.forget("w")
     await plane.filespaces.forget("w")
-    assert await names(plane, "w") == [] and await plane.filespaces.base_bytes("w") == b""
+    assert await names(plane, "w") == [] and await plane.workspaces.keeping.base.get("w") == b""
     assert not list(Path(plane.settings.archive_url).glob("filespace/ctx-w/*"))
 
 
@@ -231,10 +231,10 @@ async def test_contents_nobody_names_are_collected(plane: ControlPlane) -> None:
     first = await plane.filespaces.write("g", "f", b"first")
     second = await plane.filespaces.write("g", "f", b"second")
     stored = Path(plane.settings.archive_url) / "filespace/ctx-g"
-    assert await plane.filespaces.collect("g") == 0
+    assert await plane.attachments.filespace.collect("g") == 0
     for path in stored.iterdir():
         os.utime(path, (path.stat().st_mtime - GRACE_S - 60,) * 2)
-    assert await plane.filespaces.collect("g") == 1
+    assert await plane.attachments.filespace.collect("g") == 1
     assert [path.name for path in stored.iterdir()] == [second.hash] and first.hash != second.hash
 
 

@@ -24,6 +24,7 @@ from carrel.control.governance.approvals import Approvals
 from carrel.control.operations.admission import Redact
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.operations.door import Operation
+from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandbox
 from carrel.egress.channel import ChannelClosed, Message, memory_file
 from carrel.egress.plan import Plan
@@ -64,7 +65,7 @@ class _Attached:
         return True
 
 
-class Egress:
+class Egress(Attachment):
     """Every way out of this server."""
 
     def __init__(
@@ -151,19 +152,18 @@ class Egress:
         with suppress(ChannelClosed):
             self._client.send("detach", sandbox=box.record.id)
 
-    async def refresh(self, context_id: str | None = None) -> None:
-        """Give running sandboxes the policy their context has now; only those of a context when one is named."""
-        for attached in list(self._boxes.values()):
-            record = attached.box.record
-            if context_id is not None and record.context_id != context_id:
-                continue
-            try:
-                async with attached.changing:
-                    await self._renew(attached)
-            except CarrelError as error:
-                log.warning("the way out of sandbox %s keeps the policy it has: %s", record.id, error)
-            except Exception:
-                log.exception("the way out of sandbox %s keeps the policy it has", record.id)
+    async def refresh(self, box: LiveSandbox) -> None:
+        """Give a running sandbox the policy that its context has now."""
+        attached = self._boxes.get(box.record.id)
+        if attached is None:
+            return
+        try:
+            async with attached.changing:
+                await self._renew(attached)
+        except CarrelError as error:
+            log.warning("the way out of sandbox %s keeps the policy it has: %s", box.record.id, error)
+        except Exception:
+            log.exception("the way out of sandbox %s keeps the policy it has", box.record.id)
 
     async def _renew(self, attached: _Attached) -> None:
         """Make the policy hold that a context has now. One that is known and cannot be carried out shuts the way: what
@@ -262,7 +262,8 @@ class Egress:
     async def _refresh_all(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            await self.refresh()
+            for attached in list(self._boxes.values()):
+                await self.refresh(attached.box)
 
     # what it says
 

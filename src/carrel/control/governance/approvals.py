@@ -21,12 +21,10 @@ from typing import Protocol
 from blake3 import blake3
 
 from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.door import Door, Operation
-from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, InvalidRequest, NotFound
-from carrel.identity import Identity, may_decide
+from carrel.control.operations.door import Operation
+from carrel.control.sessions.attachments import Attachment
+from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, NotFound
 from carrel.models import (
-    ApprovalBatch,
-    ApprovalBatchResult,
     ApprovalDecision,
     ApprovalInfo,
     ApprovalPage,
@@ -52,16 +50,14 @@ LOOK_EVERY_S = 1.0
 
 
 class Rules(Protocol):
-    """Where a rule that a person gives is kept."""
-
-    async def check_rule(self, context_id: str, rule: str) -> None:
-        """Refuse a rule that could not be added."""
-
-    async def add_rule(self, context_id: str, rule: str, by: str) -> None:
-        """Allow something in a context from now on."""
+    """The policies, as far as approvals need them."""
 
     async def decide(self, operation: Operation) -> Verdict:
-        """What the rules say of an operation now."""
+        """The verdict on an operation by the rules there are now."""
+
+
+Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]]
+"""Takes the secrets of a context, or of an ephemeral sandbox, out of arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +128,25 @@ def summary(operation: Operation, approval_id: str = "") -> str:
     return " ".join([line[:LONGEST_SUMMARY], *more]) + whole
 
 
-class Approvals:
+class Approvals(Attachment):
     """The inbox of one server; servers on one database share it."""
 
     def __init__(
         self,
         store: ApprovalStore,
+        rules: Rules,
+        redact: Redact,
         *,
+        on_created: Callable[[ApprovalInfo], None] | None,
         ttl_s: float = 3600.0,
         keep_days: float = 30.0,
         node: str = "",
         clock: Callable[[], float] = time.time,
     ):
         self._store = store
+        self._rules = rules
+        self._redact = redact
+        self._on_created = on_created
         self._ttl_s = ttl_s
         self._keep_s = max(keep_days * DAY_S, ttl_s)
         self._node = node
@@ -152,11 +154,6 @@ class Approvals:
         self._changed = asyncio.Event()
         self._asking = asyncio.Lock()
         self._closed = False
-        self.door: Door | None = None
-        """Where decisions are recorded."""
-        self.rules: Rules | None = None
-        self.on_created: Callable[[ApprovalInfo], None] = _nothing
-        self.redact: Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]] = _plain
 
     # the agent's side
 
@@ -174,7 +171,7 @@ class Approvals:
         """
         who, name = caller.get(), digest(operation)
         if who.approval is not None:
-            record = await self._known(who.approval)
+            record = await self.known(who.approval)
             asker = _asker(operation, who)
             if asker is not None and record.requested_by != asker:
                 raise Conflict(
@@ -205,7 +202,7 @@ class Approvals:
 
     async def _covered(self, operation: Operation) -> bool:
         """Whether the rules, of which one was just given, allow an operation by now."""
-        return self.rules is not None and (await self.rules.decide(operation)).verdict == "allow"
+        return (await self._rules.decide(operation)).allows
 
     async def _found(self, operation: Operation, decision: Verdict, name: str, who: Caller) -> ApprovalRecord:
         """What was approved of the same already, or waits; else a person is asked."""
@@ -237,8 +234,8 @@ class Approvals:
     async def _draft(self, operation: Operation, decision: Verdict, name: str, who: Caller) -> ApprovalRecord:
         """What a person would be asked."""
         owner = operation.context_id or operation.sandbox_id or None
-        arguments = await self.redact(owner, operation.arguments)
-        why = await self.redact(owner, {"reason": decision.reason or "no rule covers it"})
+        arguments = await self._redact(owner, operation.arguments)
+        why = await self._redact(owner, {"reason": decision.reason or "no rule covers it"})
         approval_id, now = f"apr-{secrets.token_hex(8)}", self._clock()
         return ApprovalRecord(
             id=approval_id,
@@ -259,8 +256,9 @@ class Approvals:
         if await self._store.waiting(record.context_id, record.requested_by, record.created_at) >= MOST_WAITING:
             raise self._too_many(operation)
         await self._store.insert(record)
-        self._wake()
-        self.on_created(record.info())
+        self.wake()
+        if self._on_created is not None:
+            self._on_created(record.info())
         return record
 
     async def _use(self, record: ApprovalRecord, name: str, operation: Operation) -> Leave | None:
@@ -298,7 +296,7 @@ class Approvals:
                     await changed.wait()
             except TimeoutError:
                 pass
-            record = self._aged(await self._known(record.id))
+            record = self._aged(await self.known(record.id))
         return record
 
     def _aged(self, record: ApprovalRecord) -> ApprovalRecord:
@@ -358,7 +356,7 @@ class Approvals:
 
     async def get(self, approval_id: str) -> ApprovalInfo:
         """One approval; `NotFound`."""
-        return self._aged(await self._known(approval_id)).info()
+        return self._aged(await self.known(approval_id)).info()
 
     async def page(
         self,
@@ -373,66 +371,25 @@ class Approvals:
         records, following = await self._store.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
         return ApprovalPage(items=[record.info() for record in records], next=following)
 
-    async def decide(self, approval_id: str, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
-        """Approve or deny; `Denied` for who may not, `Conflict` when it is decided or has expired."""
-        record = await self._known(approval_id)
-        if self.door is None:
-            return await self._decide(record, decision, by)
-        arguments = {"approval": approval_id, **decision.model_dump(mode="json", exclude_none=True)}
-        operation = Operation("session", "decide_approval", arguments, "", record.sandbox_id, record.context_id)
-        async with self.door.admit(operation):
-            return await self._decide(record, decision, by)
-
-    async def _decide(self, record: ApprovalRecord, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
-        approval_id = record.id
-        refused = may_decide(by, record.requested_by, record.context_id)
-        if refused is not None:
-            raise refused
-        if decision.approve and decision.scope is not ApprovalScope.ONCE and record.context_id is None:
-            raise InvalidRequest(
-                "an ephemeral sandbox has no context to approve this for", field="scope", hint="approve it once"
-            )
-        rule = decision.rule if decision.approve and decision.scope is ApprovalScope.RULE else None
-        if decision.approve and decision.scope is ApprovalScope.RULE and not rule:
-            raise InvalidRequest("this scope needs a rule", field="rule", hint="for example shell(git push:*)")
-        if rule is not None:
-            if self.rules is None:
-                raise InvalidRequest("this server keeps no rules", field="scope", hint="approve it once")
-            await self.rules.check_rule(record.context_id or "", rule)
-        said = await self.redact(record.context_id or record.sandbox_id or None, {"message": decision.message})
+    async def settle_decision(
+        self, approval_id: str, decision: ApprovalDecision, by: str, rule: str | None, message: str | None
+    ) -> ApprovalRecord:
+        """Write a decision down; `Conflict` when there is one already. `wake` those who wait when it is carried out."""
         done = await self._store.decide(
             approval_id,
             ApprovalState.APPROVED if decision.approve else ApprovalState.DENIED,
-            by=by.subject,
+            by=by,
             at=self._clock(),
             scope=decision.scope if decision.approve else None,
             rule=rule,
-            message=None if decision.message is None else str(said["message"]),
+            message=message,
         )
-        found = self._aged(await self._known(approval_id))
+        found = self._aged(await self.known(approval_id))
         if not done:
             raise Conflict(
                 f"approval '{approval_id}' is {found.state} already", field="id", hint="list those that are pending"
             )
-        try:
-            if rule is not None and self.rules is not None:  # only now: another may have denied it meanwhile
-                await self.rules.add_rule(record.context_id or "", rule, by.subject)
-        except CarrelError as error:
-            error.hint = "the request is approved, once; add the rule to the policy of its context"
-            raise
-        finally:
-            self._wake()
-        return found.info()
-
-    async def decide_all(self, batch: ApprovalBatch, by: Identity) -> ApprovalBatchResult:
-        """The same decision for several; one that cannot be decided does not keep the others."""
-        result = ApprovalBatchResult(decided=[])
-        for approval_id in dict.fromkeys(batch.ids):
-            try:
-                result.decided.append(await self.decide(approval_id, batch.decision, by))
-            except CarrelError as error:
-                result.refused[approval_id] = str(error)
-        return result
+        return found
 
     async def watch(self) -> AsyncIterator[ApprovalInfo]:
         """What waits now, then every approval that comes or changes, for as long as somebody listens."""
@@ -447,7 +404,7 @@ class Approvals:
                     yield record.info()
             for approval_id in [key for key in known if key not in {record.id for record in waiting}]:
                 del known[approval_id]
-                yield (await self._known(approval_id)).info()
+                yield (await self.known(approval_id)).info()
             try:
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await changed.wait()
@@ -457,7 +414,7 @@ class Approvals:
     async def expire(self) -> None:
         """Mark what waited too long."""
         if await self._store.expire(self._clock()):
-            self._wake()
+            self.wake()
 
     async def prune(self) -> None:
         """Remove what was settled long ago; the audit log keeps who asked and who decided."""
@@ -469,29 +426,23 @@ class Approvals:
     async def forget(self, context_id: str) -> None:
         """Let what was approved for a context that is gone hold no longer, and nobody be asked for it."""
         if await self._store.forget(context_id):
-            self._wake()
+            self.wake()
 
     def close(self) -> None:
         """Let everybody go who waits or watches: the server ends."""
         self._closed = True
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Tell those who wait or watch that something changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _known(self, approval_id: str) -> ApprovalRecord:
+    async def known(self, approval_id: str) -> ApprovalRecord:
+        """The record of an approval; `NotFound`."""
         record = await self._store.get(approval_id) if 0 < len(approval_id) <= 64 else None
         if record is None:
             raise NotFound(
                 f"there is no approval '{approval_id[:64]}'", field="approval", hint="list them with `carrel approvals`"
             )
         return record
-
-
-def _nothing(_info: ApprovalInfo) -> None:
-    return
-
-
-async def _plain(_context: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
-    return dict(arguments)

@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.governance.deciding import Decider
-from carrel.control.mcp.request_checks import discovers, whose
 from carrel.control.operations.caller import caller
 from carrel.control.operations.door import Operation
 from carrel.control.python.environment_checks import INDEX_LABEL, building_layer
 from carrel.control.sessions.masks import unmasked
+from carrel.control.sessions.owners import discovers, whose
+from carrel.control.sessions.templates import Templates
 from carrel.egress.threads import whole
-from carrel.errors import AlreadyExists, Conflict, InvalidRequest, LimitExceeded, PlatformError
+from carrel.errors import AlreadyExists, Conflict, InvalidRequest, PlatformError
 from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
-from carrel.models import Explanation, Limits, PolicyDocuments, PolicyInfo, PolicyWarning
+from carrel.models import Explanation, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy.documents import settings as settings_document
 from carrel.policy.documents import sources as sources_document
 from carrel.policy.rules.decide import decide_environment
@@ -47,37 +48,14 @@ class _Compiled:
     seen_at: float
 
 
-async def _nobody(_context_id: str) -> None:
-    return
-
-
-async def _no_template(_name: str) -> str | None:
-    return None
-
-
-async def _as_named(_context_id: str | None, asked: str | None) -> str | None:
-    return asked
-
-
-async def _no_layer(_template: str | None) -> Layer | None:
-    return None
-
-
 class Policies:
     """Every policy of this server."""
 
-    def __init__(self, store: PolicyStore, server: Layer | None = None):
+    def __init__(self, store: PolicyStore, server: Layer | None, templates: Templates):
         self._store = store
+        self._templates = templates
         self._server = () if server is None else (server,)
         self._cache: OrderedDict[str, _Compiled] = OrderedDict()
-        self.on_changed: Callable[[str], Awaitable[None]] = _nobody
-        """Told of a context whose policy has changed."""
-        self.template_of: Callable[[str], Awaitable[str | None]] = _no_template
-        """The template of a context or a sandbox."""
-        self.template_for: Callable[[str | None, str | None], Awaitable[str | None]] = _as_named
-        """The template of a sandbox that is asked for, by its context and the template that was named."""
-        self.layer_of: Callable[[str | None], Awaitable[Layer | None]] = _no_layer
-        """What a template says."""
         self._default = self._compile(None, None, None)
         self._shared: dict[int, tuple[Layer, Policy]] = {}
         self._changes = 0
@@ -100,7 +78,7 @@ class Policies:
     async def of(self, context_id: str | None, sandbox_id: str = "") -> Policy:
         """The policy that holds for a context, or for an ephemeral sandbox."""
         name = context_id or sandbox_id
-        return await self._of(context_id, await self.template_of(name) if name else None)
+        return await self._of(context_id, await self._templates.of(name) if name else None)
 
     async def of_record(self, record: SessionRecord) -> Policy:
         """The policy that holds for a session, also one that is only about to be."""
@@ -115,7 +93,7 @@ class Policies:
         return await self._of(context_id, template)
 
     async def _of(self, context_id: str | None, template: str | None) -> Policy:
-        layer = await self.layer_of(template)
+        layer = await self._templates.layer(template)
         if context_id is None:
             return self._without_documents(layer)
         known = self._cache.get(context_id)
@@ -166,28 +144,8 @@ class Policies:
         env, template = operation.arguments.get("env"), operation.arguments.get("template")
         if operation.name != "deploy_or_resume" or not isinstance(env, Mapping):
             return ALLOWED
-        named = await self.template_for(operation.context_id, template if isinstance(template, str) else None)
+        named = await self._templates.meant(operation.context_id, template if isinstance(template, str) else None)
         return decide_environment(await self._of(operation.context_id, named), env)
-
-    async def fit(self, record: SessionRecord, asked: Limits) -> SessionRecord:
-        """A session within the limits of its policy; what was asked for beyond them is refused."""
-        policy = await self.of_record(record)
-        caps = {
-            "memory_mb": policy.limits.max_memory_mb,
-            "timeout_s": policy.limits.max_execution_time_seconds,
-        }
-        changes: dict[str, int] = {}
-        for name, most in caps.items():
-            given, now = getattr(asked, name), getattr(record.limits, name)
-            if most is not None and given is not None and given > most:
-                raise LimitExceeded(
-                    f"the policy of this context allows {name} = {most} at most",
-                    field=f"limits.{name}",
-                    hint="ask for less, or let the sources of the policy be changed",
-                )
-            if most is not None and now is not None and now > most:
-                changes[name] = most
-        return replace(record, limits=record.limits.model_copy(update=changes)) if changes else record
 
     async def longest(self, record: SessionRecord) -> float | None:
         """The longest that a command of a session may take by its policy; None where the policy has no such limit."""
@@ -205,8 +163,10 @@ class Policies:
         layer = await self._layer(context_id)
         return await whole(lambda: self._info(context_id, record, layer))
 
-    async def put(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
-        """Change the policy of a context; refused whole when a rule cannot be read or would defeat it."""
+    async def write(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
+        """Write the documents of a context; refused whole when a rule cannot be read or would defeat it.
+        `PolicyChanges` tells running sandboxes.
+        """
         before = await self._store.get(context_id)
         fields = given.model_fields_set
         settings = given.settings if "settings" in fields else before.settings if before else None
@@ -217,14 +177,12 @@ class Policies:
         expected = given.version if given.version is not None else before.version if before else 0
         await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
         self._forget(context_id)
-        await self.on_changed(context_id)
         return await self.get(context_id)
 
-    async def delete(self, context_id: str) -> None:
-        """Forget the policy of a context: the server's own holds from now on."""
+    async def erase(self, context_id: str) -> None:
+        """Delete the documents of a context. `PolicyChanges` tells running sandboxes."""
         await self._store.delete(context_id)
         self._forget(context_id)
-        await self.on_changed(context_id)
 
     async def copy(self, origin: str, context_id: str) -> Callable[[], Awaitable[None]]:
         """Give a fork the policy of its origin. A context may have one from before it was deleted: only who administers
@@ -274,7 +232,7 @@ class Policies:
             record = _with_rule(context_id, await self._store.get(context_id), rule)
             given = PolicyDocuments(settings=dict(record.settings or {}), version=record.version)
             try:
-                await self.put(context_id, given, by)
+                await self.write(context_id, given, by)
                 return
             except Conflict:  # another rule was given at the same moment
                 if not left:
@@ -286,7 +244,7 @@ class Policies:
         self._cache.pop(context_id, None)
 
     async def _layer(self, context_id: str) -> Layer | None:
-        return await self.layer_of(await self.template_of(context_id))
+        return await self._templates.layer(await self._templates.of(context_id))
 
     def _info(self, context_id: str, record: PolicyRecord | None, layer: Layer | None) -> PolicyInfo:
         policy = self._compile(context_id, layer, record)

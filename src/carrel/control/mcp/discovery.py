@@ -15,8 +15,9 @@ import time
 from weakref import WeakValueDictionary
 
 from carrel.control.mcp.links import begin
-from carrel.control.mcp.request_checks import DISCOVERS, LABEL, LONGEST_REASON, Json, NoAnswer, Refused, launch, words
+from carrel.control.mcp.request_checks import LONGEST_REASON, Json, NoAnswer, Refused, launch, words
 from carrel.control.python.calls import Redactors
+from carrel.control.sessions.owners import DISCOVERS, LABEL
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import CarrelError

@@ -14,12 +14,10 @@ from typing import Any
 
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.models import McpServerRequest
-from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord
 
 Json = dict[str, Any]
 
-LABEL, DISCOVERS = "carrel", "mcp"
 """What a sandbox of carrel's own is labelled with that asks an MCP server what it offers."""
 
 MOST_TOOLS = 512
@@ -101,20 +99,6 @@ def refused(error: Refused) -> Json:
     """What stands for the answer of a server that refused a request."""
     told = {"code": error.code, "message": error.message}
     return {"content": [{"type": "text", "text": error.message}], "isError": True, REFUSED: told}
-
-
-def whose(record: SessionRecord) -> str | None:
-    """The context whose agent runs in a sandbox: also of one in which carrel asks a server of the context what it
-    offers. What carrel builds for a context is no agent of it.
-    """
-    if record.acts_for and record.labels.get(LABEL) == DISCOVERS:
-        return record.acts_for
-    return record.context_id
-
-
-def discovers(record: SessionRecord) -> bool:
-    """Whether carrel made a sandbox to ask an MCP server what it offers."""
-    return record.context_id is None and whose(record) is not None
 
 
 # starting

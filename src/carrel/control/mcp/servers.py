@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from carrel.control.governance.redaction import apart
 from carrel.control.mcp import wire as mcp_wire
+from carrel.control.mcp.declarations import McpDeclarations
 from carrel.control.mcp.discovery import McpDiscovery
 from carrel.control.mcp.installing import Installing
 from carrel.control.mcp.links import McpLinks
@@ -68,9 +69,9 @@ if TYPE_CHECKING:
 
 PLATFORM = ""
 """The context, in the store, of the servers that the operator runs."""
-FRESH_S = 2.0
-"""How long a change made by another server may stay unseen."""
-MOST_SEEN, MOST_OFFERED = 4096, 64
+OFFERED_S = 2.0
+"""For how long the offer of a server that the operator runs is not asked for again."""
+MOST_OFFERED = 64
 LOG_KEPT = 256 * 1024
 """Bytes of the log of a server that its sandbox keeps."""
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class McpServers:
     def __init__(
         self,
         store: McpServerStore,
+        declarations: McpDeclarations,
         sessions: Sessions,
         operations: Operations,
         installing: Installing,
@@ -93,6 +95,7 @@ class McpServers:
         metrics: Metrics,
     ):
         self._store = store
+        self._declarations = declarations
         self._sessions = sessions
         self._operations = operations
         self._installing = installing
@@ -101,7 +104,6 @@ class McpServers:
         self._platform = platform
         self._redactor = redactor
         self._metrics = metrics
-        self._seen: OrderedDict[tuple[str, str], tuple[McpServerRecord, float]] = OrderedDict()
         self._offered: OrderedDict[tuple[str, str], tuple[McpCatalogue, str | None, float]] = OrderedDict()
 
     # declaring
@@ -133,7 +135,7 @@ class McpServers:
                 program=program,
             )
             record = await self._store.put(record, _room)
-            self._seen.pop((context, server), None)
+            self._declarations.changed(context, server)
             await self._end_process(session, server, forget=True)
             if record.enabled:
                 await self._discovery.look(session, record)
@@ -145,7 +147,7 @@ class McpServers:
         async with self._operations.session_door("remove_mcp_server", {"server": server}, actor, session.id, context):
             record = await self._known(context, server)
             await self._store.delete(context, server)
-            self._seen.pop((context, server), None)
+            self._declarations.changed(context, server)
             await self._end_process(session, server, forget=True)
             box = self._running_now(session)
             if declared(record).npm is not None and box is not None:
@@ -159,7 +161,7 @@ class McpServers:
             async with self._in_use(session) as box:
                 await self._conversation(box, record, actor, starting=True)
             await self._store.enable(context, server, enabled=True)
-            self._seen.pop((context, server), None)
+            self._declarations.changed(context, server)
             return await self._info(session, await self._known(context, server))
 
     async def stop(self, name: str, server: str, actor: str = "") -> McpServerInfo:
@@ -168,19 +170,9 @@ class McpServers:
         async with self._operations.session_door("stop_mcp_server", {"server": server}, actor, session.id, context):
             await self._known(context, server)
             await self._store.enable(context, server, enabled=False)
-            self._seen.pop((context, server), None)
+            self._declarations.changed(context, server)
             await self._end_process(session, server)
             return await self._info(session, await self._known(context, server))
-
-    async def forked(self, origin: str, context: str) -> None:
-        """A fork has the servers of its origin."""
-        await self._store.copy(origin, context)
-
-    async def forget(self, context: str) -> None:
-        """A context is deleted for good, and its servers with it."""
-        await self._store.forget(context)
-        for key in [key for key in self._seen if key[0] == context]:
-            del self._seen[key]
 
     # looking
 
@@ -237,7 +229,7 @@ class McpServers:
         known = None if server in self._platform else (await self._declared(context, server)).generation
         key, now = (context, server), time.monotonic()
         found, generation, seen_at = self._offered.get(key, (None, None, 0.0))
-        if found is None or generation != known or now - seen_at > FRESH_S:
+        if found is None or generation != known or now - seen_at > OFFERED_S:
             found = await self._catalogue(context, server)
             self._offered[key] = (found, known, now)
             while len(self._offered) > MOST_OFFERED:
@@ -350,7 +342,7 @@ class McpServers:
         async def check() -> None:
             now = _found(await self._store.declared(context, record.name), context, record.name)
             if now.generation != generation:
-                self._seen.pop((context, record.name), None)
+                self._declarations.changed(context, record.name)
                 why = f"the MCP server '{record.name}' was changed meanwhile"
                 raise Conflict(why, field="server", hint="call again")
             if not (now.enabled or starting):
@@ -373,7 +365,7 @@ class McpServers:
         ready = await self._installing.ready(session, record)
         if ready.environment != record.environment:
             await self._store.place(ready)
-            self._seen.pop((record.context_id, record.name), None)
+            self._declarations.changed(record.context_id, record.name)
         return ready
 
     # inner
@@ -395,14 +387,7 @@ class McpServers:
 
     async def _declared(self, context: str, server: str) -> McpServerRecord:
         """A server as it was declared not long ago: this is on the way of every call."""
-        key, now = (context, server), time.monotonic()
-        record, seen_at = self._seen.get(key, (None, 0.0))
-        if record is None or now - seen_at > FRESH_S:
-            record = _found(await self._store.declared(context, server), context, server)
-            self._seen[key] = (record, now)
-            while len(self._seen) > MOST_SEEN:
-                self._seen.popitem(last=False)
-        return record
+        return _found(await self._declarations.find(context, server), context, server)
 
     def _running_now(self, session: SessionRecord) -> LiveSandbox | None:
         return next((box for box in self._sessions.live() if box.record.id == session.id), None)

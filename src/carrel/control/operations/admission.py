@@ -19,6 +19,7 @@ from carrel.control.governance.approvals import Approvals, Leave
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.caller import caller
 from carrel.control.operations.door import SELF, Operation, Traffic, refusal
+from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.supervisor.connection import run
 from carrel.errors import Denied
 from carrel.metrics import OK, outcome_of
@@ -28,19 +29,19 @@ log = logging.getLogger("carrel.governor")
 
 Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]]
 """What may be shown of the arguments of an operation in a context, or in an ephemeral sandbox."""
-Place = Callable[[str], str | None]
-"""Where the workspace of a sandbox lies on this server."""
 
 
 class Governor:
     """Decides, asks, records."""
 
-    def __init__(self, policies: Policies, approvals: Approvals, audit: AuditLog, *, redact: Redact, place: Place):
+    def __init__(
+        self, policies: Policies, approvals: Approvals, audit: AuditLog, *, redact: Redact, live: LiveSandboxes
+    ):
         self._policies = policies
         self._approvals = approvals
         self._audit = audit
         self._redact = redact
-        self._place = place
+        self._live = live
 
     @asynccontextmanager
     async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
@@ -86,6 +87,11 @@ class Governor:
         finally:
             if leave is not None:
                 await self._approvals.ended(leave, used=dispatched)
+
+    def _place(self, sandbox_id: str) -> str | None:
+        """Where the workspace of a sandbox lies on this server."""
+        box = self._live.get(sandbox_id)
+        return None if box is None else box.workspace
 
     async def _refused(self, operation: Operation, verdict: Verdict, error: Denied, began: float) -> None:
         shown = await self._redact(operation.context_id or operation.sandbox_id or None, {"reason": error.detail})

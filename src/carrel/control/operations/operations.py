@@ -8,12 +8,11 @@ believed.
 from __future__ import annotations
 
 import time
-from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
-from carrel.control.governance.redaction import apart, clean_error, clean_info, clean_result
+from carrel.control.governance.redaction import apart, clean_info, clean_result
 from carrel.control.operations.caller import caller
 from carrel.control.operations.checks import (
     GRACE,
@@ -37,9 +36,10 @@ from carrel.control.operations.checks import (
 )
 from carrel.control.operations.door import SELF, Door, Kind, Operation, Traffic
 from carrel.control.operations.tools import TOOLS, create_file, python_exec
-from carrel.control.python.calls import PythonOperations, Redactors
+from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
 from carrel.control.python.stateless_callers import LABEL
+from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.supervisor.connection import Download, Json
@@ -47,7 +47,6 @@ from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import written
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, NotFound, SandboxLost
-from carrel.isolation.launchers import PLACE
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
     MAX_OUTPUT_BYTES,
@@ -73,6 +72,7 @@ from carrel.models import (
     ToolResult,
 )
 from carrel.store import SessionRecord
+from carrel.store.code_contexts import CodeContextStore
 
 SHORT = 30.0
 LARGEST_RESULT = result_size(MAX_OUTPUT_BYTES)
@@ -88,16 +88,25 @@ async def _nothing(_box: LiveSandbox) -> None:
 class Operations:
     """Every operation on running sandboxes."""
 
-    def __init__(self, sessions: Sessions, door: Door, metrics: Metrics, redactor: Redactors, longest: Longest):
+    def __init__(
+        self,
+        sessions: Sessions,
+        door: Door,
+        metrics: Metrics,
+        secrets: SecretValues,
+        longest: Longest,
+        code_contexts: CodeContextStore,
+    ):
         self._sessions = sessions
         self._longest = longest
-        self._redactor = redactor
+        self._secrets = secrets
+        self._redactor = redactor = secrets.redactor
         self._outer = door
         self._metrics = metrics
         self.python = PythonOperations(self._door, redactor, self._result)
         self.settled: Callable[[LiveSandbox], Awaitable[None]] = _nothing
         """Waits a little where what a command may need is on its way."""
-        self.code_contexts = CodeContextOperations(self._door, redactor, self.python.environment)
+        self.code_contexts = CodeContextOperations(self._door, redactor, self.python.environment, code_contexts)
 
     @asynccontextmanager
     async def _door(
@@ -133,19 +142,11 @@ class Operations:
         except BaseException as error:
             outcome = outcome_of(error)
             if isinstance(error, CarrelError):
-                await self.clean(operation.context_id or operation.sandbox_id or None, error)
+                await self._secrets.clean_error(operation.context_id or operation.sandbox_id or None, error)
             raise
         finally:
             if operation.actor != SELF:
                 self._metrics.operated(operation.kind, operation.name, outcome, time.monotonic() - began)
-
-    async def clean(self, name: str | None, error: CarrelError) -> None:
-        """Take the secrets of a context, or of an ephemeral sandbox, out of an error."""
-        try:
-            redactor = await self._redactor(name)
-        except CarrelError:
-            redactor = None
-        clean_error(redactor, error)
 
     # sessions
 
@@ -316,21 +317,6 @@ class Operations:
             clean = (await self._redactor(box.record.context_id or box.record.id)).value
             changes = await apart(size, clean, {"output": result.output, "stderr": result.stderr})
             return result.model_copy(update=changes)
-
-    # secrets
-
-    async def deliver_secrets(self, box: LiveSandbox, values: Mapping[str, bytes]) -> None:
-        """Make these the secrets of a sandbox that runs, or is about to be used. carrel's own upkeep: whoever changes a
-        secret has passed the door.
-        """
-        given = {name: b64encode(value).decode() for name, value in values.items()}
-        await self._ask(box, "PUT", "/secrets", {"secrets": given})
-
-    async def give_packages(self, box: LiveSandbox, env: str, imports: Sequence[str]) -> None:
-        """Let the Python of a sandbox have an environment without being asked for it. carrel's own upkeep too."""
-        await self._ask(box, "PUT", "/python/packages", {"env": env, "imports": list(imports)})
-        command = CommandRequest(command=[f"{PLACE}/carrel-venv", "--there"], timeout=SHORT)
-        await self.run_command(box.record.id, command, SELF)
 
     # files
 

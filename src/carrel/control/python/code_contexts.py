@@ -34,27 +34,19 @@ from carrel.models import (
     RichResult,
 )
 from carrel.redaction.redact import Redactor
+from carrel.store.code_contexts import CodeContextStore
 
 SHORT = 30.0
 MOST_RESULT = 64 * 1024 * 1024
 _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
 
 FindEnvironment = Callable[[LiveSandbox, Wanting, str], Awaitable[str | None]]
-Recall = Callable[[str, str], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
     env: str | None
     requirements: None = None
-
-
-async def _nothing_kept(_session_id: str, _name: str) -> str | None:
-    return None
-
-
-async def _keep_nothing(_session_id: str, _name: str, _env: str | None) -> None:
-    return
 
 
 class CodeContextOperations:
@@ -65,14 +57,12 @@ class CodeContextOperations:
         door: Enter,
         redactor: Redactors,
         environment: FindEnvironment,
+        store: CodeContextStore,
     ):
         self._door = door
         self._redactor = redactor
         self._environment = environment
-        self.recall: Recall = _nothing_kept
-        """The environment that a code context of a session had, here or on another server."""
-        self.keep: Callable[[str, str, str | None], Awaitable[None]] = _keep_nothing
-        """Writes that down, or with None forgets it."""
+        self._store = store
 
     async def run_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CellResult:
         """Run a cell to its end, after those that came before it."""
@@ -170,12 +160,12 @@ class CodeContextOperations:
         if context not in box.code_contexts:
             if len(box.code_contexts) >= MOST_REMEMBERED:
                 box.code_contexts.clear()
-            box.code_contexts[context] = await self.recall(box.record.id, context)
+            box.code_contexts[context] = await self._store.environment(box.record.id, context)
         return box.code_contexts[context]
 
     async def _remember(self, box: LiveSandbox, context: str, env: str | None) -> None:
         if await self._recalled(box, context) != env:
-            await self.keep(box.record.id, context, env)
+            await self._store.put(box.record.id, context, env)
             box.code_contexts[context] = env
 
     async def _shown(self, box: LiveSandbox, answer: bytes, gave: Callable[[int], None]) -> CellResult:

@@ -29,6 +29,7 @@ from carrel.control.python.environment_checks import (
     requirements_of,
     wanted,
 )
+from carrel.control.python.environment_holds import EnvironmentHolds
 from carrel.egress.index.host import host_index
 from carrel.egress.plan import Index
 from carrel.errors import CarrelError, Conflict, NotFound, PlatformError
@@ -95,6 +96,7 @@ class Environments:
         self,
         settings: EnvironmentSettings,
         store: EnvironmentStore,
+        holds: EnvironmentHolds,
         shelf: Shelf,
         builder: Builder,
         key: bytes,
@@ -103,14 +105,13 @@ class Environments:
     ):
         self._settings = settings
         self._store = store
+        self._holds = holds
         self._shelf = shelf
         self._builder = builder
         self._key = key
         self._policy_of = policy_of
         self._clean = clean
         self._known: dict[str, EnvironmentRecord] = {}
-        self._holders: dict[str, set[str]] = {}
-        self._coming: set[str] = set()
         self._answers: dict[str, str] = {}
         self._resolved: OrderedDict[str, tuple[Lock, float]] = OrderedDict()
         self._resolving: dict[str, Work[Lock]] = {}
@@ -118,7 +119,6 @@ class Environments:
         self._host: Sequence[Index] | None = None
         self._interpreters: dict[str | None, tuple[tuple[str, str], float]] = {}
         self._gate = asyncio.Semaphore(PARALLEL)
-        self._shelving = asyncio.Lock()
         self.grace_s = GRACE_S
 
     async def open(self) -> None:
@@ -127,7 +127,7 @@ class Environments:
         there = set(await asyncio.to_thread(self._shelf.sweep, list(records)))
         await self._store.forget(records.keys() - there)
         self._known = {name: record for name, record in records.items() if name in there}
-        self._holders = await self._store.held()
+        await self._holds.read()
         self._answers = await self._store.answers()
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class Environments:
         found = self._known.get(name)
         if found is None:
             found = next((each for each in self._known.values() if name in each.labels), None)
-        elif not self._visible(found) and holder not in self._holders.get(name, ()):
+        elif not self._visible(found) and holder not in self._holds.of(name):
             found = None
         if found is None:
             raise NotFound(f"there is no environment '{name[:64]}'", field="env", hint="`carrel envs` shows them")
@@ -170,8 +170,8 @@ class Environments:
 
     async def list(self) -> EnvironmentList:
         """Every environment that who asks may use, the last used first."""
-        async with self._shelving:
-            self._holders = await self._store.held(self._coming)
+        async with self._holds.lock:
+            await self._holds.read()
         found = sorted(filter(self._visible, self._known.values()), key=lambda each: (-each.last_used_at, each.name))
         return EnvironmentList(items=[self.info(each) for each in found])
 
@@ -183,7 +183,7 @@ class Environments:
         reaches = caller.get().identity.reaches
         if reaches(None):
             return True
-        holders = {each for each in self._holders.get(record.name, ()) if not each.startswith(EPHEMERAL)}
+        holders = {each for each in self._holds.of(record.name) if not each.startswith(EPHEMERAL)}
         return any(map(reaches, holders if record.built_by is None else {record.built_by, *holders}))
 
     def info(self, record: EnvironmentRecord) -> EnvironmentInfo:
@@ -204,7 +204,7 @@ class Environments:
             created_at=datetime.fromtimestamp(record.created_at, UTC),
             last_used_at=datetime.fromtimestamp(record.last_used_at, UTC),
             built_by=by if by is not None and caller.get().identity.reaches(by) else None,
-            in_use=bool(self._holders.get(record.name)),
+            in_use=bool(self._holds.of(record.name)),
         )
 
     # making
@@ -265,7 +265,7 @@ class Environments:
         name = name_of(self._key, hash)
         work = self._building.get(name)
         if work is None:
-            async with self._shelving:
+            async with self._holds.lock:
                 known = self._known.get(name)
                 if known is not None and self._shelf.has(name):  # one look: a thread would cost more
                     return known
@@ -296,7 +296,7 @@ class Environments:
             asker.context_id,
         )
         await asyncio.to_thread(self._shelf.settle, built.draft)
-        async with self._shelving:
+        async with self._holds.lock:
             await asyncio.to_thread(self._shelf.place, built.draft, name)
             await self._store.put(record)  # killed before this, the next start removes what is on the shelf
             self._known[name] = record
@@ -343,15 +343,13 @@ class Environments:
         """What `find` gives, held by a context or an ephemeral session from now on."""
         for _ in range(3):
             record = await find()
-            async with self._shelving:
+            async with self._holds.lock:
                 if record.name not in self._known:
                     continue  # it was removed in this very moment
                 now = time.time()
                 record = self._known[record.name]
-                holders = self._holders.setdefault(record.name, set())
-                if holder not in holders or now - record.last_used_at > USED_S:
-                    await self._store.used(record.name, now, holder)
-                    holders.add(holder)
+                if holder not in self._holds.of(record.name) or now - record.last_used_at > USED_S:
+                    await self._holds.hold(record.name, holder, now)
                     record = self._known[record.name] = replace(record, last_used_at=now)
                 return record
         raise PlatformError("the environment is removed as often as it is built", hint="the disk may be full")
@@ -364,40 +362,15 @@ class Environments:
     async def release(self, name: str, holder: str) -> None:
         """Let go of an environment; it can still be used there while it lasts."""
         record = self.find(name, holder)
-        async with self._shelving:
-            # Before it is written: who is believed to hold it would not be written down again.
-            self._holders.get(record.name, set()).discard(holder)
-            if not await self._store.release(holder, record.name):
+        async with self._holds.lock:
+            if not await self._holds.release(record.name, holder):
                 raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
-
-    async def forked(self, origin: str, context_id: str) -> None:
-        """A fork holds what its origin does: its own virtual environment may sit on top of it. It has no session yet;
-        `made` is called when it has, or when there is none to come.
-        """
-        async with self._shelving:
-            self._coming.add(context_id)
-            await self._store.copy_uses(origin, context_id)
-            for holders in self._holders.values():
-                if origin in holders:
-                    holders.add(context_id)
-
-    def made(self, context_id: str) -> None:
-        """From now on a fork holds what it does for as long as its session lasts."""
-        self._coming.discard(context_id)
-
-    async def unforked(self, context_id: str) -> None:
-        """A fork could not be made: it holds nothing."""
-        self.made(context_id)
-        async with self._shelving:
-            for name in await self._store.holds(context_id):
-                self._holders.get(name, set()).discard(context_id)
-                await self._store.release(context_id, name)
 
     async def label(self, record: EnvironmentRecord, label: str) -> EnvironmentRecord:
         """Call an environment by a label, which is taken off any other. Whoever gives it one is about to use it."""
         if label in self._known:
             raise Conflict(f"'{label}' is the name of an environment", field="name", hint="choose another label")
-        async with self._shelving:
+        async with self._holds.lock:
             if record.name not in self._known:
                 raise Conflict("the environment was removed in this very moment", field="name", hint="build it again")
             now = time.time()
@@ -416,9 +389,9 @@ class Environments:
     async def remove(self, name: str) -> None:
         """Remove an environment; `Conflict` when a session has it."""
         record = self.find(name)
-        async with self._shelving:
-            self._holders = await self._store.held(self._coming)
-            if held := self._holders.get(record.name):
+        async with self._holds.lock:
+            await self._holds.read()
+            if held := self._holds.of(record.name):
                 raise Conflict(
                     f"the environment is in use by {', '.join(sorted(held)[:5])}",
                     field="env",
@@ -431,13 +404,13 @@ class Environments:
         """Remove what nobody holds and is too old, or too much, or fills the disk; how many were removed."""
         removed = 0
         for record in sorted(self._known.values(), key=lambda each: each.last_used_at):
-            async with self._shelving:
+            async with self._holds.lock:
                 now = time.time()
                 record = self._known.get(record.name, record)  # noqa: PLW2901 - it may have been used meanwhile
                 if now - record.last_used_at < self.grace_s or not await self._too_much(record, now):
                     continue
-                self._holders = await self._store.held(self._coming)
-                if self._holders.get(record.name):
+                await self._holds.read()
+                if self._holds.of(record.name):
                     continue
                 gone = await self._retire(record.name)
             log.info("environment %s was not used for long and is removed", record.name)
@@ -455,7 +428,7 @@ class Environments:
     async def _retire(self, name: str) -> str | None:
         await self._store.forget([name])
         self._known.pop(name, None)
-        self._holders.pop(name, None)
+        self._holds.holders.pop(name, None)
         self._answers = {key: answer for key, answer in self._answers.items() if answer != name}
         return await asyncio.to_thread(self._shelf.retire, name)
 

@@ -80,7 +80,7 @@ class Router:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def ended(self, box: LiveSandbox) -> None:
+    def _ended(self, box: LiveSandbox) -> None:
         """A sandbox ends, whoever ended it."""
         for place in [each for each in self.table.places if each.id == box.record.id]:
             self._forget(place)
@@ -259,6 +259,7 @@ class Router:
     async def _started(self, place: Place, info: SandboxInfo) -> None:
         """A new sandbox, which nobody has used. One that does not isolate has the host's files: it is never emptied."""
         place.id = info.id
+        (await self._sessions.find(info.id)).on_end.append(self._ended)
         if not info.unsafe:
             with suppress(NotFound):  # its zygote is of an older carrel
                 await self._look(place)

@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
+from carrel.control.operations.checks import SMALL
+from carrel.control.operations.door import SELF
+from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_checks import Asker, requirements_of
 from carrel.control.python.environments import Environments, Say
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.templates import Templates
 from carrel.errors import CarrelError, Conflict, InvalidRequest, NotFound, PlatformError
-from carrel.models import EnvironmentInfo, EnvironmentList, EnvironmentRequest, TemplateList
+from carrel.isolation.launchers import PLACE
+from carrel.models import CommandRequest, EnvironmentInfo, EnvironmentList, EnvironmentRequest, TemplateList
 from carrel.policy.documents.recipes import Recipe
 from carrel.providers.base import Capability
 from carrel.store.environments import EnvironmentRecord
@@ -29,17 +33,16 @@ WAIT_S = 20.0
 PAUSE_S = 10.0
 """For this long packages that could not be had are not tried again."""
 
-Give = Callable[[LiveSandbox, str, Sequence[str]], Awaitable[None]]
-"""Tells a sandbox which environment its Python has, and what to import ahead."""
+DELIVERY_S = 30.0
 
 
 class TemplatePackages:
     """Gives sandboxes the packages of their templates."""
 
-    def __init__(self, templates: Templates, environments: Environments, give: Give):
+    def __init__(self, templates: Templates, environments: Environments, operations: Operations):
         self._templates = templates
         self._environments = environments
-        self._give = give
+        self._operations = operations
 
     async def ready(self, box: LiveSandbox, say: Say | None = None) -> None:
         """Let the Python of a sandbox have the packages of its template. Waits for as long as they are being built;
@@ -144,11 +147,19 @@ class TemplatePackages:
                 lambda: self._environments.ensure(wanted, asker, say, as_before=True), record.context_id or record.id
             )
             if box.packages != found.name:
-                await self._give(box, found.name, found.imports if recipe.imports is None else recipe.imports)
+                await _deliver(box, found.name, found.imports if recipe.imports is None else recipe.imports)
+                make = CommandRequest(command=[f"{PLACE}/carrel-venv", "--there"], timeout=DELIVERY_S)
+                await self._operations.run_command(record.id, make, SELF)
                 box.packages, box.refused = found.name, None
             return found
         finally:
             box.in_flight -= 1
+
+
+async def _deliver(box: LiveSandbox, environment: str, imports: Sequence[str]) -> None:
+    """Tell a sandbox which environment its Python has, and what to import ahead."""
+    told: dict[str, object] = {"env": environment, "imports": list(imports)}
+    await box.connection.request_json("PUT", "/python/packages", told, deadline=DELIVERY_S, max_bytes=SMALL)
 
 
 def _asked(packages: Sequence[str]) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ For administrators only: whoever asks has been checked before.
 from __future__ import annotations
 
 from carrel.control.governance.policies import Policies
+from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.operations.operations import Operations
 from carrel.control.secrets.service import Secrets
 from carrel.control.sessions.sessions import Sessions
-from carrel.control.workspaces.filespaces import Filespaces
+from carrel.control.workspaces.filespace_files import FilespaceFiles
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import NotFound
 from carrel.store import SessionStore
@@ -25,8 +26,9 @@ class Forgetting:
         workspaces: Workspaces,
         store: SessionStore,
         policies: Policies,
+        changes: PolicyChanges,
         secrets: Secrets,
-        filespaces: Filespaces,
+        files: FilespaceFiles,
     ):
         self._sessions = sessions
         self._operations = operations
@@ -34,7 +36,8 @@ class Forgetting:
         self._store = store
         self._policies = policies
         self._secrets = secrets
-        self._filespaces = filespaces
+        self._changes = changes
+        self._files = files
 
     async def forget(self, context_id: str) -> None:
         """End the session of a context and delete all that is kept of it; `NotFound` when that is nothing."""
@@ -46,8 +49,8 @@ class Forgetting:
                     hint="`carrel ps --all` shows contexts, terminated ones too",
                 )
             await self._sessions.delete(context_id, "forgotten")
-            await self._filespaces.erase(context_id)
-            await self._policies.delete(context_id)  # last: its rules hold until everything else is gone
+            await self._files.erase(context_id)
+            await self._changes.delete(context_id)  # last: its rules hold until everything else is gone
 
     async def _known(self, context_id: str) -> bool:
         newest = await self._store.newest_of_context(context_id)
@@ -58,4 +61,4 @@ class Forgetting:
             return True
         if (await self._secrets.list(context_id)).items:
             return True
-        return await self._filespaces.holds(context_id)
+        return await self._files.holds(context_id)

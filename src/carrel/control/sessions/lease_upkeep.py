@@ -8,6 +8,7 @@ import logging
 import time
 from dataclasses import replace
 
+from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.leases import Ownership
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
@@ -21,10 +22,11 @@ log = logging.getLogger("carrel.leasing")
 class Leasing:
     """The upkeep of the leases of one server."""
 
-    def __init__(self, live: LiveSandboxes, store: SessionStore, ownership: Ownership):
+    def __init__(self, live: LiveSandboxes, store: SessionStore, ownership: Ownership, attachments: Attachments):
         self._live = live
         self._store = store
         self._ownership = ownership
+        self._attachments = attachments
 
     async def renew(self) -> None:
         """Keep the leases on what runs here; what another server took is given up."""
@@ -42,12 +44,12 @@ class Leasing:
             taken = await self._ownership.take(box.record)
         except RunsElsewhere as error:
             log.warning("sandbox %s is given up: %s", box.record.id, error)
-            await self._live.end(box)
+            await self._live.end(box, self._attachments)
             return
         now = await self._store.get(box.record.id)
         if now is None or now.node != self._ownership.node or now.state not in {State.RUNNING, State.STOPPED}:
             if self._live.has(box) and (now is None or now.state not in LIVE):
-                await self._live.end(box)
+                await self._live.end(box, self._attachments)
                 await self._store.update(box.record.id, fence=taken.fence, release=True)
             return
         # Stopped by another server that thought this one dead, and resumed by none: it never stopped.

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 from blake3 import blake3
 
@@ -36,6 +36,7 @@ class LiveSandbox:
         "last_activity",
         "leased_until",
         "masks",
+        "on_end",
         "only_for",
         "oom_kills",
         "over_quota",
@@ -96,6 +97,8 @@ class LiveSandbox:
         self.starved: dict[str, bool] = {}
         """Of commands that were killed: whether it was for want of memory."""
         self.over_quota: str | None = None
+        self.on_end: list[Callable[[LiveSandbox], None]] = []
+        """Called when it is about to end, for those who use it."""
         self.leased_until = math.inf
         """Until when this server surely has the session, by the monotonic clock."""
 
@@ -113,16 +116,16 @@ class LiveSandbox:
             )
 
 
-def _nothing(_box: LiveSandbox) -> None:
-    return
+class Detach(Protocol):
+    """Detaches everything from a sandbox that is about to end."""
+
+    def detach(self, box: LiveSandbox) -> None: ...  # noqa: D102
 
 
 class LiveSandboxes:
     """Every running sandbox of this server, by its id and by its context."""
 
     def __init__(self) -> None:
-        self.on_end: Callable[[LiveSandbox], None] = _nothing
-        """Told of each sandbox that is about to be ended."""
         self._by_id: dict[str, LiveSandbox] = {}
         self._by_context: dict[str, str] = {}
 
@@ -151,10 +154,12 @@ class LiveSandboxes:
         """Whether this very sandbox still runs, as far as is known."""
         return self._by_id.get(box.record.id) is box
 
-    async def end(self, box: LiveSandbox) -> None:
+    async def end(self, box: LiveSandbox, attachments: Detach) -> None:
         """End a sandbox and forget it."""
         box.connection.close()
-        self.on_end(box)
+        attachments.detach(box)
+        for told in box.on_end:
+            told(box)
         await box.provider.remove(box.handle)
         if self.has(box):
             del self._by_id[box.record.id]

@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from carrel.config import EgressSettings
-from carrel.control.egress.plans import web_access
+from carrel.control.egress.plans import inspects, web_access
+from carrel.control.governance.policies import Policies
+from carrel.control.sessions.attachments import Attachment, LaunchPlan
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.owners import is_agent
 from carrel.errors import Denied, InvalidRequest
 from carrel.models import Network
 from carrel.policy.documents.sources import Sources
@@ -18,6 +22,36 @@ from carrel.store import SessionRecord
 
 _AROUND = frozenset({Network.BRIDGE, Network.HOST})
 """Networks that go around the proxy."""
+
+
+class NetworkMode(Attachment):
+    """Gives each session the network it may have. `default` is the network of a request that names none."""
+
+    def __init__(self, policies: Policies, settings: EgressSettings, *, default: Network):
+        self._policies = policies
+        self._settings = settings
+        self._default = default
+
+    async def plan(self, plan: LaunchPlan) -> LaunchPlan:
+        """Choose the network, or refuse the one that was asked for."""
+        return replace(plan, record=await self._fit(plan.record, plan.request.network, plan.provider))
+
+    async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
+        """A sandbox whose TLS is inspected trusts the certificates of the proxy."""
+        record = plan.record
+        if not record.network.proxied or not is_agent(record):
+            return plan
+        return replace(plan, trusts_proxy=inspects(await self._policies.of_record(record)))
+
+    async def is_outdated(self, box: LiveSandbox) -> bool:
+        """The network of a sandbox, and whom it trusts, are decided when it starts."""
+        if inspects(await self._policies.of_record(box.record)) and not box.trusting:
+            return True
+        return (await self._fit(box.record, None, box.provider)).network != box.record.network
+
+    async def _fit(self, record: SessionRecord, asked: Network | None, provider: Provider) -> SessionRecord:
+        policy = await self._policies.of_record(record)
+        return fit_network(record, asked, policy, self._settings, provider, default=self._default)
 
 
 def names_hosts(policy: Policy) -> bool:

@@ -25,7 +25,7 @@ _SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
 """A sandbox is found by its id or its context: what is meant for one must not come to another."""
 
 
-def plan(
+def new_record(
     request: SandboxRequest,
     existing: SessionRecord | None,
     key: str | None,

@@ -14,13 +14,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
+from carrel.audit import AuditLog
 from carrel.config import Settings
+from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.leases import Ownership
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.control.sessions.request_checks import refuse_differences
-from carrel.control.sessions.starting import Starting, no_sync
-from carrel.control.workspaces.stopping import Sync
+from carrel.control.sessions.starting import Starting
+from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import (
     AlreadyExists,
@@ -30,9 +32,8 @@ from carrel.errors import (
     PlatformError,
     RunsElsewhere,
 )
-from carrel.models import Limits, Network, SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
+from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.policy.rules.variables import changes_what_runs
-from carrel.providers import Masks
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
 
@@ -54,51 +55,20 @@ class Sessions:
         ownership: Ownership,
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
+        templates: Templates,
+        attachments: Attachments,
+        audit: AuditLog,
     ):
         self._store = store
         self._workspaces = workspaces
         self._ownership = ownership
         self._providers = dict(providers)
         self._live = live
-        self._starting = Starting(settings, store, workspaces, ownership, live, providers)
+        self._attachments = attachments
+        self._starting = Starting(
+            settings, store, workspaces, ownership, live, providers, templates, attachments, audit
+        )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.push: Sync = no_sync
-        self.on_deleted: list[Callable[[str], Awaitable[None]]] = []
-        """What is told of a context that is deleted for good, and forgets what it keeps of it."""
-
-    def pull_with(self, pull: Sync) -> None:
-        """How changes of a filespace come into a workspace before its sandbox starts."""
-        self._starting.pull = pull
-
-    def govern_with(
-        self,
-        fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]],
-        masks: Callable[[SessionRecord], Awaitable[Masks | None]],
-    ) -> None:
-        """What brings a session within its policy's limits, and says which programs and files it must not reach."""
-        self._starting.fit = fit
-        self._starting.masks = masks
-
-    def network_with(
-        self,
-        fit: Callable[[SessionRecord, Network | None, Provider], Awaitable[SessionRecord]],
-        trusting: Callable[[SessionRecord], Awaitable[bool]],
-    ) -> None:
-        """What says which network a session gets, and whether its sandbox is to trust the proxy's certificates."""
-        self._starting.network = fit
-        self._starting.trusting = trusting
-
-    def make_by(self, recipe: Callable[[SandboxRequest, SessionRecord | None], Awaitable[SandboxRequest]]) -> None:
-        """What fills a template into what is asked for."""
-        self._starting.recipe = recipe
-
-    def on_started(self, call: Callable[[LiveSandbox], Awaitable[None]]) -> None:
-        """What to call when a sandbox runs and nobody uses it yet."""
-        self._starting.on_started = call
-
-    def on_moved(self, call: Callable[[SessionRecord], Awaitable[None]]) -> None:
-        """What to call when a session came from another server."""
-        self._starting.on_moved = call
 
     # finding
 
@@ -215,7 +185,7 @@ class Sessions:
                 if await box.provider.alive(box.handle):
                     return await self._reuse(box, request), False
                 refuse_differences(box.record, request)
-                await self._live.end(box)
+                await self._live.end(box, self._attachments)
             try:
                 return await self._start_of_context(request, key), True
             except AlreadyExists:  # another server was quicker: it has the session now
@@ -366,8 +336,7 @@ class Sessions:
     async def _forget(self, context_id: str) -> None:
         """Delete everything of a context that has ended but its filespace and its policy."""
         await self._workspaces.forget(context_id)
-        for each in self.on_deleted:
-            await each(context_id)
+        await self._attachments.forget(context_id)
 
     async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
         """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is terminated."""
@@ -402,7 +371,7 @@ class Sessions:
             record = replace(record, state=next_state(record.state, Event.IDLE))
             await self._store.update(record.id, fence=record.fence, state=record.state)
         if box is not None:
-            await self._live.end(box)
+            await self._live.end(box, self._attachments)
             record = replace(record, last_activity_at=max(box.last_activity, record.last_activity_at))
         elif here and record.handle is not None and (provider := self._providers.get(record.provider)) is not None:
             await provider.remove(record.handle)
@@ -411,7 +380,7 @@ class Sessions:
                 await harvest(self._workspaces.path(record))
             await self._workspaces.discard(record)
         elif started and not kept and here:
-            record, failure = await self._workspaces.keep(record, self.push)
+            record, failure = await self._workspaces.keep(record, self._attachments.save)
             if failure is not None and event is Event.STOP:
                 event, error = Event.FAIL, failure
         state = next_state(record.state, event)
@@ -430,13 +399,6 @@ class Sessions:
             last_activity_at=record.last_activity_at,
         )
         return record
-
-    async def note(self, record: SessionRecord, **values: str | None) -> None:
-        """Write down what a running session says of itself."""
-        box = self._live.get(record.id)
-        if box is not None:
-            box.record = replace(box.record, **values)  # type: ignore[arg-type]
-        await self._store.update(record.id, values, fence=box.record.fence if box else None)
 
     async def end_recorded(self, record: SessionRecord, reason: str) -> None:
         """End what the process before this one left: ephemeral sessions are terminated, durable ones stopped."""

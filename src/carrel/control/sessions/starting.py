@@ -12,54 +12,22 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from carrel.audit import AuditLog, chain_of
 from carrel.config import Settings
+from carrel.control.sessions.attachments import Attachments, LaunchPlan
 from carrel.control.sessions.leases import Ownership
 from carrel.control.sessions.lifecycle import Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
-from carrel.control.sessions.request_checks import agent_of, changes, launch, plan
-from carrel.control.workspaces.stopping import Sync
+from carrel.control.sessions.request_checks import agent_of, changes, launch, new_record
+from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Provided, Workspaces
-from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
+from carrel.errors import CarrelError, LimitExceeded, PlatformError
 from carrel.isolation.cgroups import host_memory_mb
-from carrel.models import Limits, Network, SandboxInfo, SandboxRequest
-from carrel.providers import Masks
-from carrel.providers.base import Capability, Handle, Provider
+from carrel.models import SandboxInfo, SandboxRequest
+from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.starting")
-
-
-async def no_sync(_record: SessionRecord, _path: str) -> None:
-    """For a server without filespaces."""
-    return
-
-
-async def _nothing(_record: SessionRecord) -> None:
-    return
-
-
-async def _as_it_is(record: SessionRecord, _asked: Limits) -> SessionRecord:
-    return record
-
-
-async def _no_masks(_record: SessionRecord) -> Masks | None:
-    return None
-
-
-async def _as_asked(request: SandboxRequest, _previous: SessionRecord | None) -> SandboxRequest:
-    return request
-
-
-async def _no_change(record: SessionRecord, _asked: Network | None, _provider: Provider) -> SessionRecord:
-    return record
-
-
-async def _no_trust(_record: SessionRecord) -> bool:
-    return False
-
-
-async def _nothing_of(_box: LiveSandbox) -> None:
-    return
 
 
 class Starting:
@@ -73,6 +41,9 @@ class Starting:
         ownership: Ownership,
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
+        templates: Templates,
+        attachments: Attachments,
+        audit: AuditLog,
     ):
         self._settings = settings
         self._store = store
@@ -80,25 +51,13 @@ class Starting:
         self._ownership = ownership
         self._providers = dict(providers)
         self._live = live
+        self._templates = templates
+        self._attachments = attachments
+        self._audit = audit
         self._host_memory_mb = host_memory_mb()
         self._under_way = 0
         self.closing = False
         """Set when the server ends: what is being started then is taken back."""
-        self.pull: Sync = no_sync
-        self.fit: Callable[[SessionRecord, Limits], Awaitable[SessionRecord]] = _as_it_is
-        """Brings a session within the limits of its policy, or refuses what was asked for."""
-        self.recipe: Callable[[SandboxRequest, SessionRecord | None], Awaitable[SandboxRequest]] = _as_asked
-        """What is asked for, as its template says; `previous` is the last session of the context."""
-        self.masks: Callable[[SessionRecord], Awaitable[Masks | None]] = _no_masks
-        """What the sandbox of a session must not reach."""
-        self.network: Callable[[SessionRecord, Network | None, Provider], Awaitable[SessionRecord]] = _no_change
-        """Gives a session the network it may have, or refuses what was asked for."""
-        self.trusting: Callable[[SessionRecord], Awaitable[bool]] = _no_trust
-        """Whether the sandbox of a session is to trust the certificates of the proxy."""
-        self.on_started: Callable[[LiveSandbox], Awaitable[None]] = _nothing_of
-        """Called when a sandbox runs and nobody uses it yet; when it raises, the start has failed."""
-        self.on_moved: Callable[[SessionRecord], Awaitable[None]] = _nothing
-        """Called when a session came from another server."""
 
     async def start(
         self,
@@ -115,13 +74,13 @@ class Starting:
         """
         began = time.monotonic()
         node = self._ownership.node
-        request = await self.recipe(request, previous)
-        record, provider = plan(
+        request = await self._templates.fill(request, previous)
+        record, provider = new_record(
             request, existing, key, self._settings, self._providers, node, host_memory_mb=self._host_memory_mb
         )
         record = replace(record, acts_for=acts_for, agent=agent_of(previous, record.template))
-        record = await self.fit(record, request.limits)
-        record = await self.network(record, request.network, provider)
+        plan = await self._attachments.plan(LaunchPlan(request, record, provider))
+        record = plan.record
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:
             raise LimitExceeded(
                 f"{self._settings.max_sandboxes} sandboxes run already",
@@ -143,21 +102,17 @@ class Starting:
                 await seed(record)
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
-            late = await self._pull(record, provided.path) if record.filespace else None
-            masks = await self.masks(record)
-            if masks is not None:
-                provider.require(Capability.MASKS)
-            trusting = await self.trusting(record)
-            handle = await provider.start(launch(record, provider, provided.path, masks, trust=trusting))
+            plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
+            handle = await provider.start(launch(record, provider, provided.path, plan.masks, trust=plan.trusts_proxy))
             await writing
             await self._workspaces.recorded(record)
             box = LiveSandbox(record, provider, handle, provided.path)
             box.leased_until = self._ownership.deadline(began)
-            box.masks, box.has_secrets, box.trusting = masks, False, trusting
-            await self.on_started(box)
+            box.masks, box.has_secrets, box.trusting = plan.masks, False, plan.trusts_proxy
+            await self._attachments.attach(box)
             if self.closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
-            notice = provided.notice or late or record.notice
+            notice = provided.notice or plan.notice or record.notice
             state = next_state(record.state, Event.STARTED)
             record = replace(record, state=state, handle=handle, notice=notice)
             await self._store.update(record.id, fence=record.fence, state=state, handle=handle, notice=notice)
@@ -167,7 +122,7 @@ class Starting:
             await asyncio.gather(writing, return_exceptions=True)
             if box is not None:
                 box.connection.close()
-                self._live.on_end(box)
+                self._attachments.detach(box)
             written = not writing.cancelled() and writing.exception() is None
             await self._undo(record, provider, handle, new=new, written=written, error=error)
             if isinstance(error, CarrelError) or not isinstance(error, Exception):
@@ -188,7 +143,8 @@ class Starting:
         silent = owner not in {None, self._ownership.node}  # the lease was taken from a server that let it end
         try:
             moved = await self._workspaces.move(record, previous, silent=silent)
-            await self.on_moved(record)
+            for left in await self._audit.adopt(chain_of(record.context_id, record.id)):
+                log.warning("another server ended before this did: %s", left)
             return moved
         except BaseException:
             if silent and owner is not None:
@@ -196,14 +152,6 @@ class Starting:
             elif existing is not None:
                 await self._store.update(record.id, fence=record.fence, release=True)
             raise
-
-    async def _pull(self, record: SessionRecord, path: str) -> str | None:
-        """Bring the filespace's changes in; what the session says when its storage cannot be reached now."""
-        try:
-            await self.pull(record, path)
-        except ArchiveUnavailable as error:
-            return f"the filespace could not be synced: {error.detail}"[:2000]
-        return None
 
     async def _write_start(self, record: SessionRecord, *, fresh: bool) -> None:
         if fresh:

@@ -15,8 +15,10 @@ import re
 import time
 from dataclasses import dataclass, field
 
+import carrel
 from carrel.control.operations.caller import caller
 from carrel.control.python.environment_checks import requirements_of
+from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.identity import Scope
@@ -32,7 +34,7 @@ from carrel.store import SessionRecord, SessionStore
 
 FRESH_S = 2.0
 """How long a change of the files may stay unseen."""
-SHIPPED = os.path.join(os.path.dirname(os.path.dirname(__file__)), "templates")
+SHIPPED = os.path.join(os.path.dirname(carrel.__file__), "templates")
 """Those that came with carrel. One of the operator's of the same name is used instead."""
 RECIPE, SETTINGS, SOURCES = recipes.NAME, settings_document.NAME, sources_document.NAME
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -83,7 +85,7 @@ class Template:
         return request.model_copy(update=changes)
 
 
-class Templates:
+class Templates(Attachment):
     """The templates of one server. `default` is the one of sandboxes that ask for none."""
 
     def __init__(self, directory: str, default: str | None, store: SessionStore, live: LiveSandboxes):
@@ -161,7 +163,7 @@ class Templates:
         except PlatformError:
             return True
 
-    async def prepare(self, request: SandboxRequest, previous: SessionRecord | None) -> SandboxRequest:
+    async def fill(self, request: SandboxRequest, previous: SessionRecord | None) -> SandboxRequest:
         """What is asked for, as the template says that it names or that its context has already.
 
         A context keeps the template it was made with until it is deleted (see `forget`). For one that was terminated

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,9 +21,10 @@ from carrel.control.operations.door import SELF
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.lease_upkeep import Leasing
 from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.notes import SessionNotes
 from carrel.control.sessions.retention import Retention
 from carrel.control.sessions.sessions import Sessions
-from carrel.control.workspaces.filespaces import Filespaces
+from carrel.control.workspaces.filespace_files import FilespaceFiles
 from carrel.control.workspaces.snapshots import Snapshots
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import CarrelError, Conflict
@@ -48,6 +49,10 @@ DAY_S = 86_400.0
 TEND_EVERY = 1.0
 
 
+Work = tuple[Callable[[], Awaitable[object]], float]
+"""Something to do, and every how many seconds."""
+
+
 class _Watch:
     """What the disk watch remembers of one sandbox."""
 
@@ -69,12 +74,14 @@ class Janitor:
         leasing: Leasing,
         operations: Operations,
         snapshots: Snapshots,
-        filespaces: Filespaces,
         workspaces: Workspaces,
         retention: Retention,
         store: SessionStore,
         audit: AuditLog,
         settings: Settings,
+        notes: SessionNotes,
+        files: FilespaceFiles,
+        more: Sequence[Work],
     ):
         self._settings = settings.sandbox
         self._keep_days = settings.audit.keep_days
@@ -83,7 +90,6 @@ class Janitor:
         self._leasing = leasing
         self._operations = operations
         self._snapshots = snapshots
-        self._filespaces = filespaces
         self._workspaces = workspaces
         self._retention = retention
         self._store = store
@@ -93,16 +99,14 @@ class Janitor:
         self._watches: dict[str, _Watch] = {}
         self._checkpoints: dict[str, float] = {}
         self._generations: dict[str, int | None] = {}
-        self._more: list[tuple[Callable[[], Awaitable[object]], float]] = []
-
-    def also(self, work: Callable[[], Awaitable[object]], seconds: float) -> None:
-        """Something else that is to be done every so often. Said before it runs."""
-        self._more.append((work, seconds))
+        self._notes = notes
+        self._files = files
+        self._more = more
 
     async def run(self) -> None:
         """Run until cancelled."""
         settings = self._settings
-        loops: list[tuple[Callable[[], Awaitable[object]], float]] = [
+        loops: list[Work] = [
             (self.flush, FLUSH_EVERY),
             (self.renew_leases, self._lease_s / 3),
             (self.stop_idle, min(IDLE_LOOK_EVERY, settings.idle_stop_s / 4)),
@@ -173,7 +177,7 @@ class Janitor:
                     await self._snapshots.checkpoint(box.record)
             except CarrelError as error:
                 log.warning("no checkpoint of sandbox %s: %s", key, error)
-                await self._sessions.note(box.record, notice=f"no checkpoint could be taken: {error.detail}"[:2000])
+                await self._notes.write(box.record, notice=f"no checkpoint could be taken: {error.detail}"[:2000])
 
     async def _changed(self, box: LiveSandbox) -> bool:
         """Whether a workspace may have changed since its last checkpoint; what is asked of it counts as a change."""
@@ -192,7 +196,7 @@ class Janitor:
         for context, notice in (await self._workspaces.keeping.catch_up()).items():
             record = await self._store.of_context(context)
             if record is not None and record.notice != notice:
-                await self._sessions.note(record, notice=notice)
+                await self._notes.write(record, notice=notice)
 
     async def push_filespaces(self) -> None:
         """Push what operations may have changed, once nothing is under way."""
@@ -201,7 +205,7 @@ class Janitor:
                 continue  # it may have ended while another was pushed
             box.to_push = False
             try:
-                await self._sessions.push(box.record, box.workspace)
+                await self._files.save(box.record, box.workspace)
             except CarrelError as error:
                 log.warning("sandbox %s: its filespace could not be synced: %s", box.record.id, error)
 
@@ -243,7 +247,7 @@ class Janitor:
         await asyncio.to_thread(self._workspaces.collect_garbage)
         for box in self._sessions.live():
             if box.record.filespace and box.record.context_id is not None:
-                await self._filespaces.collect(box.record.context_id)
+                await self._files.collect(box.record.context_id)
 
     async def prune_audit(self, by: str | None = None) -> AuditPruned:
         """Remove the audit records that are older than they are to be kept; `Conflict` where they are kept for ever."""

@@ -6,13 +6,15 @@ Only workspaces of a context have snapshots: an ephemeral sandbox keeps nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 
 from carrel.control.operations.caller import caller
 from carrel.control.operations.door import Kind
 from carrel.control.operations.operations import Operations
+from carrel.control.sessions.attachments import Attachments, Fork
+from carrel.control.sessions.notes import SessionNotes
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.stopping import context_of
 from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
@@ -24,23 +26,25 @@ from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 
 MOST_CHANGES = 10_000
 
-Undo = Callable[[], Awaitable[None]]
-
 
 class Snapshots:
     """The snapshots of every context of this server."""
 
-    def __init__(self, sessions: Sessions, operations: Operations, store: SnapshotStore, workspaces: Workspaces):
+    def __init__(
+        self,
+        sessions: Sessions,
+        operations: Operations,
+        store: SnapshotStore,
+        workspaces: Workspaces,
+        attachments: Attachments,
+        notes: SessionNotes,
+    ):
         self._sessions = sessions
         self._operations = operations
         self._store = store
         self._workspaces = workspaces
-        self.on_fork: Callable[[str, str, bool], Awaitable[Undo]] = _nothing
-        """Called before a fork is made, with the context it comes from, its own, and whether it gets the secrets;
-        gives what takes it back.
-        """
-        self.on_forked: Callable[[str], None] = _no_more
-        """Called with the context of a fork when it is made, or could not be."""
+        self._attachments = attachments
+        self._notes = notes
 
     async def take(self, name: str, actor: str = "") -> SnapshotInfo:
         """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
@@ -58,13 +62,13 @@ class Snapshots:
                 hint="start its sandbox first",
             )
         taken = await self._workspaces.keeping.take(record, reason)
-        await self._sessions.note(record, snapshot=taken.id)
+        await self._notes.write(record, snapshot=taken.id)
         return taken
 
     async def checkpoint(self, record: SessionRecord) -> None:
         """Take a snapshot and put it into the archive."""
         taken = await self._take(record, "checkpoint")
-        await self._sessions.note(record, notice=await self._workspaces.keeping.settle(taken))
+        await self._notes.write(record, notice=await self._workspaces.keeping.settle(taken))
 
     async def page(self, name: str, *, limit: int = 100, cursor: str | None = None, actor: str = "") -> SnapshotPage:
         """The snapshots of a context, newest first."""
@@ -100,16 +104,16 @@ class Snapshots:
             async with self._sessions.lock(f"fork {context_id}"), self._workspaces.keeping.using(snapshot_id):
                 snapshot = await self._ready(snapshot_id, context)
                 await self._sessions.require_unused(context_id)
-                undo = await self.on_fork(context, context_id, secrets)
-                try:
-                    return await self._fork(snapshot, record, context_id)
-                except BaseException:
-                    if not any(box.record.context_id == context_id for box in self._sessions.live()):
-                        await self._unmake(context_id)
-                        await undo()
-                    raise
-                finally:
-                    self.on_forked(context_id)
+                fork = Fork(context, context_id, with_secrets=secrets)
+                async with fork.finished:
+                    await self._attachments.fork(fork)
+                    try:
+                        return await self._fork(snapshot, record, context_id)
+                    except BaseException:
+                        if not any(box.record.context_id == context_id for box in self._sessions.live()):
+                            await self._unmake(context_id)
+                            await fork.undo.aclose()
+                        raise
 
     async def _fork(self, snapshot: SnapshotRecord, record: SessionRecord, context_id: str) -> SandboxInfo:
         await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
@@ -221,14 +225,3 @@ def _info(record: SnapshotRecord) -> SnapshotInfo:
         reason=record.reason,  # type: ignore[arg-type]  # checked by the model
         archived=record.archived,
     )
-
-
-def _no_more(_context: str) -> None:
-    return
-
-
-async def _nothing(_origin: str, _context: str, _secrets: bool) -> Undo:
-    async def undo() -> None:
-        return
-
-    return undo

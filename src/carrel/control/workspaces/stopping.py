@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
+from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, PlatformError, SnapshotDamaged
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.store import SessionRecord
@@ -31,36 +32,22 @@ AUTOMATIC = frozenset({"checkpoint", "stop", "fork"})
 KEPT = 3
 """How many of those stay."""
 
-Sync = Callable[[SessionRecord, str], Awaitable[None]]
-"""Bring the filespace and the workspace of a session together, one way; the second is the workspace's path."""
-
-
-@dataclass(slots=True)
-class Base:
-    """How the filespace takes part: what it knew of a workspace travels with the snapshots of it."""
-
-    get: Callable[[str], Awaitable[bytes]]
-    set: Callable[[str, bytes], Awaitable[None]]
-    forget: Callable[[str], Awaitable[None]]
-
-
-async def _no_bytes(_context: str) -> bytes:
-    return b""
-
-
-async def _ignore(_context: str, _base: bytes) -> None:
-    return
-
-
-async def _forget(_context: str) -> None:
-    return
+Save = Callable[[SessionRecord, str], Awaitable[None]]
+"""Saves what is kept of a workspace elsewhere; the second is the workspace's path."""
 
 
 class Keeping:
     """The snapshots of one server."""
 
     def __init__(
-        self, layout: Layout, driver: VolumeDriver, store: SnapshotStore, archive: Archive, node: str, metrics: Metrics
+        self,
+        layout: Layout,
+        driver: VolumeDriver,
+        store: SnapshotStore,
+        archive: Archive,
+        bases: FilespaceBases,
+        node: str,
+        metrics: Metrics,
     ):
         self._store = store
         self._archive = archive
@@ -72,7 +59,7 @@ class Keeping:
         self.driver = driver
         self.node = node
         self.metrics = metrics
-        self.base = Base(_no_bytes, _ignore, _forget)
+        self.base = bases
 
     def prepare(self) -> None:
         """Make the directories. Blocking."""
@@ -179,14 +166,13 @@ class Keeping:
             log.warning("old snapshots of %s could not be deleted: %s", snapshot.context_id, error)
         return notice
 
-    async def keep(self, record: SessionRecord, push: Sync) -> tuple[str | None, str | None, str | None]:
+    async def keep(self, record: SessionRecord, save: Save) -> tuple[str | None, str | None, str | None]:
         """Push, snapshot, archive: the newest snapshot, what the session says of itself, and what went wrong."""
         failure: str | None = None
-        if record.filespace:
-            try:
-                await push(record, self.driver.path(volume_of(record)))
-            except CarrelError as error:
-                failure = f"the filespace could not be synced: {error.detail}"[:2000]
+        try:
+            await save(record, self.driver.path(volume_of(record)))
+        except CarrelError as error:
+            failure = f"the filespace could not be synced: {error.detail}"[:2000]
         try:
             taken = await self.take(record, "stop")
         except CarrelError as error:

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from carrel.control.workspaces.stopping import AUTOMATIC, Keeping, Sync, context_of, volume_of
+from carrel.control.workspaces.filespace_bases import FilespaceBases
+from carrel.control.workspaces.stopping import AUTOMATIC, Keeping, Save, context_of, volume_of
 from carrel.control.workspaces.stored import StoredSnapshots
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged
 from carrel.identity import namespace_of
@@ -50,10 +51,11 @@ class Workspaces:
         driver: VolumeDriver,
         store: SnapshotStore,
         archive: Archive,
+        bases: FilespaceBases,
         node: str,
+        metrics: Metrics,
         *,
         ttl_days: float | None,
-        metrics: Metrics | None = None,
     ):
         self._layout = layout
         self._store = store
@@ -63,8 +65,8 @@ class Workspaces:
         self.stored = StoredSnapshots(driver, archive, layout.cache)
         self.driver = driver
         self.node = node
-        self.metrics = metrics or Metrics()
-        self.keeping = Keeping(layout, driver, store, archive, node, self.metrics)
+        self.metrics = metrics
+        self.keeping = Keeping(layout, driver, store, archive, bases, node, metrics)
 
     def volume(self, record: SessionRecord) -> str:
         """The name of the volume of a session."""
@@ -176,7 +178,7 @@ class Workspaces:
             namespace, agent = namespace_of(context), record.agent or ""
             self.metrics.workspace(context, used, last_accessed, namespace=namespace, agent=agent)
 
-    async def keep(self, record: SessionRecord, push: Sync) -> tuple[SessionRecord, str | None]:
+    async def keep(self, record: SessionRecord, save: Save) -> tuple[SessionRecord, str | None]:
         """Keep the files of a session whose sandbox has ended: describe, push, snapshot, archive. The record as it is
         then, and what went wrong.
         """
@@ -186,7 +188,7 @@ class Workspaces:
             await self.describe(record, used, record.last_activity_at)
         except CarrelError as error:
             log.warning("the workspace of %s could not be measured: %s", record.context_id or record.id, error)
-        snapshot, notice, failure = await self.keeping.keep(record, push)
+        snapshot, notice, failure = await self.keeping.keep(record, save)
         return replace(record, snapshot=snapshot, notice=notice, used_bytes=used), failure
 
     async def _bring(self, record: SessionRecord, snapshots: list[SnapshotRecord]) -> Provided:

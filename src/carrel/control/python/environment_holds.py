@@ -1,0 +1,56 @@
+"""Who holds which environment. A context, or an ephemeral session, holds an environment until it lets go or is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+from carrel.control.sessions.attachments import Attachment, Fork
+from carrel.store.environments import EnvironmentStore
+
+
+class EnvironmentHolds(Attachment):
+    """The holders of the environments of one server. Change or rely on `holders` only while `lock` is held."""
+
+    def __init__(self, store: EnvironmentStore):
+        self._store = store
+        self._being_forked: set[str] = set()
+        self.lock = asyncio.Lock()
+        self.holders: dict[str, set[str]] = {}
+        """By the name of the environment."""
+
+    async def read(self) -> None:
+        """Read the holders anew: sessions may have ended, here or on another server."""
+        self.holders = await self._store.held(self._being_forked)
+
+    def of(self, name: str) -> set[str]:
+        """The holders of an environment."""
+        return self.holders.get(name, set())
+
+    async def hold(self, name: str, holder: str, at: float) -> None:
+        """Write down that an environment is held and was used at that time."""
+        await self._store.used(name, at, holder)
+        self.holders.setdefault(name, set()).add(holder)
+
+    async def release(self, name: str, holder: str) -> bool:
+        """Let go of an environment; says whether it was held."""
+        # Before it is written: a holder that is remembered would not be written down again.
+        self.of(name).discard(holder)
+        return await self._store.release(holder, name)
+
+    async def fork(self, fork: Fork) -> None:
+        """A fork holds what its origin does: its own virtual environment may sit on top of it. It holds that before it
+        has a session.
+        """
+        fork.finished.callback(self._being_forked.discard, fork.context_id)
+        fork.undo.push_async_callback(self._release_all, fork.context_id)
+        async with self.lock:
+            self._being_forked.add(fork.context_id)
+            await self._store.copy_uses(fork.origin, fork.context_id)
+            for holders in self.holders.values():
+                if fork.origin in holders:
+                    holders.add(fork.context_id)
+
+    async def _release_all(self, holder: str) -> None:
+        async with self.lock:
+            for name in await self._store.holds(holder):
+                await self.release(name, holder)

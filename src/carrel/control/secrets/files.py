@@ -1,0 +1,93 @@
+"""Secrets as files of running sandboxes: given at the start, and again whenever they change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from base64 import b64encode
+from collections.abc import Mapping
+
+from carrel.control.egress.plans import Plans
+from carrel.control.operations.checks import SMALL
+from carrel.control.operations.door import Door, Operation
+from carrel.control.secrets.values import SecretValues
+from carrel.control.sessions.attachments import Attachment, Fork
+from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
+from carrel.control.sessions.owners import is_agent
+from carrel.errors import Unsupported
+from carrel.providers.base import Capability
+from carrel.store import SecretInfo
+from carrel.store.secrets import Mark
+
+log = logging.getLogger("carrel.secrets")
+
+DELIVERY_S = 30.0
+
+
+class SecretFiles(Attachment):
+    """Gives sandboxes their secrets."""
+
+    def __init__(self, values: SecretValues, plans: Plans, admission: Door, live: LiveSandboxes):
+        self._values = values
+        self._plans = plans
+        self._admission = admission
+        self._live = live
+        self._mark: Mark | None = None
+
+    async def attach(self, box: LiveSandbox) -> None:
+        """Give a new sandbox its secrets; a sandbox in which carrel builds something has none."""
+        if is_agent(box.record):
+            await self.refresh(box)
+
+    async def refresh(self, box: LiveSandbox) -> None:
+        """Make the secrets of its context and its template those of a running sandbox."""
+        record = box.record
+        owner = record.context_id or record.id
+        self._values.stale(owner)  # it was made before the template was known
+        async with box.giving:
+            values = await self._plans.shown(record, await self._values.values_of(record))
+            if values == box.given or (not values and not box.has_secrets):
+                return
+            if values:
+                box.provider.require(Capability.SECRETS)
+            elif Capability.SECRETS not in box.provider.capabilities():
+                return
+            box.has_secrets, box.given = True, None
+            self._values.stale(owner)  # one made meanwhile may not know what another server put
+            await deliver(box, values)
+            box.given = values
+
+    async def catch_up(self) -> None:
+        """Give running sandboxes what another server has changed."""
+        mark = await self._values.mark()
+        if mark == self._mark:
+            return
+        self._values.stale(None)
+        boxes = [box for box in self._live.all() if box.record.acts_for is None]
+        failures = await asyncio.gather(*map(self.refresh, boxes), return_exceptions=True)
+        for box, failure in zip(boxes, failures, strict=True):
+            if failure is not None:
+                log.warning("sandbox %s does not have its secrets as they are now: %s", box.record.id, failure)
+        if all(failure is None or isinstance(failure, Unsupported) for failure in failures):  # else it is tried again
+            self._mark = mark
+
+    async def fork(self, fork: Fork) -> None:
+        """Give a fork the secrets of its origin that it does not have. The log of the fork tells of it."""
+        names = await self._values.missing(fork.origin, fork.context_id) if fork.with_secrets else []
+        if not names:
+            return
+        given: list[SecretInfo] = []
+        fork.undo.push_async_callback(self._values.take_back, fork.context_id, given)
+        arguments = {"from": fork.origin, "names": names}
+        async with self._admission.admit(Operation("session", "copy_secrets", arguments, "", "", fork.context_id)):
+            await self._values.copy(fork.origin, fork.context_id, names, given)
+
+    async def forget(self, context_id: str) -> None:
+        """Forget all secrets of a context, and their former values."""
+        await self._values.forget(context_id)
+
+
+async def deliver(box: LiveSandbox, values: Mapping[str, bytes]) -> None:
+    """Replace the secrets inside a sandbox."""
+    given = {name: b64encode(value).decode() for name, value in values.items()}
+    await box.connection.request_json("PUT", "/secrets", {"secrets": given}, deadline=DELIVERY_S, max_bytes=SMALL)

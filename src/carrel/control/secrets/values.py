@@ -1,0 +1,242 @@
+"""The values of secrets: sealed in the store, read for those who need them, and taken out of everything that is shown.
+
+No method gives a value back but for the ones that the sandbox's files and the proxy need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from carrel.control.governance.redaction import apart, clean_error
+from carrel.control.sessions.lifecycle import LIVE
+from carrel.control.sessions.live import LiveSandboxes
+from carrel.control.sessions.owners import whose
+from carrel.control.sessions.templates import Templates
+from carrel.errors import CarrelError, LimitExceeded, NotFound, PlatformError
+from carrel.redaction.redact import Redactor
+from carrel.secrets import OVERHEAD, ScopeKind, Sealed, Vault, checked_name
+from carrel.store import SecretInfo, SecretStore, SessionRecord
+from carrel.store.secrets import Mark, places_of
+
+log = logging.getLogger("carrel.secrets")
+
+FRESH_S = 5.0
+"""How long a change made by another server may stay unseen."""
+MOST_CACHED = 1024
+ALTOGETHER = 1024 * 1024
+"""Bytes of all the secrets of a sandbox: what its memory file system has room for, twice."""
+
+Names = list[str]
+Named = list[tuple[str, bytes]]
+Infos = list[SecretInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A redactor, what it was made of, and when that was read."""
+
+    redactor: Redactor
+    values: Mapping[str, bytes] = field(repr=False)
+    former: Named = field(repr=False)
+    at: float
+
+
+@dataclass(eq=False, slots=True)
+class _Making:
+    """A redactor that is being made; stale when its secrets have changed meanwhile."""
+
+    name: str
+    stale: bool = False
+
+
+class SecretValues:
+    """The secrets of every context and template."""
+
+    def __init__(self, vault: Vault, store: SecretStore, live: LiveSandboxes, templates: Templates):
+        self._vault = vault
+        self._store = store
+        self._live = live
+        self._templates = templates
+        self._shapes = Redactor()
+        self._redactors: OrderedDict[str, _Made] = OrderedDict()
+        self._making: list[_Making] = []
+
+    # keeping
+
+    async def put(
+        self, kind: ScopeKind, scope: str, name: str, value: bytes, sandboxes: Sequence[Sequence[tuple[ScopeKind, str]]]
+    ) -> SecretInfo:
+        """Keep a secret, or the next version of it. Refused where the `sandboxes` that get it have no room for it."""
+        sealed = self._vault.seal(kind, scope, name, value)
+        return await self._store.put(
+            kind, scope, name, sealed=sealed.data, key_id=sealed.key_id, sandboxes=sandboxes, check=_room
+        )
+
+    async def list(self, kind: ScopeKind, scope: str) -> Infos:
+        """Names and versions, never values."""
+        return await self._store.list(kind, scope)
+
+    async def delete(self, kind: ScopeKind, scope: str, name: str) -> None:
+        """Forget a secret."""
+        if not await self._store.delete(kind, scope, checked_name(name)):
+            raise NotFound(f"{kind} '{scope}' has no secret '{name}'", field="name", hint="list them first")
+
+    async def templates_of(self, context_id: str) -> Names:
+        """The template of a context, if it has one."""
+        template = await self._templates.of(context_id)
+        return [] if template is None else [template]
+
+    async def missing(self, origin: str, context_id: str) -> Names:
+        """The names of the secrets that a context has and another has not."""
+        own = {info.name for info in await self._store.list("context", context_id)}
+        return [info.name for info in await self._store.list("context", origin) if info.name not in own]
+
+    async def copy(self, origin: str, context_id: str, names: Sequence[str], given: Infos) -> None:
+        """Give a fork that does not run yet secrets of its origin. What it has been given is added to `given`, one by
+        one, so that it can be taken back when a later one cannot be given.
+        """
+        places = [places_of(context_id, await self.templates_of(origin))]
+        for name in names:
+            record = await self._store.get("context", origin, name)
+            if record is None:  # deleted meanwhile
+                continue
+            value = self._vault.unseal("context", origin, name, Sealed(record.key_id, record.sealed))
+            sealed = self._vault.seal("context", context_id, name, value.get_secret_value())
+            info = await self._store.put(
+                "context", context_id, name, sealed=sealed.data, key_id=sealed.key_id, sandboxes=places, check=_room
+            )
+            given.append(info)
+        self.stale(context_id)
+
+    async def take_back(self, context_id: str, given: Infos) -> None:
+        """Take back what `copy` gave to a fork that could not be made; what others have put since stays."""
+        now = {info.name: info.version for info in await self._store.list("context", context_id)}
+        for each in given:
+            if now.get(each.name) == each.version:
+                await self._store.delete("context", context_id, each.name)
+        self.stale(context_id)
+
+    async def forget(self, context_id: str) -> None:
+        """Forget all secrets of a context that is gone, and what they were before."""
+        await self._store.forget("context", context_id)
+        self.stale(context_id)
+
+    async def forget_former(self) -> None:
+        """Forget the former values of secrets that no sandbox which still runs can have seen."""
+        if await self._store.forget_former([state.value for state in LIVE]):
+            self.stale(None)
+
+    async def mark(self) -> Mark:
+        """Changes when a server changes any secret."""
+        return await self._store.mark()
+
+    # reading
+
+    async def values_of(self, record: SessionRecord) -> Mapping[str, bytes]:
+        """The values of a session's secrets, for its files and for the proxy. Nobody else may ask."""
+        return await self._values(whose(record), record.template)
+
+    async def _values(self, context_id: str | None, template: str | None) -> dict[str, bytes]:
+        templates = [] if template is None else [template]
+        found: dict[str, bytes] = {}
+        for record in await self._store.of_scope(context_id, templates):
+            sealed = Sealed(record.key_id, record.sealed)
+            value = self._vault.unseal(record.kind, record.scope, record.name, sealed)
+            found[record.name] = value.get_secret_value()
+        return found
+
+    # taking out
+
+    async def redactor(self, name: str | None) -> Redactor:
+        """What takes the secrets of a context, or of an ephemeral sandbox, and tokens of well-known shapes out of what
+        is shown.
+        """
+        if name is None:
+            return self._shapes
+        known = self._redactors.get(name)
+        if known is not None and time.monotonic() - known.at < FRESH_S:
+            return known.redactor
+        making = _Making(name)
+        self._making.append(making)
+        try:
+            while True:
+                making.stale = False
+                made = await self._made(name, known)
+                if not making.stale:  # else a secret was changed meanwhile
+                    break
+        finally:
+            self._making.remove(making)
+        self._redactors[name] = made
+        self._redactors.move_to_end(name)
+        while len(self._redactors) > MOST_CACHED:
+            self._redactors.popitem(last=False)
+        return made.redactor
+
+    async def _made(self, name: str, known: _Made | None) -> _Made:
+        """What is known already, if nothing has changed since."""
+        now = time.monotonic()
+        box = self._live.find(name)
+        record = None if box is None else box.record
+        context = name if record is None else whose(record)
+        template = await self._templates.of(name) if record is None else record.template
+        values, former = await self._values(context, template), await self._former(context, template)
+        if not values and not former:
+            redactor = self._shapes
+        elif known is not None and (known.values, known.former) == (values, former):
+            redactor = known.redactor
+        else:
+            redactor = await asyncio.to_thread(Redactor, values, former=former)
+        return _Made(redactor, values, former, now)
+
+    def stale(self, name: str | None) -> None:
+        """What was made of the secrets under a name, or of all, is not used any more; nor is what is being made."""
+        if name is None:
+            self._redactors.clear()
+        else:
+            self._redactors.pop(name, None)
+        for each in self._making:
+            each.stale = each.stale or name is None or each.name == name
+
+    async def _former(self, context_id: str | None, template: str | None) -> Named:
+        """The values that secrets had before: what runs may have kept them."""
+        found: Named = []
+        for record in await self._store.former(context_id, [] if template is None else [template]):
+            try:
+                value = self._vault.unseal(record.kind, record.scope, record.name, Sealed(record.key_id, record.sealed))
+            except PlatformError as error:
+                log.warning("a former value of a secret cannot be taken out of outputs: %s", error)
+                continue
+            found.append((record.name, value.get_secret_value()))
+        return found
+
+    async def clean_text(self, name: str | None, text: str) -> str:
+        """A text as it may be shown."""
+        return await apart(len(text), (await self.redactor(name)).text, text)
+
+    async def clean_error(self, name: str | None, error: CarrelError) -> None:
+        """Take the secrets of a context, or of an ephemeral sandbox, out of an error."""
+        try:
+            redactor = await self.redactor(name)
+        except CarrelError:
+            redactor = None
+        clean_error(redactor, error)
+
+    async def clean(self, name: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
+        """Arguments as they may be shown."""
+        return await apart(len(repr(arguments)), (await self.redactor(name)).value, dict(arguments))
+
+
+def _room(sizes: Mapping[str, int]) -> None:
+    """Refuse what the memory file system of a sandbox would not hold."""
+    together = sum(size - OVERHEAD for size in sizes.values())
+    if together > ALTOGETHER:
+        raise LimitExceeded(
+            f"the secrets of a sandbox would have {together} bytes together, and there is room for {ALTOGETHER}",
+            field="value",
+            hint="delete what is not used any more, or keep large files in the workspace",
+        )

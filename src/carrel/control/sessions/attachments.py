@@ -1,0 +1,172 @@
+"""Attachments: the parts that make a workspace of a bare sandbox, such as policy, network, files, secrets, packages.
+
+Start, stop, fork and delete walk one list of them. The control plane builds that list; a part cannot be left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, fields
+
+from carrel.control.sessions.live import LiveSandbox
+from carrel.models import SandboxRequest
+from carrel.providers import Masks
+from carrel.providers.base import Provider
+from carrel.store import SessionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """A sandbox that is about to start, as far as it is decided."""
+
+    request: SandboxRequest
+    """The request, with the template's values filled in."""
+    record: SessionRecord
+    provider: Provider
+    masks: Masks | None = None
+    """The programs and files that the sandbox must not reach."""
+    trusts_proxy: bool = False
+    """Whether the sandbox trusts the certificates of the proxy."""
+    notice: str | None = None
+    """Tells the caller what could not be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A fork that is being made."""
+
+    origin: str
+    context_id: str
+    with_secrets: bool
+    undo: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """Called in reverse order when the fork cannot be made."""
+    finished: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """Called when the fork is made or could not be made."""
+
+
+class Attachment:
+    """One part of a session. It overrides the steps that it takes part in.
+
+    Attachments are called in the order of `Attachments`; `detach` and `forget` are called in the reverse order.
+    """
+
+    async def plan(self, plan: LaunchPlan) -> LaunchPlan:
+        """Decide before anything is made. Raise to refuse the start. Changes nothing but the plan."""
+        return plan
+
+    async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
+        """The workspace lies at that path and the sandbox does not run yet. Raise to end the start."""
+        return plan
+
+    async def attach(self, box: LiveSandbox) -> None:
+        """The sandbox runs and nobody uses it yet. Raise to end the start."""
+
+    async def refresh(self, box: LiveSandbox) -> None:
+        """The policy or the secrets of a running sandbox have changed."""
+
+    async def is_outdated(self, box: LiveSandbox) -> bool:
+        """Whether only a restart brings a change of the policy into the running sandbox."""
+        return False
+
+    def detach(self, box: LiveSandbox) -> None:
+        """The sandbox is about to end, or its start has failed. May be called for one that was never attached."""
+
+    async def save(self, record: SessionRecord, workspace: str) -> None:
+        """The sandbox has ended and its files are about to be kept."""
+
+    async def fork(self, fork: Fork) -> None:
+        """Give a new context what its origin has."""
+
+    async def forget(self, context_id: str) -> None:
+        """The context is deleted for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attachments:
+    """Every attachment of a server, in the order in which they are called. None can be left out."""
+
+    templates: Attachment
+    limits: Attachment
+    network: Attachment
+    filespace: Attachment
+    masks: Attachment
+    approvals: Attachment
+    secrets: Attachment
+    egress: Attachment
+    environments: Attachment
+    mcp: Attachment
+
+    def __post_init__(self) -> None:
+        for name, each in self._named():
+            if not isinstance(each, Attachment):
+                raise TypeError(f"'{name}' is not an attachment: {type(each).__name__}")
+
+    def _named(self) -> list[tuple[str, Attachment]]:
+        return [(each.name, getattr(self, each.name)) for each in fields(self)]
+
+    def __iter__(self) -> Iterator[Attachment]:
+        return iter([each for _, each in self._named()])
+
+    async def plan(self, plan: LaunchPlan) -> LaunchPlan:
+        """Let every attachment decide about a sandbox that is asked for."""
+        for each in self:
+            plan = await each.plan(plan)
+        return plan
+
+    async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
+        """Let every attachment prepare the workspace and the plan."""
+        for each in self:
+            plan = await each.prepare(plan, workspace)
+        return plan
+
+    async def attach(self, box: LiveSandbox) -> None:
+        """Attach everything to a sandbox that has started."""
+        for each in self:
+            await each.attach(box)
+
+    async def refresh(self, boxes: Iterable[LiveSandbox]) -> None:
+        """Bring changes of policies and secrets into running sandboxes. Raises the first failure when all are tried."""
+        failures = await asyncio.gather(*map(self._refresh, boxes), return_exceptions=True)
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    async def _refresh(self, box: LiveSandbox) -> None:
+        failure: Exception | None = None
+        for each in self:
+            try:
+                await each.refresh(box)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    async def are_outdated(self, box: LiveSandbox) -> bool:
+        """Whether a running sandbox needs a restart to follow its policy."""
+        return any([await each.is_outdated(box) for each in self])
+
+    def detach(self, box: LiveSandbox) -> None:
+        """Detach everything from a sandbox that is about to end."""
+        for each in reversed(list(self)):
+            each.detach(box)
+
+    async def save(self, record: SessionRecord, workspace: str) -> None:
+        """Let every attachment save what it keeps of a workspace."""
+        for each in self:
+            await each.save(record, workspace)
+
+    async def fork(self, fork: Fork) -> None:
+        """Give a new context what its origin has. A failure leaves nothing behind."""
+        try:
+            for each in self:
+                await each.fork(fork)
+        except BaseException:
+            await fork.undo.aclose()
+            raise
+
+    async def forget(self, context_id: str) -> None:
+        """Delete what the attachments keep of a context."""
+        for each in reversed(list(self)):
+            await each.forget(context_id)

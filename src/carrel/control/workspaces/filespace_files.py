@@ -1,0 +1,207 @@
+"""The sync of a workspace with its filespace: pulled before a sandbox starts, pushed after operations and at a stop.
+
+Binds the sync engine to records and to the archive's storage. Passes no admission: callers have passed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from carrel.control.secrets.values import SecretValues
+from carrel.control.sessions.attachments import Attachment, LaunchPlan
+from carrel.control.sessions.notes import SessionNotes
+from carrel.control.workspaces.filespace_bases import FilespaceBases
+from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
+from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
+from carrel.metrics import OK, outcome_of
+from carrel.models import SyncDirection, SyncSummary
+from carrel.store import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore, SessionRecord
+from carrel.workspaces.filespace_contents import Contents
+from carrel.workspaces.filespace_sync import TOMBSTONE_S, Change, FilespaceSync, Mark, Stored, Synced
+from carrel.workspaces.layout import encode
+from carrel.workspaces.remote import Remote
+from carrel.workspaces.synced_tree import MOST_FILES
+
+log = logging.getLogger("carrel.filespaces")
+
+NOTICE = "the filespace could not be synced: "
+"""How the notice of a session begins whose sync failed."""
+MOST_CONFLICTS = 100
+_PAGE = 1000
+
+T = TypeVar("T")
+
+
+class _Entries:
+    """The entries of a context for a thread: the queries run on the loop."""
+
+    def __init__(self, store: FilespaceStore, context: str, loop: asyncio.AbstractEventLoop):
+        self._store = store
+        self._context = context
+        self._loop = loop
+
+    def newest(self) -> tuple[int, float]:
+        return self._ask(self._store.newest(self._context))
+
+    def changed(self, after: int) -> list[FilespaceEntry]:
+        found: list[FilespaceEntry] = []
+        while len(page := self._ask(self._store.changed(self._context, after=after, limit=_PAGE))) == _PAGE:
+            found += page
+            after = page[-1].version
+            if len(found) > 2 * MOST_FILES:
+                raise LimitExceeded(
+                    f"the filespace has more than {MOST_FILES} files", field="files", hint="delete some of them"
+                )
+        return found + page
+
+    def put(self, changes: Sequence[Change], mark: Mark) -> Stored:
+        wanted = [FilespaceChange(*change) for change in changes]
+        done = self._ask(self._store.put(self._context, wanted, FilespaceMark(*mark)))
+        return Stored(done.entries, done.before, done.newest)
+
+    def hashes(self) -> set[str]:
+        return self._ask(self._store.hashes(self._context))
+
+    def _ask(self, query: Coroutine[object, object, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(query, self._loop).result()
+
+
+class FilespaceFiles(Attachment):
+    """The filespaces of every context, as their workspaces see them. `spool` is a directory for files on their way."""
+
+    def __init__(
+        self,
+        workspaces: Workspaces,
+        store: FilespaceStore,
+        remote: Remote,
+        bases: FilespaceBases,
+        spool: str,
+        notes: SessionNotes,
+        secrets: SecretValues,
+    ):
+        self._workspaces = workspaces
+        self._store = store
+        self._remote = remote
+        self._bases = bases
+        self._spool = spool
+        self._notes = notes
+        self._secrets = secrets
+        try:
+            os.makedirs(spool, 0o700, exist_ok=True)
+            for name in os.listdir(spool):  # a server that was killed may have left some
+                os.unlink(os.path.join(spool, name))
+        except OSError as error:
+            raise PlatformError(f"filespaces cannot be used: {error.strerror}", field="data_dir") from None
+
+    async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
+        """Pull the changes of the filespace. When its storage cannot be reached, a notice says so."""
+        if not plan.record.filespace:
+            return plan
+        try:
+            await self.sync(plan.record, workspace, SyncDirection.PULL)
+        except ArchiveUnavailable as error:
+            return replace(plan, notice=f"{NOTICE}{error.detail}"[:2000])
+        return plan
+
+    async def save(self, record: SessionRecord, workspace: str) -> None:
+        """Push the changes of the workspace."""
+        if record.filespace:
+            await self.sync(record, workspace, SyncDirection.PUSH)
+
+    async def sync(
+        self, record: SessionRecord, path: str, direction: SyncDirection, hidden: Callable[[str], bool] | None = None
+    ) -> SyncSummary:
+        """Bring a workspace and its filespace together. Tried twice; a failure is told by the session too.
+        A file whose path is `hidden` from the sandbox is not replaced.
+        """
+        context = record.context_id or ""
+        began = time.monotonic()
+        outcome = OK
+        try:
+            async with self._workspaces.keeping.still(context):
+                try:
+                    done = await self._attempt(context, path, direction, cap_bytes(record), hidden)
+                except PlatformError as error:
+                    log.info("the sync of context '%s' is tried again: %s", context, error.code)
+                    done = await self._attempt(context, path, direction, cap_bytes(record), hidden)
+        except BaseException as error:
+            outcome = outcome_of(error)
+            if isinstance(error, CarrelError):
+                await self._secrets.clean_error(context, error)  # it may quote the name of a file
+                with suppress(CarrelError):  # the first failure tells more than that it cannot be written down
+                    await self._notes.write(record, notice=f"{NOTICE}{error.detail}"[:2000])
+            raise
+        finally:
+            self._workspaces.metrics.synced(direction, outcome, time.monotonic() - began)
+        if record.notice is not None and record.notice.startswith(NOTICE):
+            await self._notes.write(record, notice=None)
+        return _summary(direction, done, time.monotonic() - began)
+
+    async def _attempt(
+        self,
+        context: str,
+        path: str,
+        direction: SyncDirection,
+        cap: int | None,
+        hidden: Callable[[str], bool] | None,
+    ) -> Synced:
+        entries = _Entries(self._store, context, asyncio.get_running_loop())
+        engine = FilespaceSync(path, self._bases.path(context), entries, self.contents(context), hidden=hidden)
+        return await to_its_end(lambda: engine.run(direction, cap), engine.stop)
+
+    async def collect(self, context: str) -> int:
+        """Remove contents that no file has any more and what was deleted long ago; says how many contents."""
+        entries = _Entries(self._store, context, asyncio.get_running_loop())
+        async with self._workspaces.keeping.still(context):
+            await self._store.forget_tombstones(context, TOMBSTONE_S)
+            return await to_its_end(lambda: self.contents(context).collect(entries.hashes))
+
+    async def holds(self, context: str) -> bool:
+        """Whether a filespace has any file."""
+        return bool((await self._store.page(context, limit=1))[0])
+
+    async def erase(self, context: str) -> None:
+        """Delete a filespace with everything in it."""
+        contents = self.contents(context)
+        async with self._workspaces.keeping.still(context):
+            await self._store.forget(context)
+            await self._bases.forget(context)
+            await to_its_end(contents.forget)
+
+    def contents(self, context: str) -> Contents:
+        """The stored contents of a filespace."""
+        return Contents(self._remote, encode(context, ephemeral=False), self._spool)
+
+
+async def to_its_end(work: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
+    """Run in a thread, and wait for it even when nobody waits for us: a thread goes on, and must not meet another."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop()
+        await asyncio.gather(running, return_exceptions=True)
+        raise
+
+
+def _summary(direction: SyncDirection, done: Synced, seconds: float) -> SyncSummary:
+    return SyncSummary(
+        direction=direction,
+        pushed=done.pushed,
+        pushed_bytes=done.pushed_bytes,
+        push_deleted=done.push_deleted,
+        pulled=done.pulled,
+        pulled_bytes=done.pulled_bytes,
+        pull_deleted=done.pull_deleted,
+        conflicts=done.conflicts[:MOST_CONFLICTS],
+        skipped=done.skipped,
+        duration_ms=seconds * 1000,
+    )
