@@ -270,14 +270,11 @@ async def local_sandbox(
 
 
 def _settings(flags: Mapping[str, object]) -> Settings:
-    """The settings; imports what the sandbox takes, while others are waited for."""
-    for name in (
-        "control.exchange",
-        "control.redacting",
-        "control.resolving",
-        "providers.choosing",
-    ):
-        import_module(f"carrel.{name}")
+    """Read the settings, and import what the sandbox needs while the caller waits for other processes."""
+    import carrel.control.governance.redaction
+    import carrel.control.operations.checks
+    import carrel.control.sessions.placement
+    import carrel.providers.choosing  # noqa: F401
     from carrel.config import load
 
     return load(flags)
