@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,11 +37,11 @@ async def test_the_migrations_make_the_tables(migrated: Database) -> None:
     assert len(await migrated.read(differences)) == 1, "the comparison can fail"
 
 
-def anew(connection: Connection, revision: str = "head") -> None:
-    """Tables as the migrations up to a revision make them."""
+def anew(connection: Connection) -> None:
+    """Make the tables again, by the migrations."""
     metadata.drop_all(connection)
     connection.execute(text("DROP TABLE alembic_version"))
-    command.upgrade(config(connection), revision)
+    command.upgrade(config(connection), "head")
 
 
 def shape(connection: Connection) -> dict[str, object]:
@@ -83,22 +82,18 @@ def test_the_names_of_the_scripts_are_their_revisions() -> None:
     assert known() == tuple(script.revision for script in scripts)
 
 
-async def test_only_an_old_database_needs_the_toolkit(tmp_path: Path) -> None:
+async def test_a_new_or_current_database_needs_no_alembic(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys\nfrom carrel.store import Database\n"
         "async def main():\n    database = await Database.open(sys.argv[1])\n    await database.close()\n"
         "asyncio.run(main())\nprint('alembic' in sys.modules)\n"
     )
     path = str(tmp_path / "carrel.db")
-    for state, wanted in (("new", b"False\n"), ("made", b"False\n"), ("old", b"True\n"), ("upgraded", b"False\n")):
-        if state == "old":
-            database = await Database.open(path)
-            await database.write(partial(anew, revision="0001"))
-            await database.close()
+    for state in ("new", "current"):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", program, path, stdout=asyncio.subprocess.PIPE
         )
-        assert (await process.communicate())[0] == wanted, state
+        assert (await process.communicate())[0] == b"False\n", state
 
 
 async def test_a_newer_schema_is_refused_and_left_alone(where: str) -> None:
@@ -110,6 +105,17 @@ async def test_a_newer_schema_is_refused_and_left_alone(where: str) -> None:
     assert caught.value.field == "database" and caught.value.hint
     assert "newer" in caught.value.detail and "9999" in caught.value.detail and newest() in caught.value.detail
     assert "hush" not in str(caught.value.problem())
+
+
+async def test_a_schema_from_before_the_first_release_is_refused_and_left_alone(where: str) -> None:
+    database = await Database.open(where)
+    await run(database, "UPDATE alembic_version SET version_num = '0012'")
+    await database.close()
+    for _ in range(2):
+        with pytest.raises(PlatformError) as caught:
+            await Database.open(where)
+        assert caught.value.field == "database" and "new data directory" in (caught.value.hint or "")
+        assert "before the first release" in caught.value.detail and "0012" in caught.value.detail
 
 
 async def test_tables_of_others_are_refused(where: str) -> None:

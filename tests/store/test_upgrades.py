@@ -5,11 +5,10 @@ from alembic import command
 from sqlalchemy import text
 from sqlalchemy.engine import Connection
 
-from carrel.errors import PlatformError
 from carrel.store import Database
 from carrel.store.schema import known, newest
 from carrel.store.tables import metadata
-from carrel.store.upgrades import config, upgrade
+from carrel.store.upgrades import config
 
 
 def at(connection: Connection, revision: str) -> None:
@@ -33,9 +32,3 @@ async def test_a_database_of_any_release_is_brought_up_to_date(where: str, revis
     for table in metadata.sorted_tables:
         await database.read(lambda connection, table=table: connection.execute(table.select()).close())  # type: ignore[misc]
     await database.close()
-
-
-async def test_only_tables_of_the_first_release_are_adopted(migrated: Database) -> None:
-    with pytest.raises(PlatformError) as caught:
-        await migrated.write(lambda connection: upgrade(connection, adopt=True))
-    assert caught.value.field == "database" and "did not make" in caught.value.detail

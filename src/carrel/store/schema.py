@@ -1,7 +1,7 @@
 """Brings the tables of an open connection to what this code knows, in the caller's transaction. Knows no engine.
 
-A database that is up to date costs one look at its revision, and a new one gets the tables as they are now; only what
-an older carrel made is migrated, so that most starts need not import the toolkit for it.
+A database that is up to date costs one look at its revision, and a new one gets the tables as they are now. Only a
+database that an older carrel made is migrated, so most starts need not import Alembic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def newest() -> str:
 
 
 def migrate(connection: Connection) -> None:
-    """Bring the tables to the newest revision; `PlatformError` for a database of a newer carrel or of others.
+    """Bring the tables to the newest revision; `PlatformError` for a database of a newer carrel, of one from before
+    the first release, or of another program.
 
     The transaction must be one that keeps other writers of a SQLite file out (`BEGIN IMMEDIATE`); on PostgreSQL
     an advisory lock does, until the transaction ends.
@@ -54,20 +55,40 @@ def migrate(connection: Connection) -> None:
     if found.has_table(_version.name):
         present.update(connection.execute(select(_version.c.version_num)).scalars())
     for revision in present:
-        if revision not in known():
-            raise PlatformError(
-                f"the database was made by a newer carrel: its schema is {revision}, this one knows up to {newest()}",
-                field="database",
-                hint="run the newer carrel, or give this one a database of its own",
-            )
+        _check_revision(revision)
     if present == {newest()}:
         return
-    if not present and not found.has_table("sessions"):
-        _make(connection)
-        return
-    from carrel.store.upgrades import upgrade
+    if present:
+        from carrel.store.upgrades import upgrade
 
-    upgrade(connection, adopt=not present)
+        upgrade(connection)
+        return
+    if found.has_table("sessions"):
+        raise PlatformError(
+            "the database has a table `sessions` that carrel did not make",
+            field="database",
+            hint="give carrel a database (or a schema) of its own",
+        )
+    _make(connection)
+
+
+def _check_revision(revision: str) -> None:
+    """Refuse a database that this code can neither use nor upgrade."""
+    if revision in known():
+        return
+    oldest = known()[-1]
+    if revision < oldest:
+        raise PlatformError(
+            f"the database was made by a carrel from before the first release: its schema is {revision}, and only "
+            f"{oldest} and later ones can be upgraded",
+            field="database",
+            hint="start with a new data directory, or give carrel an empty database",
+        )
+    raise PlatformError(
+        f"the database was made by a newer carrel: its schema is {revision}, this one knows up to {newest()}",
+        field="database",
+        hint="run the newer carrel, or give this one a database of its own",
+    )
 
 
 def _make(connection: Connection) -> None:

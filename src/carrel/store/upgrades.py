@@ -7,14 +7,9 @@ import os
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import inspect
 from sqlalchemy.engine import Connection
 
-from carrel.errors import PlatformError
 from carrel.store import migrations
-from carrel.store.migrations.versions.r0001_sessions import COLUMNS
-
-_FIRST = "0001"
 
 
 def config(connection: Connection | None = None) -> Config:
@@ -25,23 +20,7 @@ def config(connection: Connection | None = None) -> Config:
     return made
 
 
-def upgrade(connection: Connection, *, adopt: bool = False) -> None:
-    """Run every migration the database lacks. With `adopt` its tables have no revision: they have to be those of the
-    first release.
-    """
+def upgrade(connection: Connection) -> None:
+    """Run every migration that the database lacks."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    settings = config(connection)
-    if adopt:
-        _refuse_strangers(connection)
-        command.stamp(settings, _FIRST)
-    command.upgrade(settings, "head")
-
-
-def _refuse_strangers(connection: Connection) -> None:
-    found = {column["name"] for column in inspect(connection).get_columns("sessions")}
-    if found != {name for name, _kind, _nullable in COLUMNS}:
-        raise PlatformError(
-            "the database has a table `sessions` that carrel did not make",
-            field="database",
-            hint="give carrel a database (or a schema) of its own",
-        )
+    command.upgrade(config(connection), "head")
