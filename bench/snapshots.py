@@ -16,7 +16,10 @@ from pathlib import Path
 
 from bench import ground
 from bench.measure import BenchFailed, Figures, Progress, Report, Table, median, paired_ratio
-from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
+from carrel.workspaces.layout import CANONICAL_UID
+from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver, kernel
+from carrel.workspaces.volumes.copying import copy_tree
+from carrel.workspaces.volumes.directory import opened
 
 MEGABYTES = int(os.environ.get("CARREL_BENCH_MB", "1000"))
 FILES = MEGABYTES * 20
@@ -157,15 +160,23 @@ def _stored(root: Path) -> int:
     return sum(path.stat().st_blocks * 512 for kind in kinds for path in (root / kind).rglob("*") if path.is_file())
 
 
+def _stored_btrfs(driver: BtrfsDriver) -> int:
+    with opened(driver.directory) as directory:
+        kernel.sync(directory)
+    facts = os.statvfs(driver.directory)
+    return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
+
+
 def _btrfs(place: Path, tree: str, paths: list[str], table: Table) -> Figures:
     driver = BtrfsDriver(str(place / "pool"), pool_bytes=max(4 * MEGABYTES, 256) * 1_000_000)
     driver.open()
     try:
         driver.create("w", None)
-        driver.import_tree("w", tree)
+        with driver.replacing("w") as aside, opened(tree) as source, opened(aside) as target:
+            copy_tree(source, target, CANONICAL_UID)
         paths = [path.replace(tree, driver.path("w"), 1) for path in paths]
         driver.snapshot("w", "first")
-        before = driver.stored_bytes()
+        before = _stored_btrfs(driver)
         snapshots, forks = [], []
         for number in range(FORKS):
             if number >= TIMED:
@@ -174,7 +185,7 @@ def _btrfs(place: Path, tree: str, paths: list[str], table: Table) -> Figures:
             _change(paths, number)
             snapshots.append(_timed(lambda number=number: driver.snapshot("w", f"s{number}")))  # type: ignore[misc]
             forks.append(_timed(lambda number=number: driver.fork("first", f"f{number}", 10**12)))  # type: ignore[misc]
-        ratio = driver.stored_bytes() / before
+        ratio = _stored_btrfs(driver) / before
     finally:
         driver.close()
     table.add("snapshot, btrfs driver", median(snapshots), None)

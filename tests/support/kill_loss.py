@@ -12,6 +12,7 @@ from tests.support.kill_history import Broken, pushed
 from tests.support.kill_load import World
 from tests.support.kill_model import Context, Life
 from tests.support.kill_server import Server
+from tests.support.volumes import archive_damage_of
 
 from carrel.client import AsyncClient
 from carrel.workspaces.archive import Archive
@@ -75,8 +76,9 @@ def _delete(storage: str, volumes: str, lost: list[str]) -> None:
 def _verify(path: str, volumes: list[str]) -> None:
     """Whatever was being stored at a kill: all that the archive says it has is whole."""
     with tempfile.TemporaryDirectory() as cache:
-        archive = Archive(Remote.open(path), os.path.join(cache, "archive"))
+        remote = Remote.open(path)
+        archive = Archive(remote, os.path.join(cache, "archive"))
         for volume in volumes:
             for snapshot in archive.snapshots(volume):
-                if problems := archive.verify(volume, snapshot):
-                    raise Broken(f"snapshot {snapshot} of {volume} in the archive: {problems}")
+                if damage := archive_damage_of(remote, volume, snapshot):
+                    raise Broken(f"snapshot {snapshot} of {volume} in the archive: {damage}")

@@ -42,7 +42,6 @@ from carrel.workspaces.volumes.directory import failing, opened
 from carrel.workspaces.volumes.exporting import Exported
 from carrel.workspaces.volumes.objects import ObjectStore, Reader, damaged, digest, inflate
 from carrel.workspaces.volumes.rebuild import rebuild
-from carrel.workspaces.volumes.trees import Kind, unpack_tree
 
 _AT_ONCE = 4
 _LOOKED_AT = 4
@@ -311,15 +310,6 @@ class Archive:
         unneeded = [each for each in bundles if each.name not in needed and each.modified > since]
         return [each for each in unneeded if not each.name.startswith(tuple(prefixes))], damaged
 
-    def verify(self, volume: str, snapshot_id: str) -> list[str]:
-        """Read everything the snapshot needs; one line for each bundle and object that is damaged or missing."""
-        try:
-            manifest = self._manifest(volume, snapshot_id)
-        except SnapshotDamaged as error:
-            return [error.detail]
-        with failing("cannot verify the snapshot"), self._gathered(manifest) as found:
-            return found.check(bytes.fromhex(manifest.tree))
-
     @contextmanager
     def _gathered(self, manifest: Manifest) -> Iterator[_Gathered]:
         """The bundles of a snapshot as an object store of this machine, for a while."""
@@ -373,10 +363,9 @@ class _Gathered:
         try:
             yield
         except SnapshotDamaged as error:
-            raise self.blame(error) from None
+            raise self._blame(error) from None
 
-    def blame(self, error: SnapshotDamaged) -> SnapshotDamaged:
-        """Say which bundle is at fault."""
+    def _blame(self, error: SnapshotDamaged) -> SnapshotDamaged:
         key = error.extra.get("object")
         place = self.store.place(bytes.fromhex(key)) if isinstance(key, str) else None
         guilty = {self.names[place[0]]} if place is not None else set(self.faults)
@@ -384,36 +373,6 @@ class _Gathered:
         return SnapshotDamaged(
             "; ".join([error.detail, *faults]), hint="restore another snapshot", object=key, bundles=sorted(guilty)
         )
-
-    def check(self, tree: bytes) -> list[str]:
-        """One line for each bundle and object at fault."""
-        problems = [f"bundle {name} {fault}" for name, fault in sorted(self.faults.items())]
-        trees: set[bytes] = set()
-        parts: set[bytes] = set()
-        pending = [tree]
-        with Reader(self.store) as reader:
-            while pending:
-                key = pending.pop()
-                if key in trees:
-                    continue
-                trees.add(key)
-                try:
-                    entries = unpack_tree(reader.read(key)).entries
-                except SnapshotDamaged as error:
-                    problems.append(self.blame(error).detail)
-                    continue
-                for name, node in entries.items():
-                    if node.kind is Kind.DIRECTORY:
-                        pending.append(node.tree)
-                    for _, _, part in node.extents:
-                        if part in parts:
-                            continue
-                        parts.add(part)
-                        try:
-                            reader.read(part)
-                        except SnapshotDamaged as error:
-                            problems.append(f"{self.blame(error).detail}, needed by {os.fsdecode(name)!r}")
-        return problems
 
 
 def _manifest_name(volume: str, snapshot_id: str) -> str:

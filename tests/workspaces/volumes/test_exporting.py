@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.trees_for_tests import mutate, picture
+from tests.support.volumes import replace_files
 
 from carrel.errors import NotFound, SnapshotDamaged
 from carrel.workspaces.volumes import BtrfsDriver, VolumeDriver
@@ -64,7 +65,7 @@ def test_a_snapshot_becomes_the_same_objects_whichever_driver_has_it(
         assert export(driver, f"s{number}", target, known)[1] == 0
         assert export(driver, f"s{number}", target, {})[1] == 0
     directory.create("other", None)
-    directory.import_tree("other", path)
+    replace_files(directory, "other", path)
     directory.snapshot("other", "o")
     assert export(directory, "o", target, {})[0].tree == exported.tree
 

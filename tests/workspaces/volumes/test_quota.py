@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from tests.support.volumes import stored_bytes
+
 from carrel.workspaces.volumes import BtrfsDriver, quota, subvolumes
 from carrel.workspaces.volumes.pool import run
 
@@ -15,7 +17,7 @@ def test_usage_and_limit_are_those_of_the_program(make) -> None:  # type: ignore
         driver.create(name, cap)
         with open(os.path.join(driver.path(name), "f"), "wb") as file:
             file.write(os.urandom(3 << 20))
-        driver.stored_bytes()  # everything is committed
+        stored_bytes(driver)  # everything is committed
         line = run("btrfs", "qgroup", "show", "--raw", "-r", "-f", driver.path(name)).decode().splitlines()[-1].split()
         limit = int(line[3]) if line[3].isdigit() else None
         assert limit == cap

@@ -25,7 +25,6 @@ def test_copies_are_equal_until_one_changes(tmp_path: Path) -> None:
             Change(b"l", ChangeKind.REMOVED),
             Change(b"x", ChangeKind.CHANGED),
         ]
-        assert walking.unreadable(one) == []
     finally:
         os.close(one)
         os.close(other)

@@ -106,7 +106,7 @@ class Retention:
             if context is None or record.node not in {None, self._workspaces.node}:
                 continue
             if used is None and await self._workspaces.exists(context):
-                used = (await self._workspaces.usage(record)).bytes
+                used = await self._workspaces.usage(record)
                 await self._store.update(record.id, used_bytes=used)
             if used is not None and self._sessions.find_live(context) is None:
                 self._workspaces.report(record, used, record.last_activity_at)

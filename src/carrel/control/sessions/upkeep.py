@@ -215,8 +215,8 @@ class Janitor:
             context = box.record.context_id
             if context is not None:
                 used = await self._workspaces.usage(box.record)
-                box.used_bytes = used.bytes
-                self._workspaces.report(box.record, used.bytes, box.last_activity)
+                box.used_bytes = used
+                self._workspaces.report(box.record, used, box.last_activity)
 
     async def describe(self) -> None:
         """Write down what the workspaces hold that were used since the last time, in the records and in themselves."""

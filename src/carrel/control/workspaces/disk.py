@@ -64,7 +64,7 @@ class Disk:
 
     def _told_by_kernel(self) -> list[DiskPart]:
         """Snapshots share what they have in common with a workspace: they cost what is beyond the workspaces."""
-        held = sum(self._driver.usage(volume).bytes for volume in self._driver.volumes())
+        held = sum(self._driver.usage(volume) for volume in self._driver.volumes())
         facts = os.statvfs(self._driver.directory)
         stored = (facts.f_blocks - facts.f_bfree) * facts.f_frsize
         return [DiskPart(name="workspaces", bytes=held), DiskPart(name="snapshots", bytes=max(0, stored - held))]

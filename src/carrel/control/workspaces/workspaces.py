@@ -26,7 +26,7 @@ from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import Facts, Layout, decode, encode
 from carrel.workspaces.marks import Marks
-from carrel.workspaces.volumes import VolumeDriver, VolumeUsage
+from carrel.workspaces.volumes import VolumeDriver
 
 log = logging.getLogger("carrel.workspaces")
 
@@ -153,7 +153,7 @@ class Workspaces:
     def _furnish(self, record: SessionRecord, path: str, *, new: bool) -> None:
         used = record.used_bytes or 0
         if not new and self.driver.kernel_quota:
-            used = self.driver.usage(os.path.basename(path)).bytes
+            used = self.driver.usage(os.path.basename(path))
         self._layout.furnish(path, self._facts(record, 0 if new else used, None), new=new)
 
     def _facts(self, record: SessionRecord, used: int, last_accessed: float | None) -> Facts:
@@ -184,7 +184,7 @@ class Workspaces:
         """
         used = record.used_bytes
         try:
-            used = (await self.usage(record)).bytes
+            used = await self.usage(record)
             await self.describe(record, used, record.last_activity_at)
         except CarrelError as error:
             log.warning("the workspace of %s could not be measured: %s", record.context_id or record.id, error)
@@ -256,7 +256,7 @@ class Workspaces:
         """Delete the files of a workspace, not its snapshots."""
         await asyncio.to_thread(self.driver.delete_volume, self.volume(record))
 
-    async def usage(self, record: SessionRecord) -> VolumeUsage:
+    async def usage(self, record: SessionRecord) -> int:
         """What a workspace holds."""
         return await asyncio.to_thread(self.driver.usage, self.volume(record))
 
@@ -264,7 +264,7 @@ class Workspaces:
         """The same against its cap, as the API shows it."""
         return WorkspaceUsage(
             context_id=record.context_id,
-            bytes=(await self.usage(record)).bytes,
+            bytes=await self.usage(record),
             limit_bytes=cap_bytes(record),
             measured_at=datetime.now(UTC),
             enforced_by="kernel" if self.driver.kernel_quota else "watch",

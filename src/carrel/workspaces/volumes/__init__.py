@@ -7,15 +7,7 @@ import os
 from typing import Literal
 
 from carrel.errors import CarrelError, Unsupported
-from carrel.workspaces.volumes.base import (
-    Change,
-    ChangeKind,
-    Collected,
-    SnapshotFacts,
-    VolumeDriver,
-    VolumeUsage,
-    transfer,
-)
+from carrel.workspaces.volumes.base import Change, ChangeKind, Collected, SnapshotFacts, VolumeDriver
 from carrel.workspaces.volumes.btrfs import BtrfsDriver
 from carrel.workspaces.volumes.directory import DirectoryDriver
 
@@ -27,9 +19,7 @@ __all__ = [
     "DirectoryDriver",
     "SnapshotFacts",
     "VolumeDriver",
-    "VolumeUsage",
     "open_driver",
-    "transfer",
 ]
 
 log = logging.getLogger("carrel.volumes")

@@ -6,6 +6,7 @@ time; calls for one volume wait for one another. A driver knows nothing of sessi
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from carrel.errors import InvalidRequest, LimitExceeded
+from carrel.errors import InvalidRequest, LimitExceeded, NotFound
 
 if TYPE_CHECKING:
     from carrel.workspaces.volumes.capture import Known
@@ -39,14 +40,6 @@ class Change:
 
     path: bytes
     kind: ChangeKind
-
-
-@dataclass(frozen=True, slots=True)
-class VolumeUsage:
-    """What a volume holds; `constant_time` says that the kernel knew and no tree was walked."""
-
-    bytes: int
-    constant_time: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +75,6 @@ class VolumeDriver(ABC):
     kernel_quota: ClassVar[bool]
 
     @abstractmethod
-    def missing(self) -> str | None:
-        """Why this host cannot have the driver; None when it can. May be called before `open`."""
-
-    @abstractmethod
     def open(self) -> None:
         """Make or find the storage, and finish or undo what a killed process left. Call once, before all else."""
 
@@ -102,17 +91,22 @@ class VolumeDriver(ABC):
     def directory(self) -> str:
         """The directory that all volumes lie in; known once the driver is open."""
 
-    @abstractmethod
     def path(self, volume: str) -> str:
         """The directory to mount. It stays the same over `restore`, but a mount made before shows the old files."""
+        return os.path.join(self.directory, check_name(volume, "volume"))
 
-    @abstractmethod
     def exists(self, volume: str) -> bool:
         """Whether the volume is there."""
+        return os.path.isdir(self.path(volume))
 
-    @abstractmethod
+    def require(self, volume: str) -> None:
+        """Raise `NotFound` when there is no such volume."""
+        if not self.exists(volume):
+            raise NotFound(f"there is no volume {volume!r}", field="volume")
+
     def volumes(self) -> list[str]:
         """The names of all volumes, sorted."""
+        return sorted(name for name in os.listdir(self.directory) if not name.startswith("."))
 
     @abstractmethod
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
@@ -123,8 +117,8 @@ class VolumeDriver(ABC):
         """The cap that was set."""
 
     @abstractmethod
-    def usage(self, volume: str) -> VolumeUsage:
-        """What the volume holds. May be called at any time; `NotFound` when there is no such volume."""
+    def usage(self, volume: str) -> int:
+        """How many bytes the volume holds. May be called at any time; `NotFound` when there is no such volume."""
 
     @abstractmethod
     def generation(self, volume: str) -> int | None:
@@ -180,10 +174,6 @@ class VolumeDriver(ABC):
         """The snapshot as a tar stream (pax). The snapshot is not deleted under a running export."""
 
     @abstractmethod
-    def verify(self, snapshot_id: str) -> list[str]:
-        """Read everything the snapshot needs; one line for each object that is damaged or missing."""
-
-    @abstractmethod
     def collect_garbage(self) -> Collected:
         """Remove what no snapshot needs. May be called at any time, from several processes."""
 
@@ -205,16 +195,6 @@ class VolumeDriver(ABC):
 
         `known` is what the last export of a snapshot of the same volume found; without it more is read.
         """
-
-    @abstractmethod
-    def import_tree(self, volume: str, directory: str) -> None:
-        """Replace the volume's files by a copy of a directory, as `restore` would."""
-
-
-def transfer(source: VolumeDriver, snapshot_id: str, target: VolumeDriver, volume: str) -> None:
-    """Restore a snapshot of one driver into an existing volume of another; raises what `restore` raises."""
-    with target.replacing(volume) as directory:
-        source.write_tree(snapshot_id, directory)
 
 
 def check_name(name: str, field: str) -> str:

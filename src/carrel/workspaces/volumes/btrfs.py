@@ -21,7 +21,6 @@ from carrel.workspaces.volumes.base import (
     NameLocks,
     SnapshotFacts,
     VolumeDriver,
-    VolumeUsage,
     check_cap,
     check_name,
 )
@@ -109,18 +108,6 @@ class BtrfsDriver(VolumeDriver):
         """Where the subvolumes lie."""
         return self._volumes
 
-    def path(self, volume: str) -> str:
-        """The subvolume to mount."""
-        return os.path.join(self._volumes, check_name(volume, "volume"))
-
-    def exists(self, volume: str) -> bool:
-        """Whether the volume is there."""
-        return os.path.isdir(self.path(volume))
-
-    def volumes(self) -> list[str]:
-        """The names of all volumes."""
-        return sorted(name for name in os.listdir(self._volumes) if not name.startswith("."))
-
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
         """Change the limit; it holds from the next write on."""
         with self._locks.hold(volume), failing("cannot set the cap"), self._opened(volume) as fd:
@@ -131,11 +118,11 @@ class BtrfsDriver(VolumeDriver):
         with failing("cannot read the cap"), self._opened(volume) as fd:
             return quota.referenced(fd)[1]
 
-    def usage(self, volume: str) -> VolumeUsage:
+    def usage(self, volume: str) -> int:
         """What the kernel has counted, and what was written since it did."""
         with failing("cannot read the usage"), self._opened(volume) as fd:
             used = quota.awaited(fd, self._uuid)
-            return VolumeUsage(used + quota.referenced(fd)[0], constant_time=True)
+            return used + quota.referenced(fd)[0]
 
     def generation(self, volume: str) -> int | None:
         """The transaction of the last change. One that was still running is ended first, so that a later change
@@ -149,7 +136,7 @@ class BtrfsDriver(VolumeDriver):
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
         """A read-only subvolume that shares every block."""
-        self._require(volume)
+        self.require(volume)
         target = self._snapshot_path(snapshot_id)
         with self._locks.hold(volume), failing("cannot take the snapshot"):
             if os.path.lexists(target):
@@ -165,7 +152,7 @@ class BtrfsDriver(VolumeDriver):
     def restore(self, volume: str, snapshot_id: str) -> None:
         """A writable snapshot of the snapshot takes the volume's place in one step."""
         source = self._source(snapshot_id)
-        self._require(volume)
+        self.require(volume)
         with self._locks.hold(volume), failing("cannot restore the snapshot"):
             path = self.path(volume)
             cap = self.cap(volume)
@@ -225,11 +212,6 @@ class BtrfsDriver(VolumeDriver):
 
         return stream()
 
-    def verify(self, snapshot_id: str) -> list[str]:
-        """Read every byte: the file system compares its check sums."""
-        with opened(self._source(snapshot_id)) as root:
-            return walking.unreadable(root)
-
     def collect_garbage(self) -> Collected:
         """Give back to the host what the kernel has freed; remove quota groups whose subvolume is gone."""
         with failing("cannot collect garbage"), opened(self._top) as top:
@@ -242,7 +224,7 @@ class BtrfsDriver(VolumeDriver):
     @contextmanager
     def replacing(self, volume: str) -> Iterator[str]:
         """A fresh subvolume that takes the volume's place."""
-        self._require(volume)
+        self.require(volume)
         with self._locks.hold(volume), failing("cannot replace the volume's files"):
             path = self.path(volume)
             cap = self.cap(volume)
@@ -268,11 +250,6 @@ class BtrfsDriver(VolumeDriver):
             exported = export_files(root, target, batch, known)
             self._source(snapshot_id)  # were it removed meanwhile, files would have been missing without a word
             return exported
-
-    def import_tree(self, volume: str, directory: str) -> None:
-        """Replace the volume's files by a copy."""
-        with self.replacing(volume) as aside, opened(directory) as source, opened(aside) as target:
-            copy_tree(source, target, CANONICAL_UID)
 
     def _make(self, path: str, cap_bytes: int | None) -> None:
         """An empty subvolume with its owner and limit; nobody can use it before it has its name."""
@@ -315,13 +292,6 @@ class BtrfsDriver(VolumeDriver):
             self._pool.require_room()
             self._pool.grow_when_full()
 
-    def stored_bytes(self) -> int:
-        """What everything together takes on the file system."""
-        with failing("cannot tell what is stored"), opened(self._top) as top:
-            kernel.sync(top)
-        facts = os.statvfs(self._top)
-        return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
-
     def tend(self) -> bool:
         """Grow the pool when it fills; call it every few seconds while sandboxes write.
 
@@ -330,10 +300,6 @@ class BtrfsDriver(VolumeDriver):
         with failing("cannot tend the volumes"), opened(self._top) as top:
             quota.mend(top)
         return self._pool is not None and self._pool.grow_when_full()
-
-    def _require(self, volume: str) -> None:
-        if not self.exists(volume):
-            raise NotFound(f"there is no volume {volume!r}", field="volume")
 
     def _snapshot_path(self, snapshot_id: str) -> str:
         return os.path.join(self._snapshots, check_name(snapshot_id, "snapshot_id"))

@@ -23,12 +23,10 @@ from carrel.workspaces.volumes.base import (
     NameLocks,
     SnapshotFacts,
     VolumeDriver,
-    VolumeUsage,
     check_cap,
     check_name,
 )
 from carrel.workspaces.volumes.capture import Known, capture, pack_known, unpack_known
-from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.exporting import Exported, export_tree
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, sync_directory
 from carrel.workspaces.volumes.rebuild import rebuild
@@ -54,10 +52,6 @@ class DirectoryDriver(VolumeDriver):
         self._records = Records(self._root, self._store.temporary)
         self._locks = NameLocks()
         self._owner = CANONICAL_UID if os.geteuid() == 0 else None
-
-    def missing(self) -> str | None:
-        """Nothing is missing: this driver works everywhere."""
-        return None
 
     def open(self) -> None:
         """Make the directories; clean up after a killed process unless others are at work."""
@@ -90,21 +84,9 @@ class DirectoryDriver(VolumeDriver):
         """Where the volumes lie."""
         return self._volumes
 
-    def path(self, volume: str) -> str:
-        """The directory to mount."""
-        return os.path.join(self._volumes, check_name(volume, "volume"))
-
-    def exists(self, volume: str) -> bool:
-        """Whether the volume is there."""
-        return os.path.isdir(self.path(volume))
-
-    def volumes(self) -> list[str]:
-        """The names of all volumes."""
-        return sorted(name for name in os.listdir(self._volumes) if not name.startswith("."))
-
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
         """Keep the cap."""
-        self._require(volume)
+        self.require(volume)
         with self._store.shared(), failing("cannot keep the cap"):
             self._write_cap(volume, cap_bytes)
 
@@ -116,9 +98,9 @@ class DirectoryDriver(VolumeDriver):
         except (FileNotFoundError, ValueError):
             return None
 
-    def usage(self, volume: str) -> VolumeUsage:
+    def usage(self, volume: str) -> int:
         """Allocated bytes, by a walk."""
-        self._require(volume)
+        self.require(volume)
         total = 0
         linked: set[int] = set()
         with opened(self.path(volume)) as root, failing("cannot measure the volume"):
@@ -132,17 +114,17 @@ class DirectoryDriver(VolumeDriver):
                             continue
                         linked.add(info.st_ino)
                     total += info.st_blocks * 512
-        return VolumeUsage(total, constant_time=False)
+        return total
 
     def generation(self, volume: str) -> int | None:
         """Only a walk could tell, and that is what a snapshot does."""
-        self._require(volume)
+        self.require(volume)
         return None
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
         """Store what changed since the last snapshot of this volume, then the record."""
         check_name(snapshot_id, "snapshot_id")
-        self._require(volume)
+        self.require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot take the snapshot"):
             if self._records.exists(snapshot_id):
                 raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
@@ -161,7 +143,7 @@ class DirectoryDriver(VolumeDriver):
     def restore(self, volume: str, snapshot_id: str) -> None:
         """Build the files aside, then swap."""
         tree, _ = self._records.read(snapshot_id)
-        self._require(volume)
+        self.require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot restore the snapshot"):
             self._fill_aside(volume, tree)
 
@@ -237,50 +219,11 @@ class DirectoryDriver(VolumeDriver):
                         yield from tarball.content(node.size, pieces)
             yield tarball.END
 
-    def verify(self, snapshot_id: str) -> list[str]:
-        """Read every object once."""
-        problems: list[str] = []
-        damage: list[SnapshotDamaged] = []
-        try:
-            top, _ = self._records.read(snapshot_id)
-        except SnapshotDamaged as error:
-            return [error.detail]
-        with self._store.shared(), Reader(self._store) as reader, failing("cannot verify the snapshot"):
-            done: set[bytes] = set()
-            trees: set[bytes] = set()
-            pending = [top]
-            while pending:
-                key = pending.pop()
-                if key in trees:
-                    continue
-                trees.add(key)
-                try:
-                    tree = unpack_tree(reader.read(key))
-                except SnapshotDamaged as error:
-                    damage.append(error)
-                    problems.append(error.detail)
-                    continue
-                for name, node in tree.entries.items():
-                    if node.kind is Kind.DIRECTORY:
-                        pending.append(node.tree)
-                    for _, _, part in node.extents:
-                        if part in done:
-                            continue
-                        done.add(part)
-                        try:
-                            reader.read(part)
-                        except SnapshotDamaged as error:
-                            damage.append(error)
-                            problems.append(f"{error.detail}, needed by {os.fsdecode(name)!r}")
-            if damage:
-                self._distrust(damage)
-        return problems
-
-    def _distrust(self, damage: list[SnapshotDamaged]) -> None:
+    def _distrust(self, damage: SnapshotDamaged) -> None:
         """The next snapshot stores damaged content again where a volume still has it, and so mends what shares it."""
-        names = [str(error.extra["object"]) for error in damage if "object" in error.extra]
+        keys = [bytes.fromhex(str(damage.extra["object"]))] if "object" in damage.extra else []
         with suppress(OSError):
-            self._store.distrust([bytes.fromhex(name) for name in names])
+            self._store.distrust(keys)
 
     def collect_garbage(self) -> Collected:
         """Find what is needed while others work; only the removal itself needs to be alone."""
@@ -332,7 +275,7 @@ class DirectoryDriver(VolumeDriver):
     @contextmanager
     def replacing(self, volume: str) -> Iterator[str]:
         """An empty directory that becomes the volume."""
-        self._require(volume)
+        self.require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot replace the volume's files"):
             with self._aside(volume) as directory:
                 yield directory
@@ -356,17 +299,12 @@ class DirectoryDriver(VolumeDriver):
         with failing("cannot export the snapshot"), self._store.shared(), Reader(self._store) as reader:
             return Exported(tree, facts.bytes, facts.files, export_tree(reader, tree, target, batch))
 
-    def import_tree(self, volume: str, directory: str) -> None:
-        """Replace the volume's files by a copy."""
-        with self.replacing(volume) as aside, opened(directory) as source, opened(aside) as target:
-            copy_tree(source, target, self._owner)
-
     def _fill_aside(self, volume: str, tree: bytes) -> None:
         try:
             with self._aside(volume) as directory, Reader(self._store) as reader, opened(directory) as root:
                 known = rebuild(self._store, reader, tree, root, self._owner)
         except SnapshotDamaged as error:
-            self._distrust([error])
+            self._distrust(error)
             raise
         with suppress(OSError):
             self._save_known(volume, known, self._store.generation())
@@ -411,10 +349,6 @@ class DirectoryDriver(VolumeDriver):
                     continue
             if name.startswith("."):
                 remove_tree(path)
-
-    def _require(self, volume: str) -> None:
-        if not self.exists(volume):
-            raise NotFound(f"there is no volume {volume!r}", field="volume")
 
     def _write_cap(self, volume: str, cap_bytes: int | None) -> None:
         path = os.path.join(self._caps, volume)

@@ -168,23 +168,3 @@ def _data(fd: int, size: int) -> Iterator[tuple[int, bytes]]:
         while at < end and (data := os.pread(fd, min(_PIECE, end - at), at)):
             yield at, data
             at += len(data)
-
-
-def unreadable(root: int) -> list[str]:
-    """One line for each file that cannot be read whole."""
-    problems = []
-    for visited in kernel.visit(root):
-        for name, info in visited.entries:
-            if not stat.S_ISREG(info.st_mode):
-                continue
-            path = f"{visited.path}/{name}" if visited.path else name
-            try:
-                fd = kernel.open_for_reading(name, visited.fd)
-                try:
-                    for _ in _data(fd, info.st_size):
-                        pass
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                problems.append(f"object {path!r} cannot be read: {error.strerror}")
-    return problems
