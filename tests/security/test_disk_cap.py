@@ -17,7 +17,7 @@ from tests.support.volumes import stored_bytes
 
 from carrel.models import Network
 from carrel.providers import Launch, open_providers
-from carrel.workspaces.volumes import BtrfsDriver, kernel, subvolumes
+from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls, kernel
 
 MB = 1 << 20
 CAP = 8 * MB
@@ -102,7 +102,7 @@ async def test_a_subvolume_of_ones_own(capped: Capped) -> None:
     assert await capped.attack(attack) == "None"
     fd = os.open(capped.driver.path("a"), kernel.DIRECTORY)
     try:
-        assert subvolumes.children(fd, subvolumes.number_of(fd)) == []
+        assert btrfs_ioctls.children(fd, btrfs_ioctls.number_of(fd)) == []
     finally:
         os.close(fd)
 

@@ -19,7 +19,7 @@ from carrel.workspaces.synced_tree import SyncedTree
 from carrel.workspaces.usage import scan
 from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.directory import DirectoryDriver, opened
-from carrel.workspaces.volumes.walking import compare
+from carrel.workspaces.volumes.plain_trees import compare
 
 NAME = "n" * 250
 MB = 1 << 20

@@ -20,8 +20,8 @@ from tests.support.volumes import damage_of, replace_files, stored_bytes
 
 from carrel.errors import PlatformError
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import BtrfsDriver, kernel, pool, subvolumes
-from carrel.workspaces.volumes.pool import mounted_at
+from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls, btrfs_pool, kernel
+from carrel.workspaces.volumes.btrfs_pool import mounted_at
 
 MB = 1 << 20
 
@@ -150,7 +150,7 @@ def test_what_the_agent_put_a_subvolume_into_can_still_be_removed(btrfs: BtrfsDr
         os.setgroups([])
         os.setresgid(CANONICAL_UID, CANONICAL_UID, CANONICAL_UID)
         os.setresuid(CANONICAL_UID, CANONICAL_UID, CANONICAL_UID)
-        subvolumes.create(fd, "nested")
+        btrfs_ioctls.create(fd, "nested")
 
     try:
         assert in_child(as_agent) is None
@@ -256,7 +256,7 @@ def test_blocks_go_back_to_the_host(btrfs: BtrfsDriver, tmp_path: Path) -> None:
 def test_a_group_goes_with_its_subvolume(btrfs: BtrfsDriver) -> None:
     def groups() -> int:
         btrfs.collect_garbage()
-        return len(pool.run("btrfs", "qgroup", "show", btrfs.directory).splitlines())
+        return len(btrfs_pool.run("btrfs", "qgroup", "show", btrfs.directory).splitlines())
 
     before = groups()
     for number in range(5):
@@ -276,16 +276,16 @@ def mounted(tmp_path: Path, kind: str, megabytes: int) -> Iterator[Path]:
     place.mkdir()
     with image.open("wb") as file:
         file.truncate(megabytes * MB)
-    pool.run(f"mkfs.{kind}", "-q", str(image))
-    pool.run("mount", "-o", "loop", str(image), str(place))
+    btrfs_pool.run(f"mkfs.{kind}", "-q", str(image))
+    btrfs_pool.run("mount", "-o", "loop", str(image), str(place))
     try:
         yield place
     finally:
-        pool.run("umount", str(place))
+        btrfs_pool.run("umount", str(place))
 
 
 def test_a_directory_on_btrfs_needs_no_pool(tmp_path: Path) -> None:
-    if (reason := pool.missing_programs()) is not None:
+    if (reason := btrfs_pool.missing_programs()) is not None:
         pytest.skip(reason)
     with mounted(tmp_path, "btrfs", 256) as place:
         for turn in range(2):
@@ -313,7 +313,7 @@ def test_a_directory_on_btrfs_needs_no_pool(tmp_path: Path) -> None:
 
 
 def test_a_pool_is_no_larger_than_the_host_has_room_for(tmp_path: Path) -> None:
-    if (reason := pool.missing_programs()) is not None:
+    if (reason := btrfs_pool.missing_programs()) is not None:
         pytest.skip(reason)
     with mounted(tmp_path, "ext4", 400) as place:
         driver = BtrfsDriver(str(place / "p"))
@@ -333,7 +333,7 @@ def test_a_pool_is_no_larger_than_the_host_has_room_for(tmp_path: Path) -> None:
 
 
 def test_a_host_that_others_filled_refuses_and_loses_nothing(tmp_path: Path) -> None:
-    if (reason := pool.missing_programs()) is not None:
+    if (reason := btrfs_pool.missing_programs()) is not None:
         pytest.skip(reason)
     with mounted(tmp_path, "ext4", 400) as place:
         driver = BtrfsDriver(str(place / "p"))

@@ -6,8 +6,8 @@ import os
 
 from tests.support.volumes import stored_bytes
 
-from carrel.workspaces.volumes import BtrfsDriver, quota, subvolumes
-from carrel.workspaces.volumes.pool import run
+from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls, quota
+from carrel.workspaces.volumes.btrfs_pool import run
 
 
 def test_usage_and_limit_are_those_of_the_program(make) -> None:  # type: ignore[no-untyped-def]
@@ -24,6 +24,6 @@ def test_usage_and_limit_are_those_of_the_program(make) -> None:  # type: ignore
         fd = os.open(driver.path(name), os.O_RDONLY)
         try:
             assert quota.referenced(fd) == (int(line[1]), limit)
-            assert line[0] == f"0/{subvolumes.number_of(fd)}"
+            assert line[0] == f"0/{btrfs_ioctls.number_of(fd)}"
         finally:
             os.close(fd)

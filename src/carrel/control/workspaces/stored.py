@@ -11,7 +11,7 @@ from carrel.errors import NotFound, SnapshotDamaged
 from carrel.store.snapshots import SnapshotRecord
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import encode
-from carrel.workspaces.volumes import Change, VolumeDriver, walking
+from carrel.workspaces.volumes import Change, VolumeDriver, plain_trees
 from carrel.workspaces.volumes.directory import opened, remove_tree
 
 
@@ -58,7 +58,7 @@ class StoredSnapshots:
             if not (self._has(before) and self._has(after)):
                 raise
         with self._unpacked(before) as left, self._unpacked(after) as right:
-            return walking.compare(left, right)
+            return plain_trees.compare(left, right)
 
     def tar(self, snapshot: SnapshotRecord) -> Iterator[bytes]:
         """A snapshot as a tar stream."""
@@ -68,7 +68,7 @@ class StoredSnapshots:
             if not snapshot.archived:
                 raise
             with self._unpacked(snapshot) as root:
-                yield from walking.tar(root)
+                yield from plain_trees.tar(root)
         else:
             yield from self._driver.export_tar(snapshot.id)
             self._driver.facts(snapshot.id)  # one that was deleted meanwhile may have been read in part

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from carrel.errors import AlreadyExists, NotFound, Unsupported
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import kernel, pool, quota, subvolumes, walking
+from carrel.workspaces.volumes import btrfs_ioctls, btrfs_pool, kernel, plain_trees, quota
 from carrel.workspaces.volumes.base import (
     Change,
     Collected,
@@ -45,7 +45,7 @@ class BtrfsDriver(VolumeDriver):
     def __init__(self, root: str, *, pool_bytes: int = 8 * _GIB, pool_max_bytes: int = 1024 * _GIB):
         self._root = os.path.abspath(root)
         self._pool_sizes = pool_bytes, pool_max_bytes
-        self._pool: pool.Pool | None = None
+        self._pool: btrfs_pool.Pool | None = None
         self._top = ""
         self._volumes = self._snapshots = ""
         self._locks = NameLocks()
@@ -55,7 +55,7 @@ class BtrfsDriver(VolumeDriver):
         """Root; and unless the directory is on btrfs already, btrfs-progs and a kernel with btrfs."""
         if os.geteuid() != 0:
             return "btrfs volumes need root"
-        return None if _on_btrfs(_nearest(self._root)) else pool.missing_programs()
+        return None if _on_btrfs(_nearest(self._root)) else btrfs_pool.missing_programs()
 
     def open(self) -> None:
         """Mount the pool unless the directory is on btrfs; remove what a killed process left."""
@@ -67,7 +67,7 @@ class BtrfsDriver(VolumeDriver):
                 self._top = self._root
             else:
                 self._top = os.path.join(self._root, "pool")
-                self._pool = pool.Pool(self._top + ".btrfs", self._top, *self._pool_sizes)
+                self._pool = btrfs_pool.Pool(self._top + ".btrfs", self._top, *self._pool_sizes)
                 self._pool.open()
             try:
                 self._prepare()
@@ -83,7 +83,7 @@ class BtrfsDriver(VolumeDriver):
         with opened(self._top) as top:
             quota.enable(top)
             quota.mend(top)
-            found = subvolumes.file_system(top)
+            found = btrfs_ioctls.file_system(top)
             self._uuid = found.uuid if found is not None else ""
         self._clean()
 
@@ -128,10 +128,10 @@ class BtrfsDriver(VolumeDriver):
         """The transaction of the last change. One that was still running is ended first, so that a later change
         belongs to a later one."""
         with failing("cannot tell whether the volume changed"), self._opened(volume) as fd:
-            changed = subvolumes.changed_in(fd)
-            newest = subvolumes.file_system(fd)
+            changed = btrfs_ioctls.changed_in(fd)
+            newest = btrfs_ioctls.file_system(fd)
             if newest is None or changed >= newest.transaction:
-                subvolumes.commit(fd)
+                btrfs_ioctls.commit(fd)
             return changed
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
@@ -144,7 +144,7 @@ class BtrfsDriver(VolumeDriver):
             self._grow()
             with opened(self.path(volume)) as source, opened(self._snapshots) as folder:
                 try:
-                    subvolumes.snapshot(source, folder, snapshot_id, read_only=True)
+                    btrfs_ioctls.snapshot(source, folder, snapshot_id, read_only=True)
                 except FileExistsError:
                     raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id") from None
             return self.facts(snapshot_id)
@@ -200,7 +200,7 @@ class BtrfsDriver(VolumeDriver):
     def diff(self, a: str, b: str) -> list[Change]:
         """Walk both; content is read only where a file's change time differs."""
         with failing("cannot compare the snapshots"), opened(self._source(a)) as one, opened(self._source(b)) as other:
-            return walking.compare(one, other)
+            return plain_trees.compare(one, other)
 
     def export_tar(self, snapshot_id: str) -> Iterator[bytes]:
         """Walk the read-only subvolume."""
@@ -208,14 +208,14 @@ class BtrfsDriver(VolumeDriver):
 
         def stream() -> Iterator[bytes]:
             with failing("cannot export the snapshot"), opened(source) as root:
-                yield from walking.tar(root)
+                yield from plain_trees.tar(root)
 
         return stream()
 
     def collect_garbage(self) -> Collected:
         """Give back to the host what the kernel has freed; remove quota groups whose subvolume is gone."""
         with failing("cannot collect garbage"), opened(self._top) as top:
-            subvolumes.commit(top)  # the kernel frees what was removed after a commit
+            btrfs_ioctls.commit(top)  # the kernel frees what was removed after a commit
             quota.remove_stale(top)
             if self._pool is not None:
                 self._pool.give_back()
@@ -254,7 +254,7 @@ class BtrfsDriver(VolumeDriver):
     def _make(self, path: str, cap_bytes: int | None) -> None:
         """An empty subvolume with its owner and limit; nobody can use it before it has its name."""
         with opened(self._volumes) as folder:
-            subvolumes.create(folder, os.path.basename(path))
+            btrfs_ioctls.create(folder, os.path.basename(path))
         with opened(path) as fd:
             os.fchmod(fd, 0o700)
             os.fchown(fd, CANONICAL_UID, CANONICAL_UID)
@@ -263,7 +263,7 @@ class BtrfsDriver(VolumeDriver):
     def _copy(self, source: str, path: str, cap_bytes: int | None) -> None:
         """A writable snapshot of a snapshot, with a limit."""
         with opened(source) as origin, opened(self._volumes) as folder:
-            subvolumes.snapshot(origin, folder, os.path.basename(path), read_only=False)
+            btrfs_ioctls.snapshot(origin, folder, os.path.basename(path), read_only=False)
         with opened(path) as fd:
             quota.set_limit(fd, cap_bytes)
 
@@ -274,7 +274,7 @@ class BtrfsDriver(VolumeDriver):
     def _commit(self) -> None:
         """A crash of the host after this does not bring the old state back."""
         with opened(self._top) as top:
-            subvolumes.commit(top)
+            btrfs_ioctls.commit(top)
 
     @contextmanager
     def _opened(self, volume: str) -> Iterator[int]:
@@ -327,7 +327,7 @@ class BtrfsDriver(VolumeDriver):
         except FileNotFoundError:
             return
         with opened(os.path.dirname(path)) as folder, suppress(FileNotFoundError):  # another thread was faster
-            subvolumes.destroy(folder, os.path.basename(path))
+            btrfs_ioctls.destroy(folder, os.path.basename(path))
 
     def _clean(self) -> None:
         for folder in (self._volumes, self._snapshots):
@@ -350,4 +350,4 @@ def _nearest(path: str) -> str:
 
 def _on_btrfs(path: str) -> bool:
     with opened(path) as fd:
-        return subvolumes.file_system(fd) is not None
+        return btrfs_ioctls.file_system(fd) is not None

@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 
 from carrel.errors import PlatformError
-from carrel.workspaces.volumes import kernel, subvolumes
+from carrel.workspaces.volumes import btrfs_ioctls, kernel
 
 _QUOTA_CTL, _GROUP_CREATE, _GROUP_LIMIT, _RESCAN = 0xC0109428, 0x4010942A, 0x8030942B, 0x4040942C
 _ENABLE = 1
@@ -50,7 +50,7 @@ def set_limit(fd: int, cap_bytes: int | None) -> None:
 
 def referenced(fd: int) -> tuple[int, int | None]:
     """Bytes that the subvolume of an open directory referred to at the last commit, and the limit on them."""
-    number = subvolumes.number_of(fd)
+    number = btrfs_ioctls.number_of(fd)
     info = _item(fd, _INFO, number)
     if info is None:
         raise PlatformError("the kernel counts nothing for this volume", hint="quotas may have been switched off")
@@ -64,7 +64,7 @@ def referenced(fd: int) -> tuple[int, int | None]:
 
 def awaited(fd: int, uuid: str) -> int:
     """Bytes that were written since the last commit and are not yet part of `referenced`; 0 on an old kernel."""
-    with suppress(OSError, ValueError), open(_reserved(uuid, subvolumes.number_of(fd)), "rb", buffering=0) as file:
+    with suppress(OSError, ValueError), open(_reserved(uuid, btrfs_ioctls.number_of(fd)), "rb", buffering=0) as file:
         return max(int(file.read(32)), 0)
     return 0
 
@@ -77,7 +77,7 @@ def remove_stale(fd: int) -> int:
     """Remove the groups of subvolumes that are gone, which older kernels leave; how many there were."""
     removed = 0
     for number in [number for number, _ in _items(fd, _INFO, 0, _OF_SUBVOLUMES)]:
-        if not subvolumes.exists(fd, number):
+        if not btrfs_ioctls.exists(fd, number):
             with suppress(OSError):  # made or removed meanwhile
                 kernel.control(fd, _GROUP_CREATE, bytearray(struct.pack("<QQ", 0, number)))
                 removed += 1
@@ -86,7 +86,7 @@ def remove_stale(fd: int) -> int:
 
 def _items(fd: int, kind: int, first: int, last: int) -> list[tuple[int, bytes]]:
     try:
-        return list(subvolumes.search(fd, _TREE, 0, kind, first, last))
+        return list(btrfs_ioctls.search(fd, _TREE, 0, kind, first, last))
     except FileNotFoundError:
         return []  # there is no quota tree
 

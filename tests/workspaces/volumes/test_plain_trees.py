@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from carrel.workspaces.volumes import Change, ChangeKind, kernel, walking
+from carrel.workspaces.volumes import Change, ChangeKind, kernel, plain_trees
 
 
 def test_copies_are_equal_until_one_changes(tmp_path: Path) -> None:
@@ -16,11 +16,11 @@ def test_copies_are_equal_until_one_changes(tmp_path: Path) -> None:
         (tmp_path / name / "x").write_text("same")
     one, other = (os.open(tmp_path / name, kernel.DIRECTORY) for name in ("a", "b"))
     try:
-        assert walking.compare(one, other) == []
+        assert plain_trees.compare(one, other) == []
         (tmp_path / "b" / "d" / "f").write_text("Same")
         os.setxattr(tmp_path / "b" / "x", "user.x", b"1")
         (tmp_path / "b" / "l").unlink()
-        assert walking.compare(one, other) == [
+        assert plain_trees.compare(one, other) == [
             Change(b"d/f", ChangeKind.CHANGED),
             Change(b"l", ChangeKind.REMOVED),
             Change(b"x", ChangeKind.CHANGED),

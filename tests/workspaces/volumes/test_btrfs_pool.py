@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from carrel.errors import PlatformError
-from carrel.workspaces.volumes.pool import Pool, missing_programs, mounted_at, run
+from carrel.workspaces.volumes.btrfs_pool import Pool, missing_programs, mounted_at, run
 
 
 def test_a_program_that_fails_is_quoted() -> None:
@@ -55,7 +55,7 @@ def test_what_is_mounted_by_others_is_not_touched(tmp_path: Path) -> None:
 UNPRIVILEGED = """
 import sys
 from carrel.errors import PlatformError
-from carrel.workspaces.volumes.pool import Pool
+from carrel.workspaces.volumes.btrfs_pool import Pool
 try:
     Pool(sys.argv[1] + "/pool.btrfs", sys.argv[1] + "/pool", 0, 0).open()
 except PlatformError as error:
