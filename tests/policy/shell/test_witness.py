@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from carrel.policy.shell.effort import Effort
 from carrel.policy.shell.grammar import read
 from carrel.policy.shell.syntax import Facts
-from carrel.policy.shell.witness import objections
+from carrel.policy.shell.witness import narrowed, objections
 
 
 def said(text: str) -> list[str]:
@@ -33,3 +40,20 @@ def test_a_command_that_only_the_second_sees_is_told() -> None:
 
 def test_what_its_grammar_refuses_is_told() -> None:
     assert list(objections("a (", {0}, Effort())) == ["the text does not follow the grammar of Bash"]
+
+
+@given(st.text())
+def test_parser_gets_only_characters_that_its_table_has(text: str) -> None:
+    given = narrowed(text)
+    assert len(given) == len(text) and all(char <= "\xff" for char in given)
+    assert all(was == now for was, now in zip(text, given, strict=True) if was <= "\xff")
+
+
+@pytest.mark.parametrize("place", ["echo {%s", "[ -%s ]", "cat <<E\nx $%s\nE\n", "%s=1", "a %s b"])
+def test_no_character_ends_the_process(place: str) -> None:
+    """The scanner of the grammar looks characters up in a table of 256, whatever their number is."""
+    code = (
+        "from carrel.policy.shell.reader import find\n"
+        f"for plane in range(17): find({place!r} % chr(plane * 65536 + 12366))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

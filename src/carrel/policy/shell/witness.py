@@ -5,6 +5,7 @@ The two readings share no code. Theirs is lenient where ours refuses, so ours de
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from itertools import accumulate
 
@@ -19,11 +20,13 @@ _PIECE, _READS = 32, 12
 """The text is given in pieces of so many bytes. Reading it once takes two or three reads of each piece. Where the
 grammar goes back again and again, which could take seconds, it reads the same pieces many times.
 """
+_WIDE = re.compile("[^\0-\xff]")
+"""Characters that the scanner of the grammar looks up past the end of a table of libc: some of them end the process."""
 
 
 def objections(text: str, starts: Collection[int], effort: Effort) -> Iterator[str]:
     """Why the text may hold more than was read. `starts` are the places where commands were found."""
-    encoded = text.encode()
+    encoded = narrowed(text).encode()
     left = 100 + _READS * len(encoded) // _PIECE
 
     def read(at: int, _place: Point) -> bytes:
@@ -53,6 +56,16 @@ def objections(text: str, starts: Collection[int], effort: Effort) -> Iterator[s
         if at not in starts:
             yield f"two readings of the text differ at: {text[at : at + 40]}"
             return
+
+
+def narrowed(text: str) -> str:
+    """The text with a character of the same class in the place of every one that the table does not have."""
+    return text if text.isascii() else _WIDE.sub(_narrow, text)
+
+
+def _narrow(found: re.Match[str]) -> str:
+    char = found[0]
+    return " " if char.isspace() or char == "\ufeff" else "é" if char.isalnum() else "¡"
 
 
 def _characters(encoded: bytes) -> list[int]:
