@@ -13,7 +13,7 @@ from bench.measure import Contender, Progress, Report, Table, median, percentile
 from carrel.policy.documents.settings import Permissions, Settings
 from carrel.policy.rules.decide import decide_shell
 from carrel.policy.rules.layers import Layer, Policy
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.finder import find
 
 ROUNDS = 300
 TEXT = "cd src && git status && grep -rn 'def main' . | sort -u > ../output/found.txt"

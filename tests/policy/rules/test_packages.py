@@ -4,7 +4,7 @@ import pytest
 from tests.support.policies import sources
 
 from carrel.policy.rules.packages import MOST_READ, SHORT_LINE, judge, normalised, sparingly
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.finder import find
 from carrel.policy.verdict import strictest
 
 INDEX = "https://python-index.example/simple/"

@@ -4,7 +4,7 @@ import pytest
 from tests.support.policies import sources
 
 from carrel.policy.rules.remotes import Place, judge, places, url_matches
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.finder import find
 from carrel.policy.verdict import strictest
 
 GIT = sources(git={"allowed_remotes": ["https://github.com/*", "https://gitlab.com/*", "git@github.com:team/*"]}).git

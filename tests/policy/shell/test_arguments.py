@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.support.real_shell import RealShell
 
 from carrel.policy.shell.arguments import Argument, Unknown, _pattern, arguments, literal, shown, text_of, value
-from carrel.policy.shell.effort import Effort
-from carrel.policy.shell.grammar import read
+from carrel.policy.shell.commands import read
+from carrel.policy.shell.step_budget import StepBudget
 from carrel.policy.shell.syntax import Facts, Simple, Unreadable, Word
 
 
@@ -21,7 +21,7 @@ def words(text: str) -> tuple[Word, ...]:
 
 
 def made(text: str) -> list[Argument]:
-    return [argument for word in words(text) for argument in arguments(word, Effort())]
+    return [argument for word in words(text) for argument in arguments(word, StepBudget())]
 
 
 def test_braces_expand_as_bash_expands_them(real_shell: RealShell) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.finder import find
 
 
 @pytest.mark.parametrize(

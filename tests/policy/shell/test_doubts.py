@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from carrel.policy.shell.commands import read
 from carrel.policy.shell.doubts import Doubts
-from carrel.policy.shell.grammar import read
 from carrel.policy.shell.syntax import Facts
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrel.policy.shell.grammar import read
+from carrel.policy.shell.commands import read
 from carrel.policy.shell.lines import after, skeleton
 from carrel.policy.shell.syntax import Facts, Redirect, Simple, Text, Unreadable
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.policy.shell.grammar import read
+from carrel.policy.shell.commands import read
 from carrel.policy.shell.syntax import Facts, identifiers
 
 NAMES = st.sampled_from("abcd")

@@ -16,13 +16,13 @@ from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import ReadFile
 from carrel.policy.rules.reach import Reach
 from carrel.policy.rules.rules import Rule, behind_options, match_words
-from carrel.policy.rules.variables import changes_what_runs
 from carrel.policy.shell import interpreters
 from carrel.policy.shell.arguments import Argument, Unknown
-from carrel.policy.shell.effort import SPARE_STEPS, Effort, TooComplex, size_of
+from carrel.policy.shell.finder import find
 from carrel.policy.shell.findings import Command, FileUse, HostUse, normal
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.step_budget import SPARE_STEPS, StepBudget, TooComplex, size_of
 from carrel.policy.shell.syntax import Dialect
+from carrel.policy.shell.variables import changes_what_runs
 from carrel.policy.verdict import ALLOWED, Answer, Part, Verdict, strictest
 
 Operation = Literal["read", "write", "delete"]
@@ -49,15 +49,15 @@ def decide_shell(
         return ALLOWED
     found = find(command, dialect=dialect, cwd=cwd or policy.workspace)
     reading = None if read_file is None else packages.sparingly(read_file)
-    effort = Effort(size_of(command), spare=SPARE_STEPS + STEPS_PER_RULE * policy.size)
+    budget = StepBudget(size_of(command), spare=SPARE_STEPS + STEPS_PER_RULE * policy.size)
     shown = command if isinstance(command, str) else " ".join(command)
     parts: list[Part] = []
     try:
-        parts += (_command(policy, each, reading, effort) for each in found.commands)
-        parts += (_file_use(policy, each, effort) for each in found.files)
+        parts += (_command(policy, each, reading, budget) for each in found.commands)
+        parts += (_file_use(policy, each, budget) for each in found.files)
         if found.hosts:
             reach = Reach(policy)
-            parts += (_host_use(policy, each, reach, effort) for each in found.hosts)
+            parts += (_host_use(policy, each, reach, budget) for each in found.hosts)
     except TooComplex as reason:
         parts.append(Part("shell", shown[:200], Verdict("ask", f"the command is too complex to decide: {reason}")))
     if policy.governed:
@@ -139,13 +139,13 @@ def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Verdict:
     return Verdict("ask", f"no rule allows or denies {what}", hint="a person can approve it")
 
 
-def _command(policy: Policy, command: Command, read_file: ReadFile | None, effort: Effort) -> Part:
+def _command(policy: Policy, command: Command, read_file: ReadFile | None, budget: StepBudget) -> Part:
     argv = command.arguments
     verdicts: list[Verdict] = []
     if policy.governed:
-        verdicts.append(_by_shell_rules(policy, argv, effort))
+        verdicts.append(_by_shell_rules(policy, argv, budget))
     for name, sources in policy.sources:
-        effort.spend(len(argv) * _length(sources))
+        budget.spend(len(argv) * _length(sources))
         verdicts += packages.judge(sources, argv, name, read_file)
         verdicts += remotes.judge(sources.git, argv, name)
         verdicts += interpreters.judge(sources.runtime, argv, name)
@@ -160,14 +160,14 @@ def _length(sources: Sources) -> int:
     return 1 + len(allowed) + max(registries, default=0)
 
 
-def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) -> Verdict:
+def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], budget: StepBudget) -> Verdict:
     name = str(argv[0]) if isinstance(argv[0], str) else "the command"
     denied: list[Rule] = []
     perhaps: list[Rule] = []
     width = len(argv) if any(isinstance(each, Unknown) and each.count != "one" for each in argv) else 1
-    effort.spend(len(argv))
+    budget.spend(len(argv))
     for rule in policy.deny.shell(argv, gaps=True):
-        effort.spend(2 + len(rule.words) * width)
+        budget.spend(2 + len(rule.words) * width)
         match match_words(rule, argv, deny=True):
             case "yes":
                 denied.append(rule)
@@ -182,17 +182,17 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], effort: Effort) 
         )
     allowed: list[Rule] = []
     for rule in () if denied else policy.allow.shell(argv):
-        effort.spend(2 + len(rule.words) * width)
+        budget.spend(2 + len(rule.words) * width)
         if match_words(rule, argv, deny=False) == "yes":
             allowed.append(rule)
     return _by_rules(_first(denied), _first(allowed), name)
 
 
-def _file_use(policy: Policy, use: FileUse, effort: Effort) -> Part:
+def _file_use(policy: Policy, use: FileUse, budget: StepBudget) -> Part:
     text = f"{use.operation} {use.path or use.source}"
     if not policy.governed:
         return Part("file", text, Verdict("allow", "no settings"))
-    effort.spend(1 + 8 * (use.path or "").count("/") + policy.size // 8)
+    budget.spend(1 + 8 * (use.path or "").count("/") + policy.size // 8)
     if use.path is None:
         return Part("file", text, Verdict("ask", f"which file is opened is known only at run time: {use.source[:80]}"))
     return _file(policy, use.operation, use.path)
@@ -207,8 +207,8 @@ def _file(policy: Policy, operation: Operation, path: str) -> Part:
     return Part("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
 
 
-def _host_use(policy: Policy, use: HostUse, reach: Reach, effort: Effort) -> Part:
-    effort.spend(1 + policy.size // 8)
+def _host_use(policy: Policy, use: HostUse, reach: Reach, budget: StepBudget) -> Part:
+    budget.spend(1 + policy.size // 8)
     return _host(policy, reach, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
 
 

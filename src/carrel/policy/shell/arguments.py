@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from carrel.policy.shell.effort import Effort
+from carrel.policy.shell.step_budget import StepBudget
 from carrel.policy.shell.syntax import Expansion, Text, Unreadable, Word
 
 MOST_WORDS = 1000
@@ -53,13 +53,13 @@ _SEQUENCE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?")
 _EMPTY: _Cell = ("", True)
 
 
-def arguments(word: Word, effort: Effort) -> list[Argument]:
+def arguments(word: Word, budget: StepBudget) -> list[Argument]:
     """What a word of a command becomes."""
-    effort.spend(1 + len(word.source) // 8)
+    budget.spend(1 + len(word.source) // 8)
     if (plain := word.plain) is not None and not any(mark in plain for mark in "{*?[~"):
         return [plain]
     # A word that braces leave empty is none, unless quotes say that it is.
-    return [_argument(cells, word.source) for cells in expand_braces(_cells(word), effort) if cells]
+    return [_argument(cells, word.source) for cells in expand_braces(_cells(word), budget) if cells]
 
 
 def value(word: Word) -> Argument:
@@ -125,7 +125,7 @@ def _pattern(text: str) -> int | None:
 class _Bounds:
     """What may still be looked at in one word, and made of it."""
 
-    effort: Effort
+    budget: StepBudget
     looks: int
     words: int = MOST_WORDS
 
@@ -135,15 +135,15 @@ class _Bounds:
             raise Unreadable("braces that expand to very many words")
 
     def look(self, characters: int) -> None:
-        self.effort.spend(1 + characters // 4)
+        self.budget.spend(1 + characters // 4)
         self.looks -= characters
         if self.looks < 0:
             raise Unreadable("very many braces in a long word")
 
 
-def expand_braces(cells: list[_Cell], effort: Effort) -> list[list[_Cell]]:
+def expand_braces(cells: list[_Cell], budget: StepBudget) -> list[list[_Cell]]:
     """Every word that brace expansion makes of one."""
-    return _expand(cells, _Bounds(effort, SPARE_LOOKS + LOOKS * len(cells)))
+    return _expand(cells, _Bounds(budget, SPARE_LOOKS + LOOKS * len(cells)))
 
 
 def _expand(cells: list[_Cell], bounds: _Bounds) -> list[list[_Cell]]:
@@ -161,7 +161,7 @@ def _expand(cells: list[_Cell], bounds: _Bounds) -> list[list[_Cell]]:
         middle = [cells[start : end + 1]]
     rest = _expand(behind, bounds) if behind else [[]]
     bounds.make(len(middle) * len(rest))
-    bounds.effort.spend(
+    bounds.budget.spend(
         (len(middle) * len(rest) * len(before) + len(rest) * sum(map(len, middle)) + len(middle) * sum(map(len, rest)))
         // 4
     )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from carrel.policy.shell.arguments import Argument, Unknown, arguments, shown
-from carrel.policy.shell.effort import Effort
-from carrel.policy.shell.grammar import DECLARATIONS
+from carrel.policy.shell.commands import DECLARATIONS
 from carrel.policy.shell.lines import after, skeleton
+from carrel.policy.shell.step_budget import StepBudget
 from carrel.policy.shell.syntax import Dialect, Expansion, Facts, Function, Unreadable, Word
 from carrel.policy.shell.wrappers import SAFE_OPTIONS
 
@@ -316,11 +316,11 @@ SHELL_WORDS = frozenset(BUILTINS) | frozenset(
 """Every command of the shell itself: a function of such a name changes what later words mean."""
 
 
-def expanded(words: Sequence[Word], dialect: Dialect, effort: Effort) -> list[tuple[Argument, Word]]:
+def expanded(words: Sequence[Word], dialect: Dialect, budget: StepBudget) -> list[tuple[Argument, Word]]:
     """The arguments of words, each with the word it comes from."""
     made = []
     for word in words:
-        found = arguments(word, effort)
+        found = arguments(word, budget)
         if dialect != "bash" and (len(found) != 1 or "{" in skeleton(word)):
             raise Unreadable("braces are read differently by sh and by Bash")
         made += [(argument, word) for argument in found]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 
-from carrel.policy.shell.reading import BLANK, META, WordReader, merged
 from carrel.policy.shell.syntax import Expansion, Part, Redirect, Text, Unreadable, Word
+from carrel.policy.shell.words import BLANK, META, WordReader, merged
 
 OPENING = frozenset({"if", "while", "until", "for", "select", "case", "{", "[[", "function", "coproc"})
 _CLOSING = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", "in"})

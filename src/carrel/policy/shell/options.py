@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.policy.shell.arguments import Argument, Unknown, shown
-from carrel.policy.shell.programs import awk_reasons, read_sed
+from carrel.policy.shell.sed_awk import awk_reasons, read_sed
 
 Does = Literal["text", "program", "file", "setting", "given", "asks"]
 """`text`: a shell runs the value. `program`: the value is a program that is run. `file`: the value is a file that is

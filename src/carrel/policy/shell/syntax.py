@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from carrel.policy.shell.effort import Effort
+from carrel.policy.shell.step_budget import StepBudget
 
 Dialect = Literal["bash", "sh"]
 """`bash`: read as Bash does. `sh`: what Bash and a POSIX shell such as dash would read differently is not accepted."""
@@ -21,7 +21,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Characters of a word that stand for themselves."""
+    """Cursor of a word that stand for themselves."""
 
     text: str
     quoted: bool
@@ -134,7 +134,7 @@ class Facts:
     substitution. So arithmetic on a value that may hold `$` or a backquote can run anything.
     """
 
-    effort: Effort = field(default_factory=Effort)
+    budget: StepBudget = field(default_factory=StepBudget)
     """The steps that reading the text has taken, and may take."""
     dangerous: dict[str, str] = field(default_factory=dict)
     """Variables whose value may hold anything, and why."""
@@ -194,7 +194,7 @@ class Facts:
         pending, seen = list(self.evaluated), set(self.evaluated)
         while pending:
             name = pending.pop()
-            self.effort.spend()
+            self.budget.spend()
             if name in self.dangerous:
                 self.ask(
                     f"'{name}' is evaluated, and a value known only at run time may hold commands: "

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import groupby
 
-from carrel.policy.shell.characters import Characters
+from carrel.policy.shell.cursor import Cursor
 from carrel.policy.shell.syntax import Block, Expansion, Part, Text, Unreadable, Word, prints_a_number
 
 META = frozenset(" \t\n;&|<>()")
@@ -38,7 +38,7 @@ _ARITHMETIC = frozenset(" \t\n+-*/%<>=!&|^~?:,#_.") | frozenset(
 )
 
 
-class WordReader(Characters, ABC):
+class WordReader(Cursor, ABC):
     """Reads words from a text."""
 
     @abstractmethod

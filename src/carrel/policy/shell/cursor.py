@@ -1,4 +1,4 @@
-"""Characters of shell text and the quotes that end where the text says: the ground words are read on.
+"""Cursor of shell text and the quotes that end where the text says: the ground words are read on.
 
 Knows nothing of expansions or commands.
 """
@@ -16,7 +16,7 @@ MAX_DEPTH = 40
 _ENDS = frozenset({"", " ", "\t", "\n"})
 _PLAIN = _ENDS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:,+@%^-")
 _JOINS_ON = frozenset("$\\<>{[!#`")
-"""Characters that mean something else together with what follows."""
+"""Cursor that mean something else together with what follows."""
 _BIDI = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _ESCAPES = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _NUMERIC_ESCAPE = re.compile(r"([0-7]{1,3})|x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})")
@@ -35,7 +35,7 @@ def check(text: str) -> None:
             raise Unreadable(f"it holds the invisible or invalid character U+{ord(char):04X}")
 
 
-class Characters:
+class Cursor:
     """A text and a place in it. `origin` maps places to those of the text this one was taken from."""
 
     def __init__(
@@ -50,8 +50,8 @@ class Characters:
         self.at = 0
         self.pending: list[Redirect] = []  # here-documents whose body comes after the line
         self._origin = origin
-        self._effort = facts.effort
-        self._effort.spend(1 + len(text) // 8)
+        self._budget = facts.budget
+        self._budget.spend(1 + len(text) // 8)
 
     def place(self, at: int) -> int:
         """The position in the text that was given first."""
@@ -62,7 +62,7 @@ class Characters:
     def char(self) -> str:
         """The next character, line continuations skipped; empty at the end."""
         text, at = self.text, self.at
-        self._effort.spend()
+        self._budget.spend()
         if at >= len(text):
             return ""
         if (char := text[at]) != "\\":
@@ -70,7 +70,7 @@ class Characters:
         if text.startswith("\\\n", at):
             before = text[self.at - 1 : self.at]
             while text.startswith("\\\n", self.at):
-                self._effort.spend()
+                self._budget.spend()
                 self.at += 2
             behind = text[self.at : self.at + 1]
             if before not in _ENDS and (before in _JOINS_ON or behind not in _PLAIN):
@@ -82,7 +82,7 @@ class Characters:
         at = self.at + 1
         if self.text.startswith("\\\n", at):
             while self.text.startswith("\\\n", at):
-                self._effort.spend()
+                self._budget.spend()
                 at += 2
             if self.text.startswith("(", at):
                 raise Unreadable("a line continuation in front of a parenthesis")

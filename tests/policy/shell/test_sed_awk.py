@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.policy.shell.programs import awk_reasons, read_sed
+from carrel.policy.shell.sed_awk import awk_reasons, read_sed
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from carrel.policy.rules.variables import belongs_to, changes_what_runs, is_evaluated
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.finder import find
+from carrel.policy.shell.variables import belongs_to, changes_what_runs, is_evaluated
 
 
 @pytest.mark.parametrize(

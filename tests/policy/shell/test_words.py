@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from carrel.policy.shell.grammar import read
-from carrel.policy.shell.reading import merged
+from carrel.policy.shell.commands import read
 from carrel.policy.shell.syntax import Expansion, Facts, Part, Simple, Text, Unreadable
+from carrel.policy.shell.words import merged
 
 
 def parts(text: str, facts: Facts | None = None) -> tuple[Part, ...]:

@@ -10,17 +10,17 @@ from carrel.policy.rules.decide import decide_file, decide_network, decide_shell
 from carrel.policy.rules.patterns import pattern
 from carrel.policy.rules.rules import match_words, parse
 from carrel.policy.shell.arguments import Unknown
-from carrel.policy.shell.effort import SPARE_STEPS, STEPS_PER_CHARACTER, Effort, TooComplex, size_of
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.finder import find
+from carrel.policy.shell.step_budget import SPARE_STEPS, STEPS_PER_CHARACTER, StepBudget, TooComplex, size_of
 
 WHOLE = 65_536
 
 
 def test_effort_ends_after_its_steps() -> None:
-    effort = Effort(10)
-    effort.spend(SPARE_STEPS + 10 * STEPS_PER_CHARACTER)
+    budget = StepBudget(10)
+    budget.spend(SPARE_STEPS + 10 * STEPS_PER_CHARACTER)
     with pytest.raises(TooComplex):
-        effort.spend()
+        budget.spend()
 
 
 def test_size_of_a_text_and_of_arguments() -> None:

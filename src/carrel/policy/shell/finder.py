@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from carrel.policy.rules.variables import LOCALE, belongs_to, changes_what_runs, is_evaluated
-from carrel.policy.shell import grammar, witness
+from carrel.policy.shell import commands, cross_check
 from carrel.policy.shell.arguments import Argument, Unknown, literal, shown, value
 from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
-from carrel.policy.shell.characters import check
+from carrel.policy.shell.cursor import check
 from carrel.policy.shell.doubts import Doubts
-from carrel.policy.shell.effort import Effort, TooComplex, size_of
 from carrel.policy.shell.findings import Command, FileUse, Found, HostUse, normal
+from carrel.policy.shell.step_budget import StepBudget, TooComplex, size_of
 from carrel.policy.shell.syntax import (
     COUNTERS,
     Assignment,
@@ -33,6 +32,7 @@ from carrel.policy.shell.syntax import (
     Unreadable,
     Word,
 )
+from carrel.policy.shell.variables import LOCALE, belongs_to, changes_what_runs, is_evaluated
 from carrel.policy.shell.wrappers import RUNNERS, Inside, base, inside
 
 MOST_COMMANDS = 1000
@@ -45,12 +45,12 @@ _SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
 
 def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | None = None) -> Found:
     """What a shell text, or a program with its arguments, could run."""
-    effort = Effort(size_of(command))
-    finder = _Finder(dialect, cwd, effort)
+    budget = StepBudget(size_of(command))
+    finder = _Finder(dialect, cwd, budget)
     finder.start(command)
     if finder.unset & finder.defined:
         # A function that is removed somewhere is nowhere certain: read again, knowing that.
-        finder = _Finder(dialect, cwd, effort, frozenset(finder.unset))
+        finder = _Finder(dialect, cwd, budget, frozenset(finder.unset))
         finder.start(command)
     return Found(
         tuple(dict.fromkeys(finder.commands)),
@@ -64,9 +64,9 @@ def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | 
 class _Finder:
     """Walks what was read. One object for a text and every text inside it."""
 
-    def __init__(self, dialect: Dialect, cwd: str | None, effort: Effort, removed: frozenset[str] = frozenset()):
-        self.facts = Facts(effort)
-        self._spend = effort.spend
+    def __init__(self, dialect: Dialect, cwd: str | None, budget: StepBudget, removed: frozenset[str] = frozenset()):
+        self.facts = Facts(budget)
+        self._spend = budget.spend
         self.dialect: Dialect = dialect
         self.commands: list[Command] = []
         self.files: list[FileUse] = []
@@ -124,8 +124,8 @@ class _Finder:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("texts inside texts, too deep")
-        block = grammar.read(text, self.facts, dialect)
-        for objection in witness.objections(text, self.facts.starts, self.facts.effort):
+        block = commands.read(text, self.facts, dialect)
+        for objection in cross_check.objections(text, self.facts.starts, self.facts.budget):
             self.facts.ask(objection)
         self._block(block)
         self._depth -= 1
@@ -332,7 +332,7 @@ class _Finder:
         self._assignments(node.arrays)
         self._words(node.words)
         self._redirects(node.redirects)
-        pairs = expanded(node.words, self.dialect, self.facts.effort)
+        pairs = expanded(node.words, self.dialect, self.facts.budget)
         if not node.words:
             return
         names = tuple(each.name for each in node.assignments)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from carrel.policy.shell.characters import MAX_DEPTH
+from carrel.policy.shell.cursor import MAX_DEPTH
 from carrel.policy.shell.lines import OPENING, LineReader, after, skeleton
-from carrel.policy.shell.reading import NAME
 from carrel.policy.shell.syntax import (
     Assignment,
     Bare,
@@ -26,6 +25,7 @@ from carrel.policy.shell.syntax import (
     Unreadable,
     Word,
 )
+from carrel.policy.shell.words import NAME
 
 DECLARATIONS = frozenset({"declare", "typeset", "local", "export", "readonly"})
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]]*\])?\+?=")

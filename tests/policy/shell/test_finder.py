@@ -14,8 +14,8 @@ from tests.support.real_shell import RealShell
 from tests.support.shell_checking import is_judged, unpredicted
 from tests.support.shell_texts import NOISE, texts
 
-from carrel.policy.shell.characters import MAX_TEXT
-from carrel.policy.shell.reader import find
+from carrel.policy.shell.cursor import MAX_TEXT
+from carrel.policy.shell.finder import find
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 COUNT = int(os.environ.get("CARREL_SHELL_TEXTS", "1500"))

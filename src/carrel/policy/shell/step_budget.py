@@ -20,7 +20,7 @@ def size_of(command: str | Sequence[str]) -> int:
     return len(command) if isinstance(command, str) else sum(len(word) + 1 for word in command)
 
 
-class Effort:
+class StepBudget:
     """The steps that one decision has taken, and may take."""
 
     __slots__ = ("most", "spent")

@@ -1,6 +1,6 @@
-"""A second reading of shell text, with the grammar of tree-sitter: a command that only it sees is a reason to ask.
+"""Checks our reading of a text with a second parser, tree-sitter: a command that only it sees is a reason to ask.
 
-The two readings share no code. Theirs is lenient where ours refuses, so ours decides and theirs objects.
+The two parsers share no code. Tree-sitter accepts texts that ours refuses, so ours decides and tree-sitter objects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import accumulate
 import tree_sitter_bash
 from tree_sitter import Language, Parser, Point, Query, QueryCursor
 
-from carrel.policy.shell.effort import Effort, TooComplex
+from carrel.policy.shell.step_budget import StepBudget, TooComplex
 
 _LANGUAGE = Language(tree_sitter_bash.language())
 _NAMES = Query(_LANGUAGE, "(command_name) @name (heredoc_body) @here")
@@ -21,10 +21,10 @@ _PIECE, _READS = 32, 12
 grammar goes back again and again, which could take seconds, it reads the same pieces many times.
 """
 _WIDE = re.compile("[^\0-\xff]")
-"""Characters that the scanner of the grammar looks up past the end of a table of libc: some of them end the process."""
+"""Cursor that the scanner of the grammar looks up past the end of a table of libc: some of them end the process."""
 
 
-def objections(text: str, starts: Collection[int], effort: Effort) -> Iterator[str]:
+def objections(text: str, starts: Collection[int], budget: StepBudget) -> Iterator[str]:
     """Why the text may hold more than was read. `starts` are the places where commands were found."""
     encoded = narrowed(text).encode()
     left = 100 + _READS * len(encoded) // _PIECE
@@ -35,7 +35,7 @@ def objections(text: str, starts: Collection[int], effort: Effort) -> Iterator[s
         # An empty answer is the end of the text: the parser stops soon.
         return encoded[at : at + _PIECE] if left > 0 else b""
 
-    effort.spend(len(encoded))
+    budget.spend(len(encoded))
     root = Parser(_LANGUAGE).parse(read).root_node
     if left <= 0:
         raise TooComplex("a second reading of the text takes too many steps")

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from carrel.policy.shell.characters import MAX_DEPTH, MAX_TEXT, Characters, check
+from carrel.policy.shell.cursor import MAX_DEPTH, MAX_TEXT, Cursor, check
 from carrel.policy.shell.syntax import Facts, Unreadable
 
 
 def test_line_continuations_are_no_characters() -> None:
-    reader = Characters("a\\\n\\\nb \\\n&&\\\nc", Facts(), "bash")
+    reader = Cursor("a\\\n\\\nb \\\n&&\\\nc", Facts(), "bash")
     assert reader.follows("ab")
     assert not reader.take("abc")
     assert reader.take("ab ")
@@ -17,26 +17,26 @@ def test_line_continuations_are_no_characters() -> None:
 
 @pytest.mark.parametrize("text", ["$\\\n(", "2\\\n>", "a\\\n(", "<\\\n(", "{\\\na", "&\\\n&", "=\\\n("])
 def test_a_line_continuation_that_may_join_an_operator_is_not_read(text: str) -> None:
-    reader = Characters(text, Facts(), "bash")
+    reader = Cursor(text, Facts(), "bash")
     reader.at = 1
     with pytest.raises(Unreadable):
         reader.char()
 
 
 def test_places_are_those_of_the_first_text() -> None:
-    assert Characters("ab", Facts(), "bash", origin=[7, 9]).place(1) == 9
-    assert Characters("ab", Facts(), "bash").place(1) == 1
+    assert Cursor("ab", Facts(), "bash", origin=[7, 9]).place(1) == 9
+    assert Cursor("ab", Facts(), "bash").place(1) == 1
 
 
 def test_depth_is_bounded() -> None:
     with pytest.raises(Unreadable):
-        Characters("", Facts(), "bash", depth=MAX_DEPTH + 1)
+        Cursor("", Facts(), "bash", depth=MAX_DEPTH + 1)
 
 
 def test_other_shells_get_no_bash() -> None:
-    Characters("", Facts(), "bash").only_bash("x")
+    Cursor("", Facts(), "bash").only_bash("x")
     with pytest.raises(Unreadable, match="x is read differently"):
-        Characters("", Facts(), "sh").only_bash("x")
+        Cursor("", Facts(), "sh").only_bash("x")
 
 
 def test_what_a_person_would_not_see_is_refused() -> None:
@@ -47,7 +47,7 @@ def test_what_a_person_would_not_see_is_refused() -> None:
 
 
 def test_a_parenthesis_behind_the_next_character() -> None:
-    assert Characters("<(", Facts(), "bash").opens()
-    assert not Characters("< (", Facts(), "bash").opens()
+    assert Cursor("<(", Facts(), "bash").opens()
+    assert not Cursor("< (", Facts(), "bash").opens()
     with pytest.raises(Unreadable):
-        Characters("<\\\n(", Facts(), "bash").opens()
+        Cursor("<\\\n(", Facts(), "bash").opens()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrel.policy.shell.grammar import read
+from carrel.policy.shell.commands import read
 from carrel.policy.shell.syntax import Bare, Block, Facts, Function, Simple, Unreadable
 
 
