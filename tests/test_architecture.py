@@ -96,6 +96,17 @@ def test_the_table_can_catch_a_breach(tmp_path):
     assert list(imports(bad)) == [("control", True), ("server", False)]
 
 
+def test_shell_reader_knows_nothing_of_rules_and_shows_one_face():
+    shell = SOURCE / "policy" / "shell"
+    for path in modules():
+        names = set(re.findall(r"^\s*from (carrel\.policy[\w.]*) import", path.read_text(), re.MULTILINE))
+        if path.is_relative_to(shell):
+            assert all(name.startswith("carrel.policy.shell") for name in names), path
+        else:
+            inner = {name for name in names if name.startswith("carrel.policy.shell.")}
+            assert inner <= {"carrel.policy.shell.finder"}, path
+
+
 def test_modules_say_what_they_are_for():
     silent = [str(path) for path in modules() if ast.get_docstring(ast.parse(path.read_text())) is None]
     assert not silent

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from carrel.policy.shell.arguments import Argument, Unknown
-from carrel.policy.shell.findings import Found
-from carrel.policy.shell.wrappers import base
+from carrel.policy.shell import Argument, Unknown, base
+from carrel.policy.shell.finder import Found
 
 SECOND = ("the text does not follow the grammar", "two readings of the text differ")
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tests.support.policies import policy, settings, sources
 
 from carrel.policy.rules.decide import (
+    _by_languages,
     decide_environment,
     decide_file,
     decide_mcp,
@@ -219,3 +220,24 @@ def test_a_folder_is_all_that_is_in_it(operation: str, path: str, verdict: str, 
     assert decide_tree(rules, operation, path).verdict == verdict  # type: ignore[arg-type]
     assert decide_tree(rules, operation, path, surely=True).verdict == surely  # type: ignore[arg-type]
     assert decide_tree(Policy.open(), operation, path).verdict == "allow"  # type: ignore[arg-type]
+
+
+RUNTIME = sources(runtime={"languages": ["python3.11", "bash"]}).runtime
+
+
+@pytest.mark.parametrize(
+    "name", ["python", "python3", "python3.11", "python3.11.4", "/usr/bin/python3", "bash", "sh", "ls", "nodejsx"]
+)
+def test_declared_languages_run(name: str) -> None:
+    assert list(_by_languages(RUNTIME, (name, "x"), "s")) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["python2", "python3.12", "python3.1", "node", "perl", "ruby", "/opt/node/bin/node", "zsh", "php8.1"]
+)
+def test_languages_that_are_not_declared_do_not_run(name: str) -> None:
+    assert [each.verdict for each in _by_languages(RUNTIME, (name, "x"), "s")] == ["deny"]
+
+
+def test_every_language_runs_when_none_is_declared() -> None:
+    assert list(_by_languages(sources().runtime, ("node",), "s")) == []

@@ -1,101 +1,18 @@
-"""What is found in shell text, against what real shells run."""
-
 from __future__ import annotations
 
-import os
 import random
 import shlex
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.real_shell import RealShell
-from tests.support.shell_checking import is_judged, unpredicted
-from tests.support.shell_texts import NOISE, texts
+from tests.support.shell_texts import NOISE
 
+from carrel.policy.shell import Unknown
+from carrel.policy.shell.commands import read
 from carrel.policy.shell.cursor import MAX_TEXT
-from carrel.policy.shell.finder import find
-
-CORPUS = Path(__file__).parents[1] / "corpus"
-COUNT = int(os.environ.get("CARREL_SHELL_TEXTS", "1500"))
-SEED = int(os.environ.get("CARREL_SHELL_SEED", "1"))
-
-
-def corpus() -> list[tuple[str, str, str]]:
-    """Theme, what is expected, and text, of every entry."""
-    found = []
-    for path in sorted(CORPUS.glob("*.txt")):
-        for entry in path.read_bytes().decode().removeprefix("%% ").split("\n%% "):
-            expected, _, text = entry.partition("\n")
-            found.append((path.stem, expected, text.removesuffix("\n")))
-    return found
-
-
-ENTRIES = corpus()
-
-
-def test_the_corpus_is_large_and_the_everyday_never_asks() -> None:
-    assert len({text for _, _, text in ENTRIES}) >= 1000
-    assert not [text for theme, expected, text in ENTRIES if theme == "everyday" and expected == "asks"]
-
-
-def told(text: str) -> str:
-    """What is found in a text, as the corpus writes it."""
-    found = find(text, cwd="/work")
-    if found.asks:
-        return "asks"
-    names = dict.fromkeys(str(command.arguments[0]) for command in found.commands)
-    return " ".join(["runs", *(shlex.quote(name) for name in names), *(["…"] if found.opaque else [])]).replace(
-        "\n", "⏎"
-    )
-
-
-@pytest.mark.parametrize("theme", sorted({theme for theme, _, _ in ENTRIES}))
-def test_the_corpus_is_read_as_it_says(theme: str) -> None:
-    wrong = [(text, expected, told(text)) for at, expected, text in ENTRIES if at == theme and told(text) != expected]
-    assert not wrong
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("shell", "dialect"), [("bash", "bash"), ("dash", "sh")])
-def test_real_shells_run_nothing_of_the_corpus_that_was_not_predicted(
-    real_shell: RealShell, shell: str, dialect: str
-) -> None:
-    found = [(text, find(text, dialect="sh" if dialect == "sh" else "bash", cwd="/work")) for _, _, text in ENTRIES]
-    judged = [(text, each) for text, each in found if is_judged(each)]
-    assert len(judged) > len(ENTRIES) * (0.6 if shell == "bash" else 0.4)
-    # Shifted by one the second time: the real wrappers are in the path of every other text.
-    for shift in (0, 1) if shell == "bash" else (0,):
-        shifted = judged[shift:] + judged[:shift]
-        ran = real_shell.run([text for text, _ in shifted], shell)
-        assert sum(bool(each) for each in ran) > len(judged) / 2
-        wrong = [
-            (text, missed)
-            for (text, each), programs in zip(shifted, ran, strict=True)
-            if (missed := unpredicted(each, programs))
-        ]
-        assert not wrong
-
-
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("shell", "share"), [("bash", 1.0), ("dash", 0.2)])
-def test_real_shells_run_nothing_generated_that_was_not_predicted(
-    real_shell: RealShell, shell: str, share: float
-) -> None:
-    made = texts(int(COUNT * share), SEED * 1_000_000)
-    found = [(text, find(text, dialect="bash" if shell == "bash" else "sh", cwd="/work")) for text in made]
-    # What asks is not run: whatever it did would be no surprise.
-    judged = [(text, each) for text, each in found if is_judged(each)]
-    ran = real_shell.run([text for text, _ in judged], shell)
-    print(f"{len(made)} texts, {len(judged)} without a question, {sum(map(len, ran))} programs ran")
-    assert len(judged) > len(made) * (0.3 if shell == "bash" else 0.1)
-    wrong = [
-        (text, missed)
-        for (text, each), programs in zip(judged, ran, strict=True)
-        if (missed := unpredicted(each, programs))
-    ]
-    assert not wrong
+from carrel.policy.shell.finder import Command, _UncertainFunctions, find, normal
+from carrel.policy.shell.syntax import Facts
 
 
 @given(st.text(max_size=60))
@@ -193,3 +110,33 @@ def test_reading_takes_time_that_follows_the_length() -> None:
         find(text)
     rng = random.Random(3)
     find("".join(rng.choice(NOISE) for _ in range(20_000)))
+
+
+@pytest.mark.parametrize(
+    ("text", "gone"),
+    [("f() { a; }\nb", set()), ("a; f() { a; }\nb", set()), ("a $x; f() { a; }\nb", {"f"}), ("x=1; f() { a; }\nb", {"f"}), ("g; f() { a; }\nb", {"f"}),
+     ("((1)); f() { a; }\nb", {"f"}), ("a $x\nf() { a; }\nb", set()), ("a > $x; f() { a; }\nb", {"f"}), ("cd x; f() { a; }\nb", {"f"})],
+)  # fmt: skip
+def test_what_an_error_on_the_line_could_skip(text: str, gone: set[str]) -> None:
+    block = read(text, Facts())
+    uncertain = _UncertainFunctions(block)
+    found = [uncertain.before(number, {"g"}) for number in range(len(block.nodes))]
+    assert found[-1] == gone
+
+
+def test_inside_a_block_nothing_is_dropped_by_itself() -> None:
+    block = read("{ a $x; f() { b; }; c; }", Facts()).nodes[0]
+    assert not getattr(block, "lines", ())
+
+
+def test_a_command_as_a_person_would_write_it() -> None:
+    assert Command(("echo", "a b", Unknown('"$x"', "one"))).text == "echo 'a b' \"$x\""
+
+
+@given(st.lists(st.sampled_from(["a", "..", ".", "", "b"]), max_size=8))
+def test_a_normal_path_is_absolute_and_stays_so(parts: list[str]) -> None:
+    path = normal("/" + "/".join(parts))
+    assert path == normal(path)
+    assert path.startswith("/")
+    assert not {".", ".."} & set(path.split("/"))
+    assert "//" not in path

@@ -23,8 +23,7 @@ from carrel.policy.rules.decide import (
     decide_tree,
 )
 from carrel.policy.rules.layers import Policy
-from carrel.policy.shell.step_budget import size_of
-from carrel.policy.shell.syntax import Dialect
+from carrel.policy.shell import Dialect, size_of
 from carrel.policy.verdict import ALLOWED, Verdict, strictest
 from carrel.workspaces.volumes.kernel import Directories, open_for_reading
 

@@ -33,7 +33,7 @@ from carrel.errors import (
     RunsElsewhere,
 )
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
-from carrel.policy.shell.variables import changes_what_runs
+from carrel.policy.shell import changes_what_runs
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
 

@@ -6,23 +6,29 @@ to know of files is given to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from carrel.policy.documents.sources import Sources
+from carrel.policy.documents.sources import Runtime, Sources
 from carrel.policy.rules import packages, remotes
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import ReadFile
 from carrel.policy.rules.reach import Reach
 from carrel.policy.rules.rules import Rule, behind_options, match_words
-from carrel.policy.shell import interpreters
-from carrel.policy.shell.arguments import Argument, Unknown
-from carrel.policy.shell.finder import find
-from carrel.policy.shell.findings import Command, FileUse, HostUse, normal
-from carrel.policy.shell.step_budget import SPARE_STEPS, StepBudget, TooComplex, size_of
-from carrel.policy.shell.syntax import Dialect
-from carrel.policy.shell.variables import changes_what_runs
+from carrel.policy.shell import (
+    SPARE_STEPS,
+    Argument,
+    Dialect,
+    StepBudget,
+    TooComplex,
+    Unknown,
+    base,
+    changes_what_runs,
+    size_of,
+)
+from carrel.policy.shell.finder import Command, FileUse, HostUse, find, normal
 from carrel.policy.verdict import ALLOWED, Answer, Part, Verdict, strictest
 
 Operation = Literal["read", "write", "delete"]
@@ -31,6 +37,25 @@ STEPS_PER_RULE = 20
 """How many more steps a decision may take for each rule of the policy."""
 LONGEST_PATH, LONGEST_HOST = 4096, 255
 """Longer ones mean nothing to the kernel or to DNS; a decision about one would take long."""
+
+_INTERPRETERS = {
+    "python": re.compile(r"(python|pypy|ipython)(\d+(?:\.\d+)*)?"),
+    "bash": re.compile(r"(bash|sh|dash)()"),
+    "node": re.compile(r"(node|nodejs)(\d+)?"),
+    "deno": re.compile(r"(deno)()"),
+    "bun": re.compile(r"(bun)()"),
+    "ruby": re.compile(r"(ruby|irb)(\d+(?:\.\d+)*)?"),
+    "perl": re.compile(r"(perl)(\d+(?:\.\d+)*)?"),
+    "php": re.compile(r"(php)(\d+(?:\.\d+)*)?"),
+    "lua": re.compile(r"(lua|luajit)(\d+(?:\.\d+)*)?"),
+    "java": re.compile(r"(java|jshell)()"),
+    "r": re.compile(r"(R|Rscript)()"),
+    "julia": re.compile(r"(julia)()"),
+    "zsh": re.compile(r"(zsh)()"),
+    "fish": re.compile(r"(fish)()"),
+    "tcl": re.compile(r"(tclsh|expect|wish)(\d+(?:\.\d+)*)?"),
+    "powershell": re.compile(r"(pwsh)()"),
+}
 
 
 def decide_shell(
@@ -148,7 +173,7 @@ def _command(policy: Policy, command: Command, read_file: ReadFile | None, budge
         budget.spend(len(argv) * _length(sources))
         verdicts += packages.judge(sources, argv, name, read_file)
         verdicts += remotes.judge(sources.git, argv, name)
-        verdicts += interpreters.judge(sources.runtime, argv, name)
+        verdicts += _by_languages(sources.runtime, argv, name)
     verdict = strictest(verdicts) or Verdict("allow", "no settings")
     return Part("shell", command.text[:500], verdict, command.via)
 
@@ -158,6 +183,28 @@ def _length(sources: Sources) -> int:
     allowed = () if sources.git is None else sources.git.allowed_remotes or ()
     registries = [len(each.registries or ()) for _, each in sources.package_managers if each is not None]
     return 1 + len(allowed) + max(registries, default=0)
+
+
+def _by_languages(runtime: Runtime, argv: Sequence[Argument], source: str) -> Iterator[Verdict]:
+    """What `sources.json` says of a command that starts an interpreter."""
+    if runtime.languages is None or not argv or not isinstance(argv[0], str):
+        return
+    name = base(argv[0])
+    for family, shape in _INTERPRETERS.items():
+        found = shape.fullmatch(name)
+        if not found:
+            continue
+        declared = [each.lower() for each in runtime.languages if re.fullmatch(rf"{family}[\d.]*", each.lower())]
+        if not declared:
+            yield Verdict("deny", f"{name} is not among the languages of this agent", "runtime.languages", source)
+        elif found[2] and not any(_same_version(found[2], each.removeprefix(family)) for each in declared):
+            yield Verdict("deny", f"{name} is another version than this agent may use", "runtime.languages", source)
+        return
+
+
+def _same_version(asked: str, declared: str) -> bool:
+    """Whether a version is the declared one, or says less."""
+    return not declared or declared == asked or declared.startswith(asked + ".") or asked.startswith(declared + ".")
 
 
 def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], budget: StepBudget) -> Verdict:

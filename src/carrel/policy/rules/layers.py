@@ -13,8 +13,7 @@ from carrel.errors import InvalidRequest
 from carrel.policy.documents.settings import Permissions, Settings
 from carrel.policy.documents.sources import Limits, Sources, limits
 from carrel.policy.rules.rules import Index, Rule, match_words, parse
-from carrel.policy.shell.arguments import Argument, Unknown
-from carrel.policy.shell.wrappers import RUNNERS
+from carrel.policy.shell import RUNNERS, Argument, Unknown
 
 BUILT_IN = "built-in"
 _OWN_WORDS = (

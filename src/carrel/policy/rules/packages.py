@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import PackageManager, Sources
 from carrel.policy.rules import remotes
-from carrel.policy.shell.arguments import Argument, Unknown, shown
-from carrel.policy.shell.wrappers import base, module_of
+from carrel.policy.shell import Argument, Unknown, base, module_of, shown
 from carrel.policy.verdict import Verdict
 
 ReadFile = Callable[[str], str | None]

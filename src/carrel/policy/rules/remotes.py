@@ -9,9 +9,7 @@ from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import Git
 from carrel.policy.rules.patterns import pattern
-from carrel.policy.shell.arguments import Argument, Unknown, shown
-from carrel.policy.shell.options import is_safe_config
-from carrel.policy.shell.wrappers import base
+from carrel.policy.shell import Argument, Unknown, base, is_safe_config, shown
 from carrel.policy.verdict import Verdict
 
 _GLOBAL_FLAGS = frozenset(

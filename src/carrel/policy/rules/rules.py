@@ -23,8 +23,7 @@ from carrel.errors import InvalidRequest
 from carrel.policy.rules.addresses import Address, forms, same
 from carrel.policy.rules.addresses import read as read_address
 from carrel.policy.rules.patterns import PathPattern, Pattern, path_pattern, pattern
-from carrel.policy.shell.arguments import Argument, Unknown
-from carrel.policy.shell.wrappers import base
+from carrel.policy.shell import Argument, Unknown, base
 from carrel.policy.verdict import Kind
 
 KINDS: tuple[Kind, ...] = ("shell", "file", "network", "mcp")

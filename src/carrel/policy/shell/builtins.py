@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from carrel.policy.shell.arguments import Argument, Unknown, arguments, shown
-from carrel.policy.shell.commands import DECLARATIONS
-from carrel.policy.shell.lines import after, skeleton
+from carrel.policy.shell.commands import DECLARATIONS, after, skeleton
 from carrel.policy.shell.step_budget import StepBudget
 from carrel.policy.shell.syntax import Dialect, Expansion, Facts, Function, Unreadable, Word
 from carrel.policy.shell.wrappers import SAFE_OPTIONS

@@ -5,17 +5,17 @@ What cannot be known before it runs is a reason to ask. Knows nothing of rules; 
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from carrel.policy.shell import commands, cross_check
 from carrel.policy.shell.arguments import Argument, Unknown, literal, shown, value
 from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
 from carrel.policy.shell.cursor import check
-from carrel.policy.shell.doubts import Doubts
-from carrel.policy.shell.findings import Command, FileUse, Found, HostUse, normal
 from carrel.policy.shell.step_budget import StepBudget, TooComplex, size_of
 from carrel.policy.shell.syntax import (
     COUNTERS,
@@ -29,6 +29,7 @@ from carrel.policy.shell.syntax import (
     Node,
     Redirect,
     Simple,
+    Text,
     Unreadable,
     Word,
 )
@@ -41,6 +42,49 @@ MAX_DEPTH = 12
 
 _FREE = re.compile(r"/dev/(null|zero|full|u?random|tty|std(in|out|err)|fd/\d+)")
 _SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program or shell builtin that may run. `via` names the programs that run it."""
+
+    arguments: tuple[Argument, ...]
+    via: tuple[str, ...] = ()
+    assigned: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The command as a person would write it."""
+        return " ".join(shown(argument) for argument in self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class FileUse:
+    """A file that a redirection or an option opens; `path` is absolute, None when it is known only at run time."""
+
+    operation: Literal["read", "write", "delete"]
+    path: str | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """A connection that a redirection to `/dev/tcp` or `/dev/udp` opens."""
+
+    host: str
+    port: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Everything a text could run or touch, and why a person must look."""
+
+    commands: tuple[Command, ...]
+    files: tuple[FileUse, ...]
+    hosts: tuple[HostUse, ...]
+    asks: tuple[str, ...]
+    opaque: tuple[str, ...]
+    """Commands in other places that it runs and that cannot be seen here: a file, standard input."""
 
 
 def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | None = None) -> Found:
@@ -172,9 +216,9 @@ class _Finder:
         self._spend_on_functions()
         functions, directories, seen = dict(self.functions), self._directories, len(self.files)
         self._redirects(block.redirects)
-        doubtful = Doubts(block)
+        uncertain = _UncertainFunctions(block)
         for number, node in enumerate(block.nodes):
-            for name in doubtful.before(number, self.functions):
+            for name in uncertain.before(number, self.functions):
                 self.functions.pop(name, None)
             if isinstance(node, Block) and node.given and number and _is_cd(block.nodes[number - 1]):
                 left, self._directories = self._directories, self._entered
@@ -491,3 +535,47 @@ class _Finder:
 
 def _is_cd(node: Node) -> bool:
     return isinstance(node, Simple) and bool(node.words) and node.words[0].plain == "cd"
+
+
+class _UncertainFunctions:
+    """Tells which functions of a text are not certain to be defined when its next line runs.
+
+    An error in an expansion makes Bash drop the rest of the line, definitions included, and go on with the next line.
+    """
+
+    def __init__(self, block: Block):
+        self._block = block
+        self._line = -1
+        self._risky = False
+        self._names: set[str] = set()
+
+    def before(self, number: int, functions: Collection[str]) -> set[str]:
+        """The functions that are not certain when a node begins."""
+        if not self._block.lines:
+            return set()
+        gone: set[str] = set()
+        if self._block.lines[number] != self._line:
+            gone, self._names = self._names, set()
+            self._line, self._risky = self._block.lines[number], False
+        node = self._block.nodes[number]
+        if isinstance(node, Function):
+            if self._risky:
+                self._names.add(node.name)
+        else:
+            self._risky = self._risky or not _is_plain(node, functions)
+        return gone
+
+
+def _is_plain(node: Node, functions: Collection[str]) -> bool:
+    """Whether a node is a command without any expansion, so that nothing in it can go wrong before it runs."""
+    if not isinstance(node, Simple) or node.assignments or node.arrays or not node.words:
+        return False
+    every = [*node.words, *(each.target for each in node.redirects)]
+    texts = all(isinstance(part, Text) for word in every for part in word.parts)
+    name = node.words[0].plain
+    return texts and name is not None and name not in functions and name not in SHELL_WORDS
+
+
+def normal(path: str) -> str:
+    """An absolute path without `.`, `..` and doubled slashes. Links are not looked at: there is no disk here."""
+    return "/" + posixpath.normpath(path).lstrip("/")
