@@ -62,6 +62,11 @@ class SessionRecord:
     forgotten: bool = False
     """Whether the context was deleted after this session: nothing of it counts for the next one."""
 
+    @property
+    def owner(self) -> str:
+        """The context the session belongs to; the sandbox itself when it has none."""
+        return self.context_id or self.id
+
     def info(self, last_activity_at: float | None = None) -> SandboxInfo:
         """The record as the API shows it."""
         return SandboxInfo(

@@ -51,7 +51,7 @@ class Installing:
         async def find() -> EnvironmentRecord:
             return self._environments.known(had) or await self._environments.ensure(wanted, asker)
 
-        return (await self._environments.hold(find, session.context_id or session.id)).name
+        return (await self._environments.hold(find, session.owner)).name
 
     async def ready(self, session: SessionRecord, record: McpServerRecord) -> McpServerRecord:
         """A server whose environment lies ready here and is held: it may have been removed when nobody had it, or be on

@@ -399,7 +399,7 @@ class McpServers:
             box = await self._sessions.find(session.id)
         except NotRunning:
             await self._operations.deploy_or_resume(SandboxRequest(context_id=session.context_id))
-            box = await self._sessions.find(session.context_id or session.id)
+            box = await self._sessions.find(session.owner)
         box.in_flight += 1
         box.touch()
         try:

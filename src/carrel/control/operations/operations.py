@@ -234,7 +234,7 @@ class Operations:
         """The commands the sandbox remembers."""
         async with self._door(name, "shell", "list_commands", {}, actor) as (box, _):
             found = check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
-            redactor = await self._redactor(box.record.context_id or box.record.id)
+            redactor = await self._redactor(box.record.owner)
             for info in found.items:
                 info.oom_killed = box.starved.get(info.id, False)
             return CommandList(items=[clean_info(redactor, info) for info in found.items])
@@ -259,7 +259,7 @@ class Operations:
         segment = segment_of(command_id)
         arguments = {"id": command_id, "offset": offset}
         async with self._door(name, "shell", "command_output", arguments, actor) as (box, traffic):
-            current = partial(self._redactor, box.record.context_id or box.record.id)
+            current = partial(self._redactor, box.record.owner)
             chunks = written(box, traffic, current, f"/commands/{segment}/output", offset, follow=follow)
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -314,7 +314,7 @@ class Operations:
             result = check(ExecuteResult, answer)
             size = size_of(result.output) + size_of(result.stderr)
             traffic.gave(size)
-            clean = (await self._redactor(box.record.context_id or box.record.id)).value
+            clean = (await self._redactor(box.record.owner)).value
             changes = await apart(size, clean, {"output": result.output, "stderr": result.stderr})
             return result.model_copy(update=changes)
 
@@ -455,13 +455,13 @@ class Operations:
     async def _told(self, box: LiveSandbox, answer: object) -> CommandInfo:
         info = check(CommandInfo, answer)
         info.oom_killed = await for_memory(box, info)
-        return clean_info(await self._redactor(box.record.context_id or box.record.id), info)
+        return clean_info(await self._redactor(box.record.owner), info)
 
     async def _result(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
         size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
         traffic.gave(size)
         result.oom_killed = await for_memory(box, result)
-        return await apart(size, clean_result, await self._redactor(box.record.context_id or box.record.id), result)
+        return await apart(size, clean_result, await self._redactor(box.record.owner), result)
 
 
 def require_open(box: LiveSandbox, actor: str) -> None:

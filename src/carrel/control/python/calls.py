@@ -114,7 +114,7 @@ class PythonOperations:
                 max_bytes=result_size(request.output_limit) + SMALL,
             )
             result = await self._conclude(box, traffic, checked_result(answer, PythonResult))
-            redactor = await self._redactor(box.record.context_id or box.record.id)
+            redactor = await self._redactor(box.record.owner)
             return result.model_copy(update={"files_produced": list(map(redactor.text, result.files_produced))})
 
     async def start(self, name: str, request: PythonRequest, actor: str = "") -> CommandInfo:
@@ -122,7 +122,7 @@ class PythonOperations:
         async with self._door(name, "shell", "start_python", _asked(request), actor) as (box, traffic):
             body, _ = await self._body(box, request, traffic, actor)
             answer = await box.connection.request("POST", "/python", body, deadline=SHORT + START_S, max_bytes=SMALL)
-            redactor = await self._redactor(box.record.context_id or box.record.id)
+            redactor = await self._redactor(box.record.owner)
             return clean_info(redactor, check(CommandInfo, json_object(answer)))
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:

@@ -84,7 +84,7 @@ class CodeContextOperations:
             path = f"/contexts/{context}/cells"
             answer = await box.connection.request("POST", path, body, deadline=SHORT + START_S, max_bytes=SMALL)
             await self._remember(box, context, env)
-            redactor = await self._redactor(box.record.context_id or box.record.id)
+            redactor = await self._redactor(box.record.owner)
             return clean_info(redactor, check(CommandInfo, json_object(answer)))
 
     async def cell_output(
@@ -94,7 +94,7 @@ class CodeContextOperations:
         path = f"/contexts/{context}/cells/{segment_of(cell_id)}/output"
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
         async with self._door(name, "shell", "cell_output", arguments, actor) as (box, traffic):
-            current = partial(self._redactor, box.record.context_id or box.record.id)
+            current = partial(self._redactor, box.record.owner)
             chunks = written(box, traffic, current, path, offset, follow=follow)
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -175,7 +175,7 @@ class CodeContextOperations:
             raise SandboxLost("the sandbox's answer is not a CellResult") from None
         gave(size_of(result.stdout) + size_of(result.stderr))
         result.oom_killed = result.status == "died" and await for_memory(box, result)
-        redactor = await self._redactor(box.record.context_id or box.record.id)
+        redactor = await self._redactor(box.record.owner)
         return await apart(len(answer), clean_cell, redactor, result)
 
 

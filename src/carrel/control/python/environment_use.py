@@ -59,7 +59,7 @@ class EnvironmentUse:
         if request.template:
             return await self._packages.info(box, say)
         request = await self._here(request, box.record)
-        asker, holder = Asker.of(box.record), box.record.context_id or box.record.id
+        asker, holder = Asker.of(box.record), box.record.owner
         known = None if request.env is None else self._environments.find(request.env, holder)
         # One that is named may have been built under another policy: all that it holds is decided.
         named = request.requirements or () if known is None else [each["name"] for each in known.packages]
@@ -92,7 +92,7 @@ class EnvironmentUse:
     async def list(self, name: str) -> EnvironmentList:
         """The environments that a session has."""
         record = await self._kept(name)
-        return await self._environments.of(record.context_id or record.id)
+        return await self._environments.of(record.owner)
 
     async def detach(self, name: str, env: str, actor: str = "") -> None:
         """Let go of an environment, so that it may be removed when nobody else has it."""
@@ -102,13 +102,13 @@ class EnvironmentUse:
             require_open(box, actor)
         door = self._operations.session_door("detach_env", {"env": env}, actor, record.id, record.context_id)
         async with door:
-            await self._environments.release(env, record.context_id or record.id)
+            await self._environments.release(env, record.owner)
             for box in running:
                 box.attached.clear()
 
     async def _here(self, request: EnvironmentAttach, record: SessionRecord) -> EnvironmentAttach:
         """A request by a name that the session has on another server and nobody has here, as what it asks for."""
-        holder = record.context_id or record.id
+        holder = record.owner
         try:
             if request.env is not None:
                 self._environments.find(request.env, holder)

@@ -144,7 +144,7 @@ class TemplatePackages:
         box.in_flight += 1  # a sandbox that waits for its packages is not idle
         try:
             found = await self._environments.hold(
-                lambda: self._environments.ensure(wanted, asker, say, as_before=True), record.context_id or record.id
+                lambda: self._environments.ensure(wanted, asker, say, as_before=True), record.owner
             )
             if box.packages != found.name:
                 await _deliver(box, found.name, found.imports if recipe.imports is None else recipe.imports)

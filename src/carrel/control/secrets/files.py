@@ -42,7 +42,7 @@ class SecretFiles(Attachment):
     async def refresh(self, box: LiveSandbox) -> None:
         """Make the secrets of its context and its template those of a running sandbox."""
         record = box.record
-        owner = record.context_id or record.id
+        owner = record.owner
         self._values.stale(owner)  # it was made before the template was known
         async with box.giving:
             values = await self._plans.shown(record, await self._values.values_of(record))

@@ -37,7 +37,7 @@ class Ownership:
             lease = await self._leases.get(record.id)
             owner = lease.owner if lease else "another server"
             raise RunsElsewhere(
-                f"session '{record.context_id or record.id}' is on server '{owner}'",
+                f"session '{record.owner}' is on server '{owner}'",
                 field="id",
                 hint=f"ask server '{owner}', or wait until it has stopped the session",
                 node=owner,

@@ -64,7 +64,7 @@ class Retention:
                 try:
                     await self._look(record, self._ttl_s)
                 except CarrelError as error:  # one that cannot be deleted now must not keep the others from it
-                    log.warning("the workspace of %s could not be deleted: %s", record.context_id or record.id, error)
+                    log.warning("the workspace of %s could not be deleted: %s", record.owner, error)
         finally:
             caller.reset(reset)
 

@@ -128,7 +128,7 @@ class Sessions:
         """Refuse what needs the files of a workspace that another server has."""
         if record.node not in {None, self._ownership.node}:
             raise RunsElsewhere(
-                f"the workspace of '{record.context_id or record.id}' is on server '{record.node}'",
+                f"the workspace of '{record.owner}' is on server '{record.node}'",
                 field="id",
                 hint="ask that server, or resume the context here once that server has stopped it",
                 node=record.node,

@@ -282,7 +282,7 @@ def archive_notice(error: CarrelError) -> str:
 
 def volume_of(record: SessionRecord) -> str:
     """The name of the volume of a session."""
-    return encode(record.context_id or record.id, ephemeral=record.ephemeral)
+    return encode(record.owner, ephemeral=record.ephemeral)
 
 
 def context_of(record: SessionRecord) -> str:

@@ -169,7 +169,7 @@ class Workspaces:
         try:
             await asyncio.to_thread(self._layout.describe, self.path(record), facts)
         except OSError as error:  # a full workspace, or one that is just being replaced
-            log.info("the description of %s is not up to date: %s", record.context_id or record.id, error)
+            log.info("the description of %s is not up to date: %s", record.owner, error)
 
     def report(self, record: SessionRecord, used: int, last_accessed: float) -> None:
         """Let the metrics say what a workspace holds and when it was used."""
@@ -187,7 +187,7 @@ class Workspaces:
             used = await self.usage(record)
             await self.describe(record, used, record.last_activity_at)
         except CarrelError as error:
-            log.warning("the workspace of %s could not be measured: %s", record.context_id or record.id, error)
+            log.warning("the workspace of %s could not be measured: %s", record.owner, error)
         snapshot, notice, failure = await self.keeping.keep(record, save)
         return replace(record, snapshot=snapshot, notice=notice, used_bytes=used), failure
 
