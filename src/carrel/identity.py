@@ -1,4 +1,4 @@
-"""Who asks, and what they may do: scopes, declared once, and the tokens that carry them. Knows no request and no table.
+"""Who asks, and what they may do: scopes and the tokens that carry them. Knows no request and no database.
 
 What no scope covers needs `administer`, so that an operation somebody forgot to declare is refused, not allowed.
 """
@@ -11,12 +11,14 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
 
 from carrel.errors import Denied, InvalidRequest, NotFound, Unauthorized
+from carrel.models.operations import OPERATIONS, TABLE
+from carrel.models.operations import Scope as Scope  # noqa: PLC0414 - a name of this module too
 
 T = TypeVar("T")
 
@@ -32,15 +34,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 _CONTEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
-class Scope(StrEnum):
-    """What a token is for."""
-
-    READ = "read"
-    OPERATE = "operate"
-    APPROVE = "approve"
-    ADMINISTER = "administer"
-
-
 class Kind(StrEnum):
     """What stands behind a token."""
 
@@ -51,82 +44,48 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """One scope: what it means, the scopes it includes, and the API operations it covers by their ids.
-
-    `listed` are those among them that are about no single context: they show what the identity may see, and no more.
-    """
+    """One scope: what it means, and the scopes it includes."""
 
     scope: Scope
     meaning: str
-    operations: tuple[str, ...]
-    listed: tuple[str, ...] = ()
     includes: tuple[Scope, ...] = ()
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The API operations it covers, by their ids."""
+        return tuple(row.id for row in TABLE if row.scope is self.scope)
 
 
 SCOPES = (
-    Declaration(
-        Scope.READ,
-        "see sandboxes, files, output, approvals and the audit log; change nothing",
-        (
-            "list_sandboxes", "get_sandbox", "get_usage", "get_sandbox_health", "list_commands", "get_command",
-            "get_command_result", "get_command_output", "read_file", "read_files", "stat_file", "list_files",
-            "list_filespace", "read_filespace", "list_snapshots", "download_snapshot", "diff_snapshots",
-            "stream_events", "list_approvals", "get_approval", "watch_approvals", "get_policy", "explain_policy",
-            "search_audit", "export_audit", "get_audit_key", "get_host", "get_metrics", "healthz", "readyz",
-            "list_templates", "list_envs", "get_env", "list_sandbox_envs", "list_code_contexts", "get_code_context",
-            "get_cell", "get_cell_output", "list_mcp_servers", "get_mcp_server", "get_mcp_catalogue", "get_mcp_log",
-            "get_identity", "get_disk_usage",
-        ),
-        listed=(
-            "list_sandboxes", "list_approvals", "watch_approvals", "get_audit_key", "get_host", "healthz", "readyz",
-            "list_templates", "list_envs", "get_env", "get_identity",
-        ),
-    ),
+    Declaration(Scope.READ, "see sandboxes, files, output, approvals and the audit log; change nothing"),
     Declaration(
         Scope.OPERATE,
         "work in sandboxes: start and end them, run commands, write files, take snapshots",
-        (
-            "deploy_or_resume", "stop", "terminate", "run_command", "start_command", "stream_command", "send_input",
-            "signal_command", "resize_terminal", "open_terminal", "delete_command", "execute", "tool_request",
-            "mcp_request", "write_file", "write_files", "edit_file", "move_file", "make_directory", "delete_file",
-            "sync_filespace", "write_filespace", "delete_filespace", "forget_filespace",
-            "take_snapshot", "delete_snapshot", "restore", "fork", "build_env", "delete_env", "attach_env",
-            "detach_env", "execute_stateless", "execute_bundle",
-            "run_python", "start_python", "stream_python", "run_cell", "stream_cell", "interrupt_code_context",
-            "restart_code_context", "delete_code_context", "add_mcp_server", "remove_mcp_server", "start_mcp_server",
-            "stop_mcp_server", "refresh_mcp_server", "connect_mcp_server",
-        ),
-        includes=(Scope.READ,),
+        (Scope.READ,),
     ),
     Declaration(
         Scope.APPROVE,
         "decide what waits for a person; never one's own requests, and never with the token of an agent",
-        ("decide_approval", "decide_approvals"),
-        listed=("decide_approvals",),
-        includes=(Scope.READ,),
+        (Scope.READ,),
     ),
     Declaration(
         Scope.ADMINISTER,
         "make and revoke tokens, change policies and secrets, and everything else; what no scope names needs this one",
-        (
-            "create_token", "list_tokens", "get_token", "revoke_token", "put_policy", "delete_policy", "put_secret",
-            "list_secrets", "delete_secret", "put_template_secret", "list_template_secrets", "delete_template_secret",
-            "prune_audit", "forget_context",
-        ),
-        includes=(Scope.READ, Scope.OPERATE, Scope.APPROVE),
+        (Scope.READ, Scope.OPERATE, Scope.APPROVE),
     ),
-)  # fmt: skip
-"""Every scope. The gate, the documentation and the tests read this."""
+)
+"""Every scope. Which operations it covers is said in the table of operations."""
 
-COVERED: Mapping[str, Scope] = {name: each.scope for each in SCOPES for name in each.operations}
-LISTED = frozenset(name for each in SCOPES for name in each.listed)
+LISTED = frozenset(row.id for row in TABLE if row.reach == "listed")
+"""The API operations that are about no single context: they show what the identity may see, and no more."""
 _INCLUDED = {each.scope: frozenset({each.scope, *each.includes}) for each in SCOPES}
 _NOT_FOR_AGENTS = frozenset({Scope.APPROVE, Scope.ADMINISTER})
 
 
 def scope_of(operation: str) -> Scope:
     """The scope an operation needs."""
-    return COVERED.get(operation, Scope.ADMINISTER)
+    row = OPERATIONS.get(operation)
+    return Scope.ADMINISTER if row is None or row.scope is None else row.scope
 
 
 def namespace_of(context_id: str) -> str:

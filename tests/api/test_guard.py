@@ -11,13 +11,14 @@ from tests.support.governed import Known
 from tests.support.refusals import Contract, refused
 
 from carrel.api import app as application
-from carrel.api.guard import THEMSELVES, GuardedRoute, Router
+from carrel.api.guard import GuardedRoute, Router
 from carrel.client import AsyncSandbox
 from carrel.client._async.connection import AsyncConnection
 from carrel.client.locate import Address
 from carrel.errors import Denied
-from carrel.identity import COVERED, LISTED, scope_of
+from carrel.identity import LISTED, scope_of
 from carrel.models import SandboxInfo
+from carrel.models.operations import OPERATIONS, TABLE
 from carrel.server import Running
 
 ADMINISTER = {
@@ -26,11 +27,13 @@ ADMINISTER = {
     "put_template_secret", "list_template_secrets", "delete_template_secret", "prune_audit", "forget_context",
 }  # fmt: skip
 """What is deliberately for administrators only."""
+THEMSELVES = {row.id for row in TABLE if row.reach == "handler"}
+"""Routes whose functions check the context themselves."""
 
 
 def test_every_operation_is_declared(contract: Contract) -> None:
     found = {operation["operationId"] for _, _, operation in contract.operations()}
-    assert found <= set(COVERED), "declare its scope in identity.SCOPES"
+    assert found <= set(OPERATIONS), "give it a row in carrel.models.operations"
     assert {name for name in found if scope_of(name) == "administer"} == ADMINISTER
     assert found >= THEMSELVES
 
@@ -73,6 +76,14 @@ def test_every_route_is_guarded() -> None:
             elif "{" in route.path:
                 assert route.operation_id in THEMSELVES
     assert sockets == ["/v1/sandboxes/{id}/terminals"], "a socket asks for `permit` itself"
+
+
+def test_routes_are_those_of_the_table() -> None:
+    routes = [route for module in application._RESOURCES for route in module.router.routes]
+    served = {(route.operation_id, *route.methods, route.path) for route in routes if isinstance(route, APIRoute)}
+    served |= {("open_terminal", "WEBSOCKET", route.path) for route in routes if isinstance(route, APIWebSocketRoute)}
+    assert served == {(row.id, row.method, row.path) for row in TABLE if row.http}
+    assert len(OPERATIONS) == len([row for row in TABLE if row.scope is not None]), "an operation id is used twice"
 
 
 def sent(method: str, path: str, operation: dict[str, Any], name: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from carrel.models import (
     ApprovalPage,
     ApprovalState,
 )
+from carrel.models.operations import DECIDE_APPROVAL, DECIDE_APPROVALS, GET_APPROVAL, LIST_APPROVALS, WATCH_APPROVALS
 
 router = Router(prefix="/v1/approvals", tags=["approvals"], dependencies=[Depends(known_query)])
 
@@ -27,11 +28,9 @@ ApprovalId = Annotated[str, Path(min_length=1, max_length=64, description="id of
 _EVENT = {"schema": {"$ref": "#/components/schemas/ApprovalInfo"}}
 
 
-@router.get(
-    "",
-    operation_id="list_approvals",
+@router.operation(
+    LIST_APPROVALS,
     summary="List approvals",
-    response_model=None,
     responses={200: {"model": ApprovalPage}, **problems()},
 )
 async def list_approvals(
@@ -48,11 +47,9 @@ async def list_approvals(
     return as_json(page)
 
 
-@router.get(
-    "/watch",
-    operation_id="watch_approvals",
+@router.operation(
+    WATCH_APPROVALS,
     summary="What waits, and every change, as it comes",
-    response_model=None,
     responses={
         200: {
             "description": "An `ApprovalInfo` per line, or per server-sent event if asked for",
@@ -78,11 +75,9 @@ async def _events(watched: AsyncIterator[ApprovalInfo], identity: Identity, sse:
         await watched.aclose()  # type: ignore[attr-defined]
 
 
-@router.post(
-    "/decide",
-    operation_id="decide_approvals",
+@router.operation(
+    DECIDE_APPROVALS,
     summary="Decide several approvals",
-    response_model=None,
     responses={200: {"model": ApprovalBatchResult}, **problems(413)},
 )
 async def decide_approvals(body: ApprovalBatch, plane: Plane) -> Response:
@@ -90,25 +85,21 @@ async def decide_approvals(body: ApprovalBatch, plane: Plane) -> Response:
     return as_json(await plane.decisions.decide_all(body, who()))
 
 
-@router.get(
-    "/{approval_id}",
-    operation_id="get_approval",
+@router.operation(
+    GET_APPROVAL,
     summary="One approval",
-    response_model=None,
     responses={200: {"model": ApprovalInfo}, **problems(404)},
 )
 async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
     """With the decision, once there is one."""
     info = await plane.approvals.get(approval_id)
-    require("get_approval", info.context_id)
+    require(GET_APPROVAL, info.context_id)
     return as_json(info)
 
 
-@router.post(
-    "/{approval_id}/decide",
-    operation_id="decide_approval",
+@router.operation(
+    DECIDE_APPROVAL,
     summary="Approve or deny",
-    response_model=None,
     responses={200: {"model": ApprovalInfo}, **problems(404, 409, 413)},
 )
 async def decide_approval(approval_id: ApprovalId, body: ApprovalDecision, plane: Plane) -> Response:

@@ -14,6 +14,7 @@ from carrel.api.problems import problems
 from carrel.audit import Filter, chain_of
 from carrel.control.operations.door import Kind
 from carrel.models import AuditKey, AuditPage, AuditPruned, Moment
+from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, SEARCH_AUDIT
 
 router = Router(prefix="/v1/audit", tags=["audit"], dependencies=[Depends(known_query)])
 
@@ -28,11 +29,9 @@ def _moment(given: datetime | None) -> float | None:
     return (given if given.tzinfo is not None else given.replace(tzinfo=UTC)).timestamp()
 
 
-@router.get(
-    "",
-    operation_id="search_audit",
+@router.operation(
+    SEARCH_AUDIT,
     summary="Find operations",
-    response_model=None,
     responses={200: {"model": AuditPage}, **problems()},
 )
 async def search_audit(
@@ -51,7 +50,7 @@ async def search_audit(
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
 ) -> Response:
     """Newest first. A page may have few or none and still a `next`."""
-    require("search_audit", context_id)
+    require(SEARCH_AUDIT, context_id)
     await plane.audit.flush()  # whoever just did something finds it
     wanted = Filter(
         None if context_id is None else chain_of(context_id),
@@ -67,11 +66,9 @@ async def search_audit(
     return as_json(await plane.audit.search(wanted, limit=limit, cursor=cursor))
 
 
-@router.get(
-    "/export",
-    operation_id="export_audit",
+@router.operation(
+    EXPORT_AUDIT,
     summary="Copy the log out",
-    response_model=None,
     responses={
         200: {"description": "A file that `carrel audit verify` checks", "content": {NDJSON: _FILE, ZSTD: _FILE}},
         **problems(),
@@ -81,16 +78,14 @@ async def export_audit(
     plane: Plane, context_id: Context = None, compress: Annotated[bool, Query(description="with zstd")] = False
 ) -> Response:
     """Every chain, or that of one context, signed up to its end."""
-    require("export_audit", context_id)
+    require(EXPORT_AUDIT, context_id)
     pieces = plane.audit.export(None if context_id is None else [chain_of(context_id)], compress=compress)
     return Stream(pieces, media_type=ZSTD if compress else NDJSON, headers={"cache-control": "no-store"})
 
 
-@router.get(
-    "/key",
-    operation_id="get_audit_key",
+@router.operation(
+    GET_AUDIT_KEY,
     summary="Who signs the log",
-    response_model=None,
     responses={200: {"model": AuditKey}, **problems()},
 )
 async def get_audit_key(plane: Plane) -> Response:
@@ -98,11 +93,9 @@ async def get_audit_key(plane: Plane) -> Response:
     return as_json(AuditKey(node=plane.audit.node, key=plane.audit.key.public))
 
 
-@router.post(
-    "/prune",
-    operation_id="prune_audit",
+@router.operation(
+    PRUNE_AUDIT,
     summary="Remove records that are too old",
-    response_model=None,
     responses={200: {"model": AuditPruned}, **problems(409)},
 )
 async def prune_audit(plane: Plane) -> Response:

@@ -13,6 +13,17 @@ from carrel.api.parts import Plane, SandboxId, as_json, body_of, described, even
 from carrel.api.problems import problems
 from carrel.api.python import FAILS
 from carrel.models import CellRequest, CellResult, CodeContextInfo, CodeContextList, CodeContextName
+from carrel.models.operations import (
+    CELL_OUTPUT,
+    DELETE_CODE_CONTEXT,
+    GET_CELL,
+    GET_CODE_CONTEXT,
+    INTERRUPT_CODE_CONTEXT,
+    LIST_CODE_CONTEXTS,
+    RESTART_CODE_CONTEXT,
+    RUN_CELL,
+    STREAM_CELL,
+)
 
 router = Router(prefix="/v1/sandboxes/{id}/code-contexts", tags=["python"])
 strict = [Depends(known_query)]
@@ -22,11 +33,9 @@ _ID_HEADER = {"Carrel-Cell-Id": {"description": "id of the cell", "schema": {"ty
 _TOLD = problems(404, 409, 422, 429, 502)
 
 
-@router.post(
-    "/{name}/cells",
-    operation_id="run_cell",
+@router.operation(
+    RUN_CELL,
     summary="Run a cell to its end",
-    response_model=None,
     responses={200: {"model": CellResult}, **FAILS},
     openapi_extra=described(CellRequest, "id", "name"),
 )
@@ -37,11 +46,9 @@ async def run_cell(request: Request) -> Response:
     return Response(result.model_dump_json(), media_type="application/json")
 
 
-@router.get(
-    "",
-    operation_id="list_code_contexts",
+@router.operation(
+    LIST_CODE_CONTEXTS,
     summary="The code contexts of a sandbox",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CodeContextList}, **problems(404, 409, 502)},
 )
@@ -50,11 +57,9 @@ async def list_code_contexts(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.operations.code_contexts.list(id))
 
 
-@router.get(
-    "/{name}",
-    operation_id="get_code_context",
+@router.operation(
+    GET_CODE_CONTEXT,
     summary="One code context",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CodeContextInfo}, **problems(404, 409, 502)},
 )
@@ -63,12 +68,10 @@ async def get_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     return as_json(await plane.operations.code_contexts.get(id, name))
 
 
-@router.delete(
-    "/{name}",
-    operation_id="delete_code_context",
+@router.operation(
+    DELETE_CODE_CONTEXT,
     summary="End a code context",
     status_code=204,
-    response_model=None,
     dependencies=strict,
     responses=problems(404, 409, 502),
 )
@@ -78,11 +81,9 @@ async def delete_code_context(id: SandboxId, name: Name, plane: Plane) -> Respon
     return Response(status_code=204)
 
 
-@router.post(
-    "/{name}/interrupt",
-    operation_id="interrupt_code_context",
+@router.operation(
+    INTERRUPT_CODE_CONTEXT,
     summary="Interrupt the cell that runs",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CodeContextInfo}, **_TOLD},
 )
@@ -91,11 +92,9 @@ async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Res
     return as_json(await plane.operations.code_contexts.interrupt(id, name))
 
 
-@router.post(
-    "/{name}/restart",
-    operation_id="restart_code_context",
+@router.operation(
+    RESTART_CODE_CONTEXT,
     summary="Begin a code context anew",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CodeContextInfo}, **_TOLD},
 )
@@ -104,11 +103,9 @@ async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Respo
     return as_json(await plane.operations.code_contexts.restart(id, name))
 
 
-@router.post(
-    "/{name}/cells/stream",
-    operation_id="stream_cell",
+@router.operation(
+    STREAM_CELL,
     summary="Run a cell and stream what it prints",
-    response_model=None,
     dependencies=strict,
     responses={200: {**EVENTS, "headers": _ID_HEADER}, **FAILS},
 )
@@ -120,11 +117,9 @@ async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane
     return await event_stream(request, chunks, headers={"carrel-cell-id": info.id})
 
 
-@router.get(
-    "/{name}/cells/{cell}",
-    operation_id="get_cell",
+@router.operation(
+    GET_CELL,
     summary="Wait for the result of a cell",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CellResult}, **problems(404, 409, 422, 429, 502)},
 )
@@ -133,11 +128,9 @@ async def get_cell(id: SandboxId, name: Name, cell: CellId, plane: Plane) -> Res
     return as_json(await plane.operations.code_contexts.get_cell(id, name, cell))
 
 
-@router.get(
-    "/{name}/cells/{cell}/output",
-    operation_id="get_cell_output",
+@router.operation(
+    CELL_OUTPUT,
     summary="What a cell printed, from an offset on",
-    response_model=None,
     dependencies=strict,
     responses={200: EVENTS, **problems(404, 409, 502)},
 )

@@ -35,6 +35,20 @@ from carrel.models import (
     SignalRequest,
     TerminalSize,
 )
+from carrel.models.operations import (
+    COMMAND_OUTPUT,
+    COMMAND_RESULT,
+    DELETE_COMMAND,
+    EXECUTE,
+    GET_COMMAND,
+    LIST_COMMANDS,
+    RESIZE_TERMINAL,
+    RUN_COMMAND,
+    SEND_INPUT,
+    SIGNAL_COMMAND,
+    START_COMMAND,
+    STREAM_COMMAND,
+)
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["commands"])
 strict = [Depends(known_query)]
@@ -50,11 +64,9 @@ EVENT_MODEL = OutputEvent
 ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema": {"type": "string"}}}
 
 
-@router.post(
-    "/commands",
-    operation_id="run_command",
+@router.operation(
+    RUN_COMMAND,
     summary="Run a command to its end",
-    response_model=None,
     responses={200: {"model": CommandResult}, **problems(404, 409, 413, 429, 502)},
     openapi_extra={
         "requestBody": {
@@ -76,12 +88,10 @@ async def run_command(request: Request) -> Response:
     return Response(result.model_dump_json(), media_type="application/json")
 
 
-@router.post(
-    "/commands/start",
-    operation_id="start_command",
+@router.operation(
+    START_COMMAND,
     summary="Start a command in the background",
     status_code=201,
-    response_model=None,
     dependencies=strict,
     responses={201: {"model": CommandInfo}, **problems(404, 409, 413, 429, 502)},
 )
@@ -90,11 +100,9 @@ async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Re
     return as_json(await plane.operations.start_command(id, body), 201)
 
 
-@router.post(
-    "/commands/stream",
-    operation_id="stream_command",
+@router.operation(
+    STREAM_COMMAND,
     summary="Start a command and stream its output",
-    response_model=None,
     dependencies=strict,
     responses={200: {**EVENTS, "headers": ID_HEADER}, **problems(404, 409, 413, 429, 502)},
 )
@@ -105,11 +113,9 @@ async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, requ
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
 
 
-@router.get(
-    "/commands",
-    operation_id="list_commands",
+@router.operation(
+    LIST_COMMANDS,
     summary="The commands a sandbox remembers",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CommandList}, **problems(404, 409, 502)},
 )
@@ -118,11 +124,9 @@ async def list_commands(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.operations.list_commands(id))
 
 
-@router.get(
-    "/commands/{cid}",
-    operation_id="get_command",
+@router.operation(
+    GET_COMMAND,
     summary="One command",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CommandInfo}, **problems(404, 409, 502)},
 )
@@ -131,11 +135,9 @@ async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     return as_json(await plane.operations.get_command(id, cid))
 
 
-@router.get(
-    "/commands/{cid}/result",
-    operation_id="get_command_result",
+@router.operation(
+    COMMAND_RESULT,
     summary="Wait for a command's end",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": CommandResult}, **problems(404, 409, 502)},
 )
@@ -144,11 +146,9 @@ async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Res
     return as_json(await plane.operations.command_result(id, cid))
 
 
-@router.get(
-    "/commands/{cid}/output",
-    operation_id="get_command_output",
+@router.operation(
+    COMMAND_OUTPUT,
     summary="Output from an offset on",
-    response_model=None,
     dependencies=strict,
     responses={200: EVENTS, **problems(404, 409, 502)},
 )
@@ -166,12 +166,10 @@ async def get_command_output(
     return await event_stream(request, chunks, offset=offset)
 
 
-@router.post(
-    "/commands/{cid}/stdin",
-    operation_id="send_input",
+@router.operation(
+    SEND_INPUT,
     summary="Bytes for a command's standard input",
     status_code=204,
-    response_model=None,
     dependencies=strict,
     responses=problems(404, 409, 413, 502),
     openapi_extra={
@@ -186,12 +184,10 @@ async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Reque
     return Response(status_code=204)
 
 
-@router.post(
-    "/commands/{cid}/signal",
-    operation_id="signal_command",
+@router.operation(
+    SIGNAL_COMMAND,
     summary="Send a signal",
     status_code=204,
-    response_model=None,
     dependencies=strict,
     responses=problems(404, 409, 413, 502),
 )
@@ -203,12 +199,10 @@ async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, pla
     return Response(status_code=204)
 
 
-@router.post(
-    "/commands/{cid}/resize",
-    operation_id="resize_terminal",
+@router.operation(
+    RESIZE_TERMINAL,
     summary="Resize a command's terminal",
     status_code=204,
-    response_model=None,
     dependencies=strict,
     responses=problems(404, 409, 413, 502),
 )
@@ -218,12 +212,10 @@ async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, pla
     return Response(status_code=204)
 
 
-@router.delete(
-    "/commands/{cid}",
-    operation_id="delete_command",
+@router.operation(
+    DELETE_COMMAND,
     summary="Kill a command and forget it",
     status_code=204,
-    response_model=None,
     dependencies=strict,
     responses=problems(404, 409, 502),
 )
@@ -233,11 +225,9 @@ async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Respons
     return Response(status_code=204)
 
 
-@router.post(
-    "/execute",
-    operation_id="execute",
+@router.operation(
+    EXECUTE,
     summary="Run code with files in and files out",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": ExecuteResult}, **problems(404, 409, 413, 422, 429, 502)},
 )

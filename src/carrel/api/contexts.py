@@ -8,16 +8,15 @@ from starlette.responses import Response
 from carrel.api.guard import Router
 from carrel.api.parts import Context, Plane, known_query
 from carrel.api.problems import problems
+from carrel.models.operations import FORGET_CONTEXT
 
 router = Router(prefix="/v1/contexts/{context_id}", tags=["contexts"], dependencies=[Depends(known_query)])
 
 
-@router.delete(
-    "",
-    operation_id="forget_context",
+@router.operation(
+    FORGET_CONTEXT,
     summary="Forget a context",
     status_code=204,
-    response_model=None,
     responses=problems(404, 409, 502),
 )
 async def forget_context(context_id: Context, plane: Plane) -> Response:

@@ -23,6 +23,15 @@ from carrel.models import (
     EnvironmentList,
     EnvironmentName,
 )
+from carrel.models.operations import (
+    ATTACH_ENV,
+    BUILD_ENV,
+    DELETE_ENV,
+    DETACH_ENV,
+    GET_ENV,
+    LIST_ENVS,
+    LIST_SANDBOX_ENVS,
+)
 
 router = Router(tags=["environments"], dependencies=[Depends(known_query)])
 
@@ -36,11 +45,9 @@ _ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
 _FAILS = (404, 409, 413, 422, 429, 502)
 
 
-@router.get(
-    "/v1/envs",
-    operation_id="list_envs",
+@router.operation(
+    LIST_ENVS,
     summary="The environments of the server",
-    response_model=None,
     responses={200: {"model": EnvironmentList}, **problems()},
 )
 async def list_envs(plane: Plane) -> Response:
@@ -50,11 +57,9 @@ async def list_envs(plane: Plane) -> Response:
     return as_json(await plane.packages.environments())
 
 
-@router.post(
-    "/v1/envs",
-    operation_id="build_env",
+@router.operation(
+    BUILD_ENV,
     summary="Build an environment",
-    response_model=None,
     responses={200: _ANSWER, **problems(*_FAILS)},
 )
 async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False) -> Response:
@@ -62,11 +67,9 @@ async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False
     return await _answered(lambda say: plane.envs.build(body, say=say), follow=follow)
 
 
-@router.get(
-    "/v1/envs/{env}",
-    operation_id="get_env",
+@router.operation(
+    GET_ENV,
     summary="One environment",
-    response_model=None,
     responses={200: {"model": EnvironmentInfo}, **problems(404)},
 )
 async def get_env(env: Name, plane: Plane) -> Response:
@@ -74,12 +77,10 @@ async def get_env(env: Name, plane: Plane) -> Response:
     return as_json(plane.environments.info(plane.environments.find(env)))
 
 
-@router.delete(
-    "/v1/envs/{env}",
-    operation_id="delete_env",
+@router.operation(
+    DELETE_ENV,
     summary="Remove an environment",
     status_code=204,
-    response_model=None,
     responses=problems(404, 409),
 )
 async def delete_env(env: Name, plane: Plane) -> Response:
@@ -89,11 +90,9 @@ async def delete_env(env: Name, plane: Plane) -> Response:
     return Response(status_code=204)
 
 
-@router.post(
-    "/v1/sandboxes/{id}/envs",
-    operation_id="attach_env",
+@router.operation(
+    ATTACH_ENV,
     summary="Give a sandbox an environment",
-    response_model=None,
     responses={200: _ANSWER, **problems(*_FAILS)},
 )
 async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follow: Follow = False) -> Response:
@@ -103,11 +102,9 @@ async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follo
     return await _answered(lambda say: plane.envs.attach(id, body, say=say), follow=follow)
 
 
-@router.get(
-    "/v1/sandboxes/{id}/envs",
-    operation_id="list_sandbox_envs",
+@router.operation(
+    LIST_SANDBOX_ENVS,
     summary="The environments a sandbox has",
-    response_model=None,
     responses={200: {"model": EnvironmentList}, **problems(404, 409)},
 )
 async def list_sandbox_envs(id: SandboxId, plane: Plane) -> Response:
@@ -115,12 +112,10 @@ async def list_sandbox_envs(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.envs.list(id))
 
 
-@router.delete(
-    "/v1/sandboxes/{id}/envs/{env}",
-    operation_id="detach_env",
+@router.operation(
+    DETACH_ENV,
     summary="Let go of an environment",
     status_code=204,
-    response_model=None,
     responses=problems(404, 409),
 )
 async def detach_env(id: SandboxId, env: Name, plane: Plane) -> Response:

@@ -24,6 +24,18 @@ from carrel.models import (
     MoveRequest,
 )
 from carrel.models.bundles import END, MEDIA_TYPE
+from carrel.models.operations import (
+    DELETE_FILE,
+    EDIT_FILE,
+    LIST_FILES,
+    MAKE_DIRECTORY,
+    MOVE_FILE,
+    READ_FILE,
+    READ_FILES,
+    STAT_FILE,
+    WRITE_FILE,
+    WRITE_FILES,
+)
 
 router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"], dependencies=[Depends(known_query)])
 
@@ -31,11 +43,9 @@ _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "b
 BUNDLE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
-@router.get(
-    "/content",
-    operation_id="read_file",
+@router.operation(
+    READ_FILE,
     summary="Read a file",
-    response_model=None,
     responses={
         200: {"description": "The bytes of the file", "content": _BYTES},
         **problems(404, 409, 502),
@@ -56,11 +66,9 @@ async def read_file(
     return Stream(content, media_type="application/octet-stream", headers=headers)
 
 
-@router.put(
-    "/content",
-    operation_id="write_file",
+@router.operation(
+    WRITE_FILE,
     summary="Write a file",
-    response_model=None,
     responses={200: {"model": FileInfo}, **problems(404, 409, 429, 502)},
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
@@ -82,11 +90,9 @@ async def write_file(
     )
 
 
-@router.post(
-    "/bundle",
-    operation_id="write_files",
+@router.operation(
+    WRITE_FILES,
     summary="Write many files",
-    response_model=None,
     responses={200: {"model": FilesWritten}, **problems(404, 409, 413, 429, 502)},
     openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
 )
@@ -95,11 +101,9 @@ async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response
     return as_json(await plane.bundles.write(id, Incoming(streamed_body(request))))
 
 
-@router.post(
-    "/read",
-    operation_id="read_files",
+@router.operation(
+    READ_FILES,
     summary="Read many files",
-    response_model=None,
     responses={200: {"description": "A bundle of the files", "content": BUNDLE}, **problems(404, 409, 413, 502)},
 )
 async def read_files(id: SandboxId, body: FilesRequest, plane: Plane) -> Response:
@@ -115,11 +119,9 @@ async def _ended(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield END
 
 
-@router.get(
-    "/stat",
-    operation_id="stat_file",
+@router.operation(
+    STAT_FILE,
     summary="What is at a path",
-    response_model=None,
     responses={200: {"model": FileInfo}, **problems(404, 409, 502)},
 )
 async def stat_file(id: SandboxId, path: FilePath, plane: Plane) -> Response:
@@ -127,11 +129,9 @@ async def stat_file(id: SandboxId, path: FilePath, plane: Plane) -> Response:
     return as_json(await plane.operations.stat_file(id, path))
 
 
-@router.get(
-    "",
-    operation_id="list_files",
+@router.operation(
+    LIST_FILES,
     summary="List a directory",
-    response_model=None,
     responses={200: {"model": FileList}, **problems(404, 409, 502)},
 )
 async def list_files(
@@ -148,11 +148,9 @@ async def list_files(
     return as_json(await plane.operations.list_files(id, raw, recursive=recursive, limit=limit))
 
 
-@router.post(
-    "/edit",
-    operation_id="edit_file",
+@router.operation(
+    EDIT_FILE,
     summary="Replace text in a file",
-    response_model=None,
     responses={200: {"model": EditResult}, **problems(404, 409, 413, 429, 502)},
 )
 async def edit_file(id: SandboxId, body: EditRequest, plane: Plane) -> Response:
@@ -160,11 +158,9 @@ async def edit_file(id: SandboxId, body: EditRequest, plane: Plane) -> Response:
     return as_json(await plane.operations.edit_file(id, body))
 
 
-@router.post(
-    "/move",
-    operation_id="move_file",
+@router.operation(
+    MOVE_FILE,
     summary="Move or rename",
-    response_model=None,
     responses={200: {"model": FileInfo}, **problems(404, 409, 413, 502)},
 )
 async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
@@ -172,11 +168,9 @@ async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
     return as_json(await plane.operations.move_file(id, body))
 
 
-@router.post(
-    "/mkdir",
-    operation_id="make_directory",
+@router.operation(
+    MAKE_DIRECTORY,
     summary="Make a directory",
-    response_model=None,
     responses={200: {"model": FileInfo}, **problems(404, 409, 413, 429, 502)},
 )
 async def make_directory(id: SandboxId, body: MkdirRequest, plane: Plane) -> Response:
@@ -184,12 +178,10 @@ async def make_directory(id: SandboxId, body: MkdirRequest, plane: Plane) -> Res
     return as_json(await plane.operations.make_directory(id, body))
 
 
-@router.delete(
-    "",
-    operation_id="delete_file",
+@router.operation(
+    DELETE_FILE,
     summary="Delete a file or a tree",
     status_code=204,
-    response_model=None,
     responses=problems(404, 409, 502),
 )
 async def delete_file(id: SandboxId, path: FilePath, plane: Plane, recursive: bool = False) -> Response:

@@ -12,17 +12,23 @@ from carrel.api.guard import Router
 from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query, streamed_body
 from carrel.api.problems import problems
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
+from carrel.models.operations import (
+    DELETE_FILESPACE,
+    FORGET_FILESPACE,
+    LIST_FILESPACE,
+    READ_FILESPACE,
+    SYNC_FILESPACE,
+    WRITE_FILESPACE,
+)
 
 router = Router(tags=["filespaces"], dependencies=[Depends(known_query)])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
-@router.post(
-    "/v1/sandboxes/{id}/sync",
-    operation_id="sync_filespace",
+@router.operation(
+    SYNC_FILESPACE,
     summary="Sync a workspace with its filespace",
-    response_model=None,
     responses={200: {"model": SyncSummary}, **problems(404, 409, 413, 429, 503)},
 )
 async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Response:
@@ -30,11 +36,9 @@ async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Resp
     return as_json(await plane.filespaces.sync(id, body.direction))
 
 
-@router.get(
-    "/v1/filespaces/{context_id}/files",
-    operation_id="list_filespace",
+@router.operation(
+    LIST_FILESPACE,
     summary="List the files of a filespace",
-    response_model=None,
     responses={200: {"model": FilespacePage}, **problems(404, 409)},
 )
 async def list_filespace(
@@ -52,11 +56,9 @@ async def list_filespace(
     return as_json(page)
 
 
-@router.get(
-    "/v1/filespaces/{context_id}/content",
-    operation_id="read_filespace",
+@router.operation(
+    READ_FILESPACE,
     summary="Read a file of a filespace",
-    response_model=None,
     responses={200: {"description": "The bytes of the file", "content": _BYTES}, **problems(404, 409, 503)},
 )
 async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
@@ -67,11 +69,9 @@ async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> R
     return Stream(cast(AsyncIterator[bytes], parts), media_type="application/octet-stream", headers=headers)
 
 
-@router.put(
-    "/v1/filespaces/{context_id}/content",
-    operation_id="write_filespace",
+@router.operation(
+    WRITE_FILESPACE,
     summary="Write a file of a filespace",
-    response_model=None,
     responses={200: {"model": FilespaceFile}, **problems(404, 409, 413, 429, 503)},
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
@@ -88,12 +88,10 @@ async def write_filespace(
     return as_json(made)
 
 
-@router.delete(
-    "/v1/filespaces/{context_id}/content",
-    operation_id="delete_filespace",
+@router.operation(
+    DELETE_FILESPACE,
     summary="Delete a file of a filespace",
     status_code=204,
-    response_model=None,
     responses=problems(404, 409),
 )
 async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
@@ -102,12 +100,10 @@ async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) ->
     return Response(status_code=204)
 
 
-@router.delete(
-    "/v1/filespaces/{context_id}",
-    operation_id="forget_filespace",
+@router.operation(
+    FORGET_FILESPACE,
     summary="Delete a whole filespace",
     status_code=204,
-    response_model=None,
     responses=problems(404, 409, 503),
 )
 async def forget_filespace(context_id: Context, plane: Plane) -> Response:

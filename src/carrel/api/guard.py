@@ -1,13 +1,15 @@
-"""Before every route: whether who asks may do this, and there. Knows operations by their ids and nothing of them.
+"""The routes of the API, made from the table of operations, and the check before each: the caller's token must have the
+scope of the operation and reach the context it is about.
 
-A route is about the sandbox or context its path names. What has it elsewhere, in the body or in what it finds, is in
-`THEMSELVES` and asks with `require`; what shows a list shows no more than `Identity.reaches` says.
+A route is about the sandbox or context that its path names. One that finds its context elsewhere (`reach` is `handler`)
+checks it with `require`; one that lists shows no more than `Identity.reaches` says.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
@@ -18,13 +20,10 @@ from carrel.control.operations.caller import caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
 from carrel.identity import ROOT, Identity
+from carrel.models.operations import OPERATIONS, Operation
 
-THEMSELVES = frozenset(
-    {
-        "deploy_or_resume", "get_approval", "decide_approval", "search_audit", "export_audit",
-        "create_token", "list_tokens", "get_token", "revoke_token",
-    }
-)  # fmt: skip
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _NAMED = re.compile(r"\(\?P<\w+>")
 
 
@@ -33,19 +32,19 @@ def who() -> Identity:
     return caller.get().identity
 
 
-def require(operation: str, context_id: str | None) -> None:
-    """Refuse who may not do this in that context; None is what belongs to no context."""
+def require(operation: Operation, context_id: str | None) -> None:
+    """Check that the caller's token may perform an operation in a context; None stands for no context."""
     identity = who()
-    if identity is not ROOT and (refused := identity.may(operation, context_id)) is not None:
+    if identity is not ROOT and (refused := identity.may(operation.id, context_id)) is not None:
         raise refused
 
 
-async def permit(operation: str, scope: Scope) -> None:
-    """Refuse who may not do this to what the path names."""
+async def permit(operation: Operation, scope: Scope) -> None:
+    """Check that the caller's token may perform an operation on what the path of the request names."""
     identity = who()
     if identity is ROOT:
         return
-    if (refused := identity.lacks(operation)) is not None:
+    if (refused := identity.lacks(operation.id)) is not None:
         raise refused
     names = scope["path_params"]
     if "context_id" in names:
@@ -59,18 +58,18 @@ async def permit(operation: str, scope: Scope) -> None:
             context_id = name  # then it can only be a context: the route says that there is none
         if not identity.reaches(context_id):
             # What is out of reach is told like what is not there: nothing is said of it.
-            raise identity.refusal(operation, "reach", f"'{name[:128]}' is out of the token's reach")
-    elif operation not in THEMSELVES:
+            raise identity.refusal(operation.id, "reach", f"'{name[:128]}' is out of the token's reach")
+    elif operation.reach != "handler":
         require(operation, None)
 
 
 class GuardedRoute(APIRoute):
-    """A route that asks before it does anything."""
+    """A route that checks the caller's token before it does anything."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `permit`."""
         if who() is not ROOT:
-            await permit(self.operation_id or "", scope)
+            await permit(OPERATIONS[self.operation_id or ""], scope)
         await super().handle(scope, receive, send)
 
 
@@ -80,6 +79,11 @@ class Router(APIRouter):
     def __init__(self, **settings: Any):
         super().__init__(route_class=GuardedRoute, **settings)
         self._any: tuple[int, re.Pattern[str]] = 0, re.compile(r"(?!)")
+
+    def operation(self, row: Operation, **settings: Any) -> Callable[[Function], Function]:
+        """The route of an operation: its method, path and id come from its row."""
+        path = row.path.removeprefix(self.prefix)
+        return self.api_route(path, methods=[row.method], operation_id=row.id, response_model=None, **settings)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Routes are tried one after the other: those of a resource that has none for this path are passed over

@@ -9,6 +9,7 @@ from carrel.api.guard import Router
 from carrel.api.parts import Plane, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import Answer, DiskUsage, HostReport
+from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, READYZ
 
 router = Router(tags=["host"])
 
@@ -19,11 +20,9 @@ class Status(Answer):
     status: str
 
 
-@router.get(
-    "/v1/host",
-    operation_id="get_host",
+@router.operation(
+    GET_HOST,
     summary="What this host can do",
-    response_model=None,
     dependencies=[Depends(known_query)],
     responses={200: {"model": HostReport}, **problems()},
 )
@@ -32,11 +31,9 @@ async def get_host(plane: Plane) -> Response:
     return as_json(await plane.host_report())
 
 
-@router.get(
-    "/v1/disk",
-    operation_id="get_disk_usage",
+@router.operation(
+    GET_DISK_USAGE,
     summary="What fills the disk",
-    response_model=None,
     dependencies=[Depends(known_query)],
     responses={200: {"model": DiskUsage}, **problems()},
 )
@@ -47,11 +44,9 @@ async def get_disk_usage(plane: Plane) -> Response:
     return as_json(await plane.disk.usage())
 
 
-@router.get(
-    "/healthz",
-    operation_id="healthz",
+@router.operation(
+    HEALTHZ,
     summary="Whether the server runs",
-    response_model=None,
     responses={200: {"model": Status}},
     openapi_extra={"security": []},
 )
@@ -60,11 +55,9 @@ async def healthz() -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.get(
-    "/readyz",
-    operation_id="readyz",
+@router.operation(
+    READYZ,
     summary="Whether the server can start sandboxes",
-    response_model=None,
     responses={200: {"model": Status}, 503: problems(503)[503]},
     openapi_extra={"security": []},
 )

@@ -22,6 +22,19 @@ from carrel.models import (
     McpServerName,
     McpServerRequest,
 )
+from carrel.models.operations import (
+    ADD_MCP_SERVER,
+    CONNECT_MCP_SERVER,
+    ENABLE_MCP_SERVER,
+    GET_MCP_CATALOGUE,
+    GET_MCP_LOG,
+    GET_MCP_SERVER,
+    LIST_MCP_SERVERS,
+    MCP_REQUEST,
+    REFRESH_MCP_SERVER,
+    REMOVE_MCP_SERVER,
+    STOP_MCP_SERVER,
+)
 
 router = Router(prefix="/v1/sandboxes/{id}/mcp-servers", tags=["mcp"])
 strict = [Depends(known_query)]
@@ -31,11 +44,9 @@ CALL_MODEL = McpRequest
 _MESSAGE = {"schema": {"type": "object", "description": "a message of MCP"}}
 
 
-@router.get(
-    "",
-    operation_id="list_mcp_servers",
+@router.operation(
+    LIST_MCP_SERVERS,
     summary="The MCP servers of a context",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpServerList}, **problems(404, 409, 502)},
 )
@@ -44,11 +55,9 @@ async def list_mcp_servers(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.mcp.list(id))
 
 
-@router.put(
-    "/{server}",
-    operation_id="add_mcp_server",
+@router.operation(
+    ADD_MCP_SERVER,
     summary="Add or replace an MCP server",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpServerInfo}, **_FAILS},
 )
@@ -59,11 +68,9 @@ async def add_mcp_server(id: SandboxId, server: Name, body: McpServerRequest, pl
     return as_json(await plane.mcp.add(id, server, body))
 
 
-@router.get(
-    "/{server}",
-    operation_id="get_mcp_server",
+@router.operation(
+    GET_MCP_SERVER,
     summary="One MCP server",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpServerInfo}, **problems(404, 409, 502)},
 )
@@ -72,12 +79,10 @@ async def get_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
     return as_json(await plane.mcp.get(id, server))
 
 
-@router.delete(
-    "/{server}",
-    operation_id="remove_mcp_server",
+@router.operation(
+    REMOVE_MCP_SERVER,
     summary="Remove an MCP server",
     status_code=204,
-    response_model=None,
     dependencies=strict,
     responses=problems(404, 409, 502),
 )
@@ -87,11 +92,9 @@ async def remove_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Respon
     return Response(status_code=204)
 
 
-@router.post(
-    "/{server}/start",
-    operation_id="start_mcp_server",
+@router.operation(
+    ENABLE_MCP_SERVER,
     summary="Start an MCP server",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpServerInfo}, **_FAILS},
 )
@@ -100,11 +103,9 @@ async def start_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Respons
     return as_json(await plane.mcp.start(id, server))
 
 
-@router.post(
-    "/{server}/stop",
-    operation_id="stop_mcp_server",
+@router.operation(
+    STOP_MCP_SERVER,
     summary="Stop an MCP server",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpServerInfo}, **problems(404, 409, 502)},
 )
@@ -113,11 +114,9 @@ async def stop_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response
     return as_json(await plane.mcp.stop(id, server))
 
 
-@router.get(
-    "/{server}/log",
-    operation_id="get_mcp_log",
+@router.operation(
+    GET_MCP_LOG,
     summary="What an MCP server wrote to its standard error",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpLog}, **problems(404, 409, 502)},
 )
@@ -133,11 +132,9 @@ async def get_mcp_log(
     return as_json(await plane.mcp.log(id, server, offset=offset, limit=limit))
 
 
-@router.get(
-    "/{server}/catalogue",
-    operation_id="get_mcp_catalogue",
+@router.operation(
+    GET_MCP_CATALOGUE,
     summary="What an MCP server offers",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpCatalogue}, **problems(404, 409, 502)},
 )
@@ -146,11 +143,9 @@ async def get_mcp_catalogue(id: SandboxId, server: Name, plane: Plane) -> Respon
     return as_json(await plane.mcp.catalogue(id, server))
 
 
-@router.post(
-    "/{server}/refresh",
-    operation_id="refresh_mcp_server",
+@router.operation(
+    REFRESH_MCP_SERVER,
     summary="Ask an MCP server what it offers now",
-    response_model=None,
     dependencies=strict,
     responses={200: {"model": McpCatalogue}, **_FAILS},
 )
@@ -159,11 +154,9 @@ async def refresh_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Respo
     return as_json(await plane.mcp.refresh(id, server))
 
 
-@router.post(
-    "/{server}/request",
-    operation_id="mcp_request",
+@router.operation(
+    MCP_REQUEST,
     summary="Call a tool of an MCP server",
-    response_model=None,
     responses={200: {"model": McpResult}, **_FAILS},
     openapi_extra=described(McpRequest, "id", "server"),
 )
@@ -173,11 +166,9 @@ async def mcp_request(request: Request) -> Response:
     return as_json(await plane_of(request).mcp.request(names["id"], names["server"], wanted))
 
 
-@router.post(
-    "/{server}/mcp",
-    operation_id="connect_mcp_server",
+@router.operation(
+    CONNECT_MCP_SERVER,
     summary="The URL of an MCP server for MCP clients",
-    response_model=None,
     responses={
         200: {"description": "an answer", "content": {"application/json": _MESSAGE, SSE: _MESSAGE}},
         202: {"description": "a notification was taken"},

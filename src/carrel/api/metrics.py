@@ -11,17 +11,16 @@ from carrel.api.guard import Router
 from carrel.api.parts import Plane, known_query
 from carrel.api.problems import problems
 from carrel.metrics import OPENMETRICS
+from carrel.models.operations import GET_METRICS
 
 router = Router(tags=["host"], dependencies=[Depends(known_query)])
 
 _TEXT = {"schema": {"type": "string"}}
 
 
-@router.get(
-    "/metrics",
-    operation_id="get_metrics",
+@router.operation(
+    GET_METRICS,
     summary="What is measured",
-    response_model=None,
     responses={200: {"content": {"text/plain": _TEXT, OPENMETRICS: _TEXT}}, **problems()},
 )
 async def get_metrics(request: Request, plane: Plane) -> Response:

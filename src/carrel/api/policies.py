@@ -9,15 +9,14 @@ from carrel.api.guard import Router, who
 from carrel.api.parts import Context, Plane, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
+from carrel.models.operations import DELETE_POLICY, EXPLAIN_POLICY, GET_POLICY, PUT_POLICY
 
 router = Router(prefix="/v1/contexts/{context_id}/policy", tags=["policies"], dependencies=[Depends(known_query)])
 
 
-@router.get(
-    "",
-    operation_id="get_policy",
+@router.operation(
+    GET_POLICY,
     summary="The policy of a context",
-    response_model=None,
     responses={200: {"model": PolicyInfo}, **problems()},
 )
 async def get_policy(context_id: Context, plane: Plane) -> Response:
@@ -25,11 +24,9 @@ async def get_policy(context_id: Context, plane: Plane) -> Response:
     return as_json(await plane.policies.get(context_id))
 
 
-@router.put(
-    "",
-    operation_id="put_policy",
+@router.operation(
+    PUT_POLICY,
     summary="Change the policy of a context",
-    response_model=None,
     responses={200: {"model": PolicyInfo}, **problems(409, 413)},
 )
 async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -> Response:
@@ -39,12 +36,10 @@ async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -
         return as_json(await plane.policy_changes.put(context_id, body, who().subject))
 
 
-@router.delete(
-    "",
-    operation_id="delete_policy",
+@router.operation(
+    DELETE_POLICY,
     summary="Forget the policy of a context",
     status_code=204,
-    response_model=None,
     responses=problems(),
 )
 async def delete_policy(context_id: Context, plane: Plane) -> Response:
@@ -54,11 +49,9 @@ async def delete_policy(context_id: Context, plane: Plane) -> Response:
     return Response(status_code=204)
 
 
-@router.post(
-    "/explain",
-    operation_id="explain_policy",
+@router.operation(
+    EXPLAIN_POLICY,
     summary="What the policy says of a command",
-    response_model=None,
     responses={200: {"model": Explanation}, **problems(413)},
 )
 async def explain_policy(context_id: Context, body: ExplainRequest, plane: Plane) -> Response:

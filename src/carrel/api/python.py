@@ -12,17 +12,16 @@ from carrel.api.guard import Router
 from carrel.api.parts import Plane, SandboxId, as_json, body_of, described, event_stream, known_query, plane_of
 from carrel.api.problems import problems
 from carrel.models import CommandInfo, PythonRequest, PythonResult
+from carrel.models.operations import RUN_PYTHON, START_PYTHON, STREAM_PYTHON
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["python"])
 strict = [Depends(known_query)]
 FAILS: dict[int | str, dict[str, Any]] = problems(404, 409, 413, 422, 429, 502)
 
 
-@router.post(
-    "/python",
-    operation_id="run_python",
+@router.operation(
+    RUN_PYTHON,
     summary="Run Python code to its end",
-    response_model=None,
     responses={200: {"model": PythonResult}, **FAILS},
     openapi_extra=described(PythonRequest, "id"),
 )
@@ -32,12 +31,10 @@ async def run_python(request: Request) -> Response:
     return as_json(await plane_of(request).operations.python.run(request.path_params["id"], wanted))
 
 
-@router.post(
-    "/python/start",
-    operation_id="start_python",
+@router.operation(
+    START_PYTHON,
     summary="Start Python code in the background",
     status_code=201,
-    response_model=None,
     dependencies=strict,
     responses={201: {"model": CommandInfo}, **FAILS},
 )
@@ -46,11 +43,9 @@ async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Resp
     return as_json(await plane.operations.python.start(id, body), 201)
 
 
-@router.post(
-    "/python/stream",
-    operation_id="stream_python",
+@router.operation(
+    STREAM_PYTHON,
     summary="Start Python code and stream its output",
-    response_model=None,
     dependencies=strict,
     responses={200: {**EVENTS, "headers": ID_HEADER}, **FAILS},
 )

@@ -19,15 +19,14 @@ from carrel.models import (
     TerminateRequest,
     WorkspaceUsage,
 )
+from carrel.models.operations import DEPLOY_OR_RESUME, GET_SANDBOX, GET_USAGE, HEALTH, LIST_SANDBOXES, STOP, TERMINATE
 
 router = Router(prefix="/v1/sandboxes", tags=["sandboxes"], dependencies=[Depends(known_query)])
 
 
-@router.post(
-    "",
-    operation_id="deploy_or_resume",
+@router.operation(
+    DEPLOY_OR_RESUME,
     summary="Get or create a sandbox",
-    response_model=None,
     responses={
         200: {"model": SandboxInfo, "description": "It ran already"},
         201: {"model": SandboxInfo, "description": "It was started"},
@@ -44,16 +43,14 @@ async def deploy_or_resume(
     """The running sandbox of a context, started on its workspace if need be; without a context a throw-away
     one.
     """
-    require("deploy_or_resume", body.context_id)
+    require(DEPLOY_OR_RESUME, body.context_id)
     info, started = await plane.operations.deploy_or_resume(body, idempotency_key)
     return as_json(info, 201 if started else 200)
 
 
-@router.get(
-    "",
-    operation_id="list_sandboxes",
+@router.operation(
+    LIST_SANDBOXES,
     summary="List sandboxes",
-    response_model=None,
     responses={200: {"model": SandboxPage}, **problems()},
 )
 async def list_sandboxes(
@@ -71,11 +68,9 @@ async def list_sandboxes(
     return as_json(page)
 
 
-@router.get(
-    "/{id}",
-    operation_id="get_sandbox",
+@router.operation(
+    GET_SANDBOX,
     summary="One sandbox",
-    response_model=None,
     responses={200: {"model": SandboxInfo}, **problems(404)},
 )
 async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
@@ -83,11 +78,9 @@ async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.sessions.get(id))
 
 
-@router.get(
-    "/{id}/usage",
-    operation_id="get_usage",
+@router.operation(
+    GET_USAGE,
     summary="What a workspace holds",
-    response_model=None,
     responses={200: {"model": WorkspaceUsage}, **problems(404, 409)},
 )
 async def get_usage(id: SandboxId, plane: Plane) -> Response:
@@ -95,11 +88,9 @@ async def get_usage(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.sessions.usage(id))
 
 
-@router.post(
-    "/{id}/stop",
-    operation_id="stop",
+@router.operation(
+    STOP,
     summary="Stop a sandbox, keep its workspace",
-    response_model=None,
     responses={200: {"model": SandboxInfo}, **problems(404, 502)},
 )
 async def stop(id: SandboxId, plane: Plane) -> Response:
@@ -107,11 +98,9 @@ async def stop(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.operations.stop(id))
 
 
-@router.post(
-    "/{id}/terminate",
-    operation_id="terminate",
+@router.operation(
+    TERMINATE,
     summary="End a session",
-    response_model=None,
     responses={200: {"model": SandboxInfo}, **problems(404, 413, 502)},
 )
 async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
@@ -120,11 +109,9 @@ async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None =
     return as_json(await plane.operations.terminate(id, request))
 
 
-@router.get(
-    "/{id}/health",
-    operation_id="get_sandbox_health",
+@router.operation(
+    HEALTH,
     summary="What the supervisor says of itself",
-    response_model=None,
     responses={200: {"model": SupervisorHealth}, **problems(404, 409, 502)},
 )
 async def get_sandbox_health(id: SandboxId, plane: Plane) -> Response:

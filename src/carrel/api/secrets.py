@@ -11,17 +11,16 @@ from carrel.api.guard import Router
 from carrel.api.parts import Context, Plane, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import SecretList, SecretName, SecretValue
+from carrel.models.operations import DELETE_SECRET, LIST_SECRETS, PUT_SECRET
 
 router = Router(prefix="/v1/contexts/{context_id}/secrets", tags=["secrets"], dependencies=[Depends(known_query)])
 
 Name = Annotated[str, Path(min_length=1, max_length=128)]
 
 
-@router.get(
-    "",
-    operation_id="list_secrets",
+@router.operation(
+    LIST_SECRETS,
     summary="The secrets of a context",
-    response_model=None,
     responses={200: {"model": SecretList}, **problems()},
 )
 async def list_secrets(context_id: Context, plane: Plane) -> Response:
@@ -29,11 +28,9 @@ async def list_secrets(context_id: Context, plane: Plane) -> Response:
     return as_json(await plane.secrets.list(context_id))
 
 
-@router.put(
-    "/{name}",
-    operation_id="put_secret",
+@router.operation(
+    PUT_SECRET,
     summary="Keep a secret",
-    response_model=None,
     responses={200: {"model": SecretName}, **problems(413, 422, 429, 502)},
 )
 async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane) -> Response:
@@ -42,12 +39,10 @@ async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: 
         return as_json(await plane.secrets.put(context_id, name, body.bytes()))
 
 
-@router.delete(
-    "/{name}",
-    operation_id="delete_secret",
+@router.operation(
+    DELETE_SECRET,
     summary="Forget a secret",
     status_code=204,
-    response_model=None,
     responses=problems(404, 502),
 )
 async def delete_secret(context_id: Context, name: Name, plane: Plane) -> Response:

@@ -11,17 +11,24 @@ from carrel.api.guard import Router, require
 from carrel.api.parts import Plane, SandboxId, Stream, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import FileChanges, ForkRequest, RestoreRequest, SandboxInfo, SnapshotInfo, SnapshotPage
+from carrel.models.operations import (
+    DELETE_SNAPSHOT,
+    DIFF_SNAPSHOTS,
+    EXPORT,
+    FORK,
+    LIST_SNAPSHOTS,
+    RESTORE,
+    TAKE_SNAPSHOT,
+)
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["snapshots"], dependencies=[Depends(known_query)])
 
 SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
 
 
-@router.post(
-    "/snapshots",
-    operation_id="take_snapshot",
+@router.operation(
+    TAKE_SNAPSHOT,
     summary="Take a snapshot",
-    response_model=None,
     responses={201: {"model": SnapshotInfo}, **problems(404, 409, 429)},
 )
 async def take_snapshot(id: SandboxId, plane: Plane) -> Response:
@@ -29,11 +36,9 @@ async def take_snapshot(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.snapshots.take(id), 201)
 
 
-@router.get(
-    "/snapshots",
-    operation_id="list_snapshots",
+@router.operation(
+    LIST_SNAPSHOTS,
     summary="List snapshots",
-    response_model=None,
     responses={200: {"model": SnapshotPage}, **problems(404, 409)},
 )
 async def list_snapshots(
@@ -46,12 +51,10 @@ async def list_snapshots(
     return as_json(await plane.snapshots.page(id, limit=limit, cursor=cursor))
 
 
-@router.delete(
-    "/snapshots/{snapshot_id}",
-    operation_id="delete_snapshot",
+@router.operation(
+    DELETE_SNAPSHOT,
     summary="Delete a snapshot",
     status_code=204,
-    response_model=None,
     responses=problems(404, 409),
 )
 async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
@@ -60,11 +63,9 @@ async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) 
     return Response(status_code=204)
 
 
-@router.get(
-    "/snapshots/{snapshot_id}/tar",
-    operation_id="download_snapshot",
+@router.operation(
+    EXPORT,
     summary="Download a snapshot",
-    response_model=None,
     responses={
         200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
         **problems(404, 409),
@@ -76,11 +77,9 @@ async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane
     return Stream(chunks, media_type="application/x-tar")
 
 
-@router.get(
-    "/diff",
-    operation_id="diff_snapshots",
+@router.operation(
+    DIFF_SNAPSHOTS,
     summary="Compare two snapshots",
-    response_model=None,
     responses={200: {"model": FileChanges}, **problems(404, 409)},
 )
 async def diff_snapshots(
@@ -93,11 +92,9 @@ async def diff_snapshots(
     return as_json(await plane.snapshots.diff(id, before, after))
 
 
-@router.post(
-    "/restore",
-    operation_id="restore",
+@router.operation(
+    RESTORE,
     summary="Restore a snapshot",
-    response_model=None,
     responses={200: {"model": SandboxInfo}, **problems(404, 409, 413)},
 )
 async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response:
@@ -105,14 +102,12 @@ async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response
     return as_json(await plane.snapshots.restore(id, body.snapshot_id))
 
 
-@router.post(
-    "/fork",
-    operation_id="fork",
+@router.operation(
+    FORK,
     summary="Fork a workspace",
-    response_model=None,
     responses={201: {"model": SandboxInfo}, **problems(404, 409, 413, 429, 503)},
 )
 async def fork(id: SandboxId, body: ForkRequest, plane: Plane) -> Response:
     """A new context with the same files, settings and secrets, started at once."""
-    require("fork", body.context_id)
+    require(FORK, body.context_id)
     return as_json(await plane.snapshots.fork(id, body.context_id, body.snapshot_id, secrets=body.secrets), 201)

@@ -18,6 +18,7 @@ from carrel.control.workspaces.bundles import Incoming
 from carrel.errors import InvalidRequest, LimitExceeded
 from carrel.models import StatelessRequest, StatelessResult
 from carrel.models.bundles import END, MEDIA_TYPE, Part
+from carrel.models.operations import EXECUTE_BUNDLE, EXECUTE_STATELESS
 
 router = Router(tags=["python"])
 RETRY_AFTER_S = 1
@@ -26,11 +27,9 @@ CALL_MODEL = StatelessRequest
 FAILS = problems(404, 409, 413, 422, 429, 502, 503)
 
 
-@router.post(
-    "/v1/execute",
-    operation_id="execute_stateless",
+@router.operation(
+    EXECUTE_STATELESS,
     summary="Run Python code without a context",
-    response_model=None,
     responses={200: {"model": StatelessResult}, **FAILS},
     openapi_extra=described(StatelessRequest),
 )
@@ -45,11 +44,9 @@ async def execute_stateless(request: Request) -> Response:
         return _later(error)
 
 
-@router.post(
-    "/v1/execute/bundle",
-    operation_id="execute_bundle",
+@router.operation(
+    EXECUTE_BUNDLE,
     summary="Run Python code without a context, with files of any size",
-    response_model=None,
     dependencies=[Depends(known_query)],
     responses={200: {"description": "A bundle: the result, then what was produced", "content": BUNDLE}, **FAILS},
     openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},

@@ -11,6 +11,7 @@ from carrel.api.guard import Router
 from carrel.api.parts import Plane, as_json, known_query, recorded
 from carrel.api.problems import problems
 from carrel.models import SecretList, SecretName, SecretValue, TemplateList, TemplateName
+from carrel.models.operations import DELETE_TEMPLATE_SECRET, LIST_TEMPLATE_SECRETS, LIST_TEMPLATES, PUT_TEMPLATE_SECRET
 
 router = Router(prefix="/v1/templates", tags=["templates"], dependencies=[Depends(known_query)])
 
@@ -18,11 +19,9 @@ Template = Annotated[TemplateName, Path(alias="template", description="the name 
 Name = Annotated[str, Path(min_length=1, max_length=128)]
 
 
-@router.get(
-    "",
-    operation_id="list_templates",
+@router.operation(
+    LIST_TEMPLATES,
     summary="The templates of the server",
-    response_model=None,
     responses={200: {"model": TemplateList}, **problems()},
 )
 async def list_templates(plane: Plane) -> Response:
@@ -30,11 +29,9 @@ async def list_templates(plane: Plane) -> Response:
     return as_json(await plane.packages.templates())
 
 
-@router.get(
-    "/{template}/secrets",
-    operation_id="list_template_secrets",
+@router.operation(
+    LIST_TEMPLATE_SECRETS,
     summary="The secrets of a template",
-    response_model=None,
     responses={200: {"model": SecretList}, **problems()},
 )
 async def list_template_secrets(template: Template, plane: Plane) -> Response:
@@ -42,11 +39,9 @@ async def list_template_secrets(template: Template, plane: Plane) -> Response:
     return as_json(await plane.secrets.list(template, kind="template"))
 
 
-@router.put(
-    "/{template}/secrets/{name}",
-    operation_id="put_template_secret",
+@router.operation(
+    PUT_TEMPLATE_SECRET,
     summary="Keep a secret of a template",
-    response_model=None,
     responses={200: {"model": SecretName}, **problems(413, 422, 502)},
 )
 async def put_template_secret(template: Template, name: Name, body: SecretValue, plane: Plane) -> Response:
@@ -58,12 +53,10 @@ async def put_template_secret(template: Template, name: Name, body: SecretValue,
         return as_json(await plane.secrets.put(template, name, body.bytes(), kind="template"))
 
 
-@router.delete(
-    "/{template}/secrets/{name}",
-    operation_id="delete_template_secret",
+@router.operation(
+    DELETE_TEMPLATE_SECRET,
     summary="Forget a secret of a template",
     status_code=204,
-    response_model=None,
     responses=problems(404, 502),
 )
 async def delete_template_secret(template: Template, name: Name, plane: Plane) -> Response:

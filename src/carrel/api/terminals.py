@@ -19,6 +19,7 @@ from carrel.api.problems import invalid
 from carrel.control.operations.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import MAX_OUTPUT_BYTES, CommandRequest, TerminalSize
+from carrel.models.operations import OPEN_TERMINAL
 
 router = Router(tags=["terminals"])
 
@@ -30,7 +31,7 @@ class _Ended(Exception):
     pass
 
 
-@router.websocket("/v1/sandboxes/{id}/terminals")
+@router.websocket(OPEN_TERMINAL.path)
 async def terminal(
     socket: WebSocket,
     id: str,
@@ -39,7 +40,7 @@ async def terminal(
     command: Annotated[str, Query(min_length=1, max_length=8192)] = _SHELL,
 ) -> None:
     """Open a terminal. Refusals come before the socket is accepted, as a problem answer."""
-    await permit("open_terminal", socket.scope)
+    await permit(OPEN_TERMINAL, socket.scope)
     operations = plane_of(socket).operations
     try:
         request = CommandRequest(

@@ -15,6 +15,7 @@ from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
 from carrel.identity import Grant, Identity, Kind, Scope, Token
 from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage, TokenRequest
+from carrel.models.operations import CREATE_TOKEN, GET_IDENTITY, GET_TOKEN, LIST_TOKENS, REVOKE_TOKEN
 
 router = Router(prefix="/v1/tokens", tags=["tokens"], dependencies=[Depends(known_query)])
 
@@ -46,12 +47,10 @@ async def _known(plane: ControlPlane, token_id: str) -> Token:
     return token
 
 
-@router.post(
-    "",
-    operation_id="create_token",
+@router.operation(
+    CREATE_TOKEN,
     summary="Make a token",
     status_code=201,
-    response_model=None,
     responses={201: {"model": NewToken}, **problems(413)},
 )
 async def create_token(body: TokenRequest, plane: Plane) -> Response:
@@ -74,11 +73,9 @@ async def create_token(body: TokenRequest, plane: Plane) -> Response:
     return answer
 
 
-@router.get(
-    "",
-    operation_id="list_tokens",
+@router.operation(
+    LIST_TOKENS,
     summary="List tokens",
-    response_model=None,
     responses={200: {"model": TokenPage}, **problems()},
 )
 async def list_tokens(
@@ -92,11 +89,9 @@ async def list_tokens(
     return as_json(TokenPage(items=mine, next=following))
 
 
-@router.get(
-    "/me",
-    operation_id="get_identity",
+@router.operation(
+    GET_IDENTITY,
     summary="Who asks",
-    response_model=None,
     responses={200: {"model": IdentityInfo}, **problems()},
 )
 async def get_identity() -> Response:
@@ -111,11 +106,9 @@ async def get_identity() -> Response:
     )
 
 
-@router.get(
-    "/{token_id}",
-    operation_id="get_token",
+@router.operation(
+    GET_TOKEN,
     summary="One token",
-    response_model=None,
     responses={200: {"model": TokenInfo}, **problems(404)},
 )
 async def get_token(token_id: TokenId, plane: Plane) -> Response:
@@ -123,11 +116,9 @@ async def get_token(token_id: TokenId, plane: Plane) -> Response:
     return as_json(TokenInfo.model_validate(_values(await _known(plane, token_id))))
 
 
-@router.delete(
-    "/{token_id}",
-    operation_id="revoke_token",
+@router.operation(
+    REVOKE_TOKEN,
     summary="Revoke a token",
-    response_model=None,
     responses={200: {"model": TokenInfo}, **problems(404)},
 )
 async def revoke_token(token_id: TokenId, plane: Plane) -> Response:

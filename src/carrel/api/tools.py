@@ -9,15 +9,14 @@ from carrel.api.guard import Router
 from carrel.api.parts import Plane, SandboxId, as_json, known_query
 from carrel.api.problems import problems
 from carrel.models import ToolRequest, ToolResult
+from carrel.models.operations import TOOL_REQUEST
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"], dependencies=[Depends(known_query)])
 
 
-@router.post(
-    "/tools",
-    operation_id="tool_request",
+@router.operation(
+    TOOL_REQUEST,
     summary="Call a tool",
-    response_model=None,
     responses={200: {"model": ToolResult}, **problems(404, 409, 413, 422, 429, 502)},
 )
 async def tool_request(id: SandboxId, body: ToolRequest, plane: Plane) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from carrel.models.base import Answer, NoNul, OwnId, Request
 from carrel.models.bundles import MOST_FILES
@@ -69,6 +69,27 @@ class MkdirRequest(Request):
     """Make a directory and its parents."""
 
     path: NoNul = Field(min_length=1, max_length=4096)
+
+
+class StatRequest(BaseModel):
+    """What is at a path: the query of the route. Text is converted, unlike in a body."""
+
+    path: str = Field(min_length=1, max_length=4096, description="relative to the workspace")
+
+
+class ListRequest(BaseModel):
+    """The entries of a directory: the query of the route."""
+
+    path: str = Field(default=".", min_length=1, max_length=4096, description="relative to the workspace")
+    recursive: bool = False
+    limit: int = Field(default=1000, ge=1, le=10_000)
+
+
+class DeleteRequest(BaseModel):
+    """Delete a file, or with `recursive` a tree: the query of the route."""
+
+    path: str = Field(min_length=1, max_length=4096, description="relative to the workspace")
+    recursive: bool = False
 
 
 class FilesRequest(Request):

@@ -1,0 +1,381 @@
+"""The table of operations: every operation is declared here once, and everything else reads its row.
+
+A row says how the operation is called in policies, approvals, the audit log and metrics; which scope a token needs for
+it; which HTTP route it has; what of its arguments policy decides; and, where one request to the supervisor is all there
+is to do, how that request is made. Scopes (`carrel.identity`), routes (`carrel.api`), decisions and the audit log
+(`carrel.control`) and the reference pages are made from these rows. Pure: this module does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel
+
+from carrel.models.files import (
+    DeleteRequest,
+    EditRequest,
+    EditResult,
+    FileInfo,
+    FileList,
+    ListRequest,
+    MkdirRequest,
+    MoveRequest,
+    StatRequest,
+)
+
+SMALL = 1024 * 1024
+LIST = 32 * 1024 * 1024
+
+Kind = Literal["shell", "file", "mcp", "network", "session"]
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+Reach = Literal["path", "listed", "handler"]
+"""How an API route knows the context it is about. `path`: the path names a sandbox or a context, or it is about what
+belongs to no context. `listed`: it shows what the caller's token reaches, and no more. `handler`: the context is in the
+body or in what is found, and the route's function checks it.
+"""
+
+
+class Scope(StrEnum):
+    """What a token is for."""
+
+    READ = "read"
+    OPERATE = "operate"
+    APPROVE = "approve"
+    ADMINISTER = "administer"
+
+
+@dataclass(frozen=True, slots=True)
+class FileAccess:
+    """One thing that a file operation does to the path in one of its arguments. `tree`: to everything below it too.
+    `surely`: rules that only may mean something in the tree do not count.
+    """
+
+    access: Literal["read", "write", "delete"]
+    argument: str = "path"
+    tree: bool = False
+    surely: bool = False
+
+
+Decides = Literal["nothing", "command", "variables", "tool", "host"] | tuple[FileAccess, ...]
+"""What policy decides of an operation: a command with its variables, files and packages; the variables of a sandbox; an
+MCP server and its tool; a host and port; or accesses to files.
+"""
+
+READS = (FileAccess("read"),)
+WRITES = (FileAccess("write"),)
+DELETES = (FileAccess("delete"),)
+READS_ALL = (FileAccess("read", tree=True),)
+DELETES_ALL = (FileAccess("delete", tree=True),)
+MOVES = (
+    FileAccess("read", tree=True, surely=True),  # what is moved can be read where it goes
+    FileAccess("delete", tree=True, surely=True),
+    FileAccess("write", "destination"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorCall:
+    """An operation that is one request to the supervisor: its model is sent, as JSON or as a query, and the answer is
+    checked against the model of the result.
+    """
+
+    method: Method
+    path: str
+    request: type[BaseModel]
+    result: type[BaseModel] | None
+    arguments: Callable[[Any], Mapping[str, object]]
+    """What policy, approvals and the audit log see of a request."""
+    paths: tuple[str, ...] = ("path",)
+    """The fields of the request that are paths in the workspace."""
+    content: str | None = None
+    """The field of the request whose text goes into the workspace, for the count of bytes."""
+    fills_disk: bool = False
+    """Whether it is refused while the workspace is over its quota."""
+    deadline: float = 30.0
+    largest_result: int = SMALL
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One row. `kind` is None for an API route that is not an operation by itself: it only shows what the server knows,
+    or it performs other operations.
+    """
+
+    name: str
+    kind: Kind | None = None
+    scope: Scope | None = None
+    """The scope a token needs; None for what has no API route."""
+    http: str = ""
+    """Method and path of its API route."""
+    id: str = ""
+    """The operation id of that route; the name unless given."""
+    decides: Decides = "nothing"
+    asks: bool = True
+    """False: what policy leaves to a person is allowed, because a person was asked for it earlier."""
+    reach: Reach = "path"
+    supervisor: SupervisorCall | None = None
+    summary: str = ""
+    """For a route that is made from its row: what the OpenAPI document says of it."""
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind == "file" and not isinstance(self.decides, tuple):
+            raise ValueError(f"{self.name}: say what it does to files")
+        if self.kind in {"mcp", "network"} and self.decides == "nothing":
+            raise ValueError(f"{self.name}: say what policy decides of it")
+
+    @property
+    def method(self) -> str:
+        """The HTTP method of its API route."""
+        return self.http.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        """The path of its API route."""
+        return self.http.partition(" ")[2]
+
+
+TABLE: list[Operation] = []
+"""Every row, in the order of the reference pages."""
+
+
+def _row(
+    name: str,
+    kind: Kind | None = None,
+    scope: Scope | None = None,
+    http: str = "",
+    *,
+    id: str = "",
+    **given: Any,
+) -> Operation:
+    row = Operation(name, kind, scope, http, id or (name if scope else ""), **given)
+    TABLE.append(row)
+    return row
+
+
+def _only_path(request: BaseModel) -> dict[str, object]:
+    return request.model_dump(include={"path"})
+
+
+def _of_delete(request: DeleteRequest) -> dict[str, object]:
+    return {"path": request.path} | ({"recursive": True} if request.recursive else {})
+
+
+def _of_move(request: MoveRequest) -> dict[str, object]:
+    return {"path": request.source, "destination": request.destination}
+
+
+_SHOWN = 2000
+"""How much of a text that is replaced is shown to a person who decides."""
+
+
+def _of_edit(request: EditRequest) -> dict[str, object]:
+    """The texts as far as a person reads them, and a digest of all of both."""
+    texts = f"{len(request.old)}:{request.old}{request.new}".encode("utf-8", "surrogatepass")
+    arguments: dict[str, object] = {"path": request.path, "old": _cut(request.old), "new": _cut(request.new)}
+    if request.replace_all:
+        arguments["replace_all"] = True
+    return arguments | {"digest": blake3(texts).hexdigest()}
+
+
+def _cut(text: str) -> str:
+    left = len(text) - _SHOWN
+    return text if left <= 0 else f"{text[:_SHOWN]} […] and {left} characters more"
+
+
+READ, OPERATE, APPROVE, ADMINISTER = Scope
+_SANDBOX, _CONTEXT = "/v1/sandboxes/{id}", "/v1/contexts/{context_id}"
+_COMMAND, _FILES, _CELLS = f"{_SANDBOX}/commands/{{cid}}", f"{_SANDBOX}/files", f"{_SANDBOX}/code-contexts/{{name}}"
+_FILESPACE, _SNAPSHOTS = "/v1/filespaces/{context_id}", f"{_SANDBOX}/snapshots"
+_MCP, _TEMPLATE_SECRETS = f"{_SANDBOX}/mcp-servers/{{server}}", "/v1/templates/{template}/secrets"
+
+# sandboxes
+LIST_SANDBOXES = _row("list_sandboxes", None, READ, "GET /v1/sandboxes", reach="listed")
+DEPLOY_OR_RESUME = _row(
+    "deploy_or_resume", "session", OPERATE, "POST /v1/sandboxes", decides="variables", reach="handler"
+)
+GET_SANDBOX = _row("get_sandbox", None, READ, f"GET {_SANDBOX}")
+GET_USAGE = _row("get_usage", None, READ, f"GET {_SANDBOX}/usage")
+HEALTH = _row("health", "session", READ, f"GET {_SANDBOX}/health", id="get_sandbox_health")
+STOP = _row("stop", "session", OPERATE, f"POST {_SANDBOX}/stop")
+TERMINATE = _row("terminate", "session", OPERATE, f"POST {_SANDBOX}/terminate")
+EMPTY = _row("empty", "session")
+
+# commands
+RUN_COMMAND = _row("run_command", "shell", OPERATE, f"POST {_SANDBOX}/commands", decides="command")
+START_COMMAND = _row("start_command", "shell", OPERATE, f"POST {_SANDBOX}/commands/start", decides="command")
+STREAM_COMMAND = _row("stream_command", None, OPERATE, f"POST {_SANDBOX}/commands/stream")
+LIST_COMMANDS = _row("list_commands", "shell", READ, f"GET {_SANDBOX}/commands")
+GET_COMMAND = _row("get_command", "shell", READ, f"GET {_COMMAND}")
+COMMAND_RESULT = _row("command_result", "shell", READ, f"GET {_COMMAND}/result", id="get_command_result")
+COMMAND_OUTPUT = _row("command_output", "shell", READ, f"GET {_COMMAND}/output", id="get_command_output")
+SEND_INPUT = _row("send_input", "shell", OPERATE, f"POST {_COMMAND}/stdin")
+SIGNAL_COMMAND = _row("signal_command", "shell", OPERATE, f"POST {_COMMAND}/signal")
+RESIZE_TERMINAL = _row("resize_terminal", "shell", OPERATE, f"POST {_COMMAND}/resize")
+OPEN_TERMINAL = _row("open_terminal", None, OPERATE, f"WEBSOCKET {_SANDBOX}/terminals")
+DELETE_COMMAND = _row("delete_command", "shell", OPERATE, f"DELETE {_COMMAND}")
+EXECUTE = _row("execute", "shell", OPERATE, f"POST {_SANDBOX}/execute", decides="command")
+TOOL_REQUEST = _row("tool_request", None, OPERATE, f"POST {_SANDBOX}/tools")
+MCP_REQUEST = _row("mcp_request", "mcp", OPERATE, f"POST {_MCP}/request", decides="tool")
+
+# files
+READ_FILE = _row("read", "file", READ, f"GET {_FILES}/content", id="read_file", decides=READS)
+WRITE_FILE = _row("write", "file", OPERATE, f"PUT {_FILES}/content", id="write_file", decides=WRITES)
+WRITE_FILES = _row("write_files", None, OPERATE, f"POST {_FILES}/bundle")
+READ_FILES = _row("read_files", None, READ, f"POST {_FILES}/read")
+STAT_FILE = _row(
+    "stat", "file", READ, f"GET {_FILES}/stat", id="stat_file", decides=READS,
+    supervisor=SupervisorCall("GET", "/files/stat", StatRequest, FileInfo, _only_path),
+    summary="What is at a path", description="A symlink is shown itself.",
+)  # fmt: skip
+LIST_FILES = _row(
+    "list", "file", READ, f"GET {_FILES}", id="list_files", decides=READS,
+    supervisor=SupervisorCall("GET", "/files/list", ListRequest, FileList, _only_path, largest_result=LIST),
+    summary="List a directory", description="Entries, at most `limit`.",
+)  # fmt: skip
+EDIT_FILE = _row(
+    "edit", "file", OPERATE, f"POST {_FILES}/edit", id="edit_file", decides=WRITES,
+    supervisor=SupervisorCall(
+        "POST", "/files/edit", EditRequest, EditResult, _of_edit, content="new", fills_disk=True
+    ),
+    summary="Replace text in a file", description="Fails unless the old text is there exactly once, or `replace_all`.",
+)  # fmt: skip
+MOVE_FILE = _row(
+    "move", "file", OPERATE, f"POST {_FILES}/move", id="move_file", decides=MOVES,
+    supervisor=SupervisorCall(
+        "POST", "/files/move", MoveRequest, FileInfo, _of_move, paths=("source", "destination")
+    ),
+    summary="Move or rename", description="Inside the workspace.",
+)  # fmt: skip
+MAKE_DIRECTORY = _row(
+    "mkdir", "file", OPERATE, f"POST {_FILES}/mkdir", id="make_directory", decides=WRITES,
+    supervisor=SupervisorCall("POST", "/files/mkdir", MkdirRequest, FileInfo, _only_path, fills_disk=True),
+    summary="Make a directory", description="And its parents.",
+)  # fmt: skip
+DELETE_FILE = _row(
+    "delete", "file", OPERATE, f"DELETE {_FILES}", id="delete_file", decides=DELETES,
+    supervisor=SupervisorCall("DELETE", "/files", DeleteRequest, None, _of_delete, deadline=600.0),
+    summary="Delete a file or a tree", description="A directory that is not empty needs `recursive`.",
+)  # fmt: skip
+
+# filespaces
+SYNC_FILESPACE = _row("sync_filespace", "session", OPERATE, f"POST {_SANDBOX}/sync")
+LIST_FILESPACE = _row("filespace_list", "file", READ, f"GET {_FILESPACE}/files", id="list_filespace", decides=READS)
+READ_FILESPACE = _row("filespace_read", "file", READ, f"GET {_FILESPACE}/content", id="read_filespace", decides=READS)
+WRITE_FILESPACE = _row(
+    "filespace_write", "file", OPERATE, f"PUT {_FILESPACE}/content", id="write_filespace", decides=WRITES
+)
+DELETE_FILESPACE = _row(
+    "filespace_delete", "file", OPERATE, f"DELETE {_FILESPACE}/content", id="delete_filespace", decides=DELETES
+)
+FORGET_FILESPACE = _row(
+    "filespace_forget", "file", OPERATE, f"DELETE {_FILESPACE}", id="forget_filespace", decides=DELETES_ALL
+)
+
+# snapshots
+LIST_SNAPSHOTS = _row("list_snapshots", "session", READ, f"GET {_SNAPSHOTS}")
+TAKE_SNAPSHOT = _row("snapshot", "session", OPERATE, f"POST {_SNAPSHOTS}", id="take_snapshot")
+DELETE_SNAPSHOT = _row("delete_snapshot", "session", OPERATE, f"DELETE {_SNAPSHOTS}/{{snapshot_id}}")
+EXPORT = _row(
+    "export", "file", READ, f"GET {_SNAPSHOTS}/{{snapshot_id}}/tar", id="download_snapshot", decides=READS_ALL
+)
+EXPORT_BY_ADMINISTRATOR = _row("export", "session")  # no policy of a context holds for an administrator
+DIFF_SNAPSHOTS = _row("diff", "session", READ, f"GET {_SANDBOX}/diff", id="diff_snapshots")
+RESTORE = _row("restore", "session", OPERATE, f"POST {_SANDBOX}/restore")
+FORK = _row("fork", "session", OPERATE, f"POST {_SANDBOX}/fork")
+STREAM_EVENTS = _row("stream_events", None, READ)
+
+# approvals
+LIST_APPROVALS = _row("list_approvals", None, READ, "GET /v1/approvals", reach="listed")
+GET_APPROVAL = _row("get_approval", None, READ, "GET /v1/approvals/{approval_id}", reach="handler")
+WATCH_APPROVALS = _row("watch_approvals", None, READ, "GET /v1/approvals/watch", reach="listed")
+DECIDE_APPROVAL = _row(
+    "decide_approval", "session", APPROVE, "POST /v1/approvals/{approval_id}/decide", reach="handler"
+)
+DECIDE_APPROVALS = _row("decide_approvals", None, APPROVE, "POST /v1/approvals/decide", reach="listed")
+
+# tokens
+CREATE_TOKEN = _row("create_token", "session", ADMINISTER, "POST /v1/tokens", reach="handler")
+LIST_TOKENS = _row("list_tokens", None, ADMINISTER, "GET /v1/tokens", reach="handler")
+GET_TOKEN = _row("get_token", None, ADMINISTER, "GET /v1/tokens/{token_id}", reach="handler")
+REVOKE_TOKEN = _row("revoke_token", "session", ADMINISTER, "DELETE /v1/tokens/{token_id}", reach="handler")
+
+# policies
+GET_POLICY = _row("get_policy", None, READ, f"GET {_CONTEXT}/policy")
+PUT_POLICY = _row("put_policy", "session", ADMINISTER, f"PUT {_CONTEXT}/policy")
+DELETE_POLICY = _row("delete_policy", "session", ADMINISTER, f"DELETE {_CONTEXT}/policy")
+EXPLAIN_POLICY = _row("explain_policy", None, READ, f"POST {_CONTEXT}/policy/explain")
+
+# secrets
+PUT_SECRET = _row("put_secret", "session", ADMINISTER, f"PUT {_CONTEXT}/secrets/{{name}}")
+LIST_SECRETS = _row("list_secrets", None, ADMINISTER, f"GET {_CONTEXT}/secrets")
+DELETE_SECRET = _row("delete_secret", "session", ADMINISTER, f"DELETE {_CONTEXT}/secrets/{{name}}")
+COPY_SECRETS = _row("copy_secrets", "session")
+PUT_TEMPLATE_SECRET = _row("put_template_secret", "session", ADMINISTER, f"PUT {_TEMPLATE_SECRETS}/{{name}}")
+LIST_TEMPLATE_SECRETS = _row("list_template_secrets", None, ADMINISTER, f"GET {_TEMPLATE_SECRETS}")
+DELETE_TEMPLATE_SECRET = _row("delete_template_secret", "session", ADMINISTER, f"DELETE {_TEMPLATE_SECRETS}/{{name}}")
+
+# the audit log
+SEARCH_AUDIT = _row("search_audit", None, READ, "GET /v1/audit", reach="handler")
+EXPORT_AUDIT = _row("export_audit", None, READ, "GET /v1/audit/export", reach="handler")
+GET_AUDIT_KEY = _row("get_audit_key", None, READ, "GET /v1/audit/key", reach="listed")
+PRUNE_AUDIT = _row("prune_audit", None, ADMINISTER, "POST /v1/audit/prune")
+FORGET_CONTEXT = _row("forget_context", "session", ADMINISTER, f"DELETE {_CONTEXT}")
+
+# the server
+GET_HOST = _row("get_host", None, READ, "GET /v1/host", reach="listed")
+GET_METRICS = _row("get_metrics", None, READ, "GET /metrics")
+HEALTHZ = _row("healthz", None, READ, "GET /healthz", reach="listed")
+READYZ = _row("readyz", None, READ, "GET /readyz", reach="listed")
+LIST_TEMPLATES = _row("list_templates", None, READ, "GET /v1/templates", reach="listed")
+
+# environments
+LIST_ENVS = _row("list_envs", None, READ, "GET /v1/envs", reach="listed")
+GET_ENV = _row("get_env", None, READ, "GET /v1/envs/{env}", reach="listed")
+BUILD_ENV = _row("build_env", "shell", OPERATE, "POST /v1/envs", decides="command")
+DELETE_ENV = _row("delete_env", "session", OPERATE, "DELETE /v1/envs/{env}")
+ATTACH_ENV = _row("attach_env", "shell", OPERATE, f"POST {_SANDBOX}/envs", decides="command")
+DETACH_ENV = _row("detach_env", "session", OPERATE, f"DELETE {_SANDBOX}/envs/{{env}}")
+LIST_SANDBOX_ENVS = _row("list_sandbox_envs", None, READ, f"GET {_SANDBOX}/envs")
+
+# Python
+EXECUTE_STATELESS = _row("execute_stateless", None, OPERATE, "POST /v1/execute")
+EXECUTE_BUNDLE = _row("execute_bundle", None, OPERATE, "POST /v1/execute/bundle")
+RUN_PYTHON = _row("python_exec", "shell", OPERATE, f"POST {_SANDBOX}/python", id="run_python", decides="command")
+START_PYTHON = _row("start_python", "shell", OPERATE, f"POST {_SANDBOX}/python/start", decides="command")
+STREAM_PYTHON = _row("stream_python", None, OPERATE, f"POST {_SANDBOX}/python/stream")
+RUN_CELL = _row("run_cell", "shell", OPERATE, f"POST {_CELLS}/cells", decides="command")
+STREAM_CELL = _row("stream_cell", None, OPERATE, f"POST {_CELLS}/cells/stream")
+LIST_CODE_CONTEXTS = _row("list_code_contexts", "shell", READ, f"GET {_SANDBOX}/code-contexts")
+GET_CODE_CONTEXT = _row("get_code_context", "shell", READ, f"GET {_CELLS}")
+GET_CELL = _row("get_cell", "shell", READ, f"GET {_CELLS}/cells/{{cell}}")
+CELL_OUTPUT = _row("cell_output", "shell", READ, f"GET {_CELLS}/cells/{{cell}}/output", id="get_cell_output")
+INTERRUPT_CODE_CONTEXT = _row("interrupt_code_context", "shell", OPERATE, f"POST {_CELLS}/interrupt")
+RESTART_CODE_CONTEXT = _row("restart_code_context", "shell", OPERATE, f"POST {_CELLS}/restart")
+DELETE_CODE_CONTEXT = _row("delete_code_context", "shell", OPERATE, f"DELETE {_CELLS}")
+
+# MCP servers
+ADD_MCP_SERVER = _row("add_mcp_server", "shell", OPERATE, f"PUT {_MCP}", decides="command")
+LIST_MCP_SERVERS = _row("list_mcp_servers", "session", READ, f"GET {_SANDBOX}/mcp-servers")
+GET_MCP_SERVER = _row("get_mcp_server", "session", READ, f"GET {_MCP}")
+GET_MCP_CATALOGUE = _row("get_mcp_catalogue", "session", READ, f"GET {_MCP}/catalogue")
+GET_MCP_LOG = _row("get_mcp_log", "session", READ, f"GET {_MCP}/log")
+REMOVE_MCP_SERVER = _row("remove_mcp_server", "session", OPERATE, f"DELETE {_MCP}")
+ENABLE_MCP_SERVER = _row("enable_mcp_server", "session", OPERATE, f"POST {_MCP}/start", id="start_mcp_server")
+START_MCP_SERVER = _row("start_mcp_server", "shell", decides="command", asks=False)  # asked when it was added
+STOP_MCP_SERVER = _row("stop_mcp_server", "session", OPERATE, f"POST {_MCP}/stop")
+REFRESH_MCP_SERVER = _row("refresh_mcp_server", "session", OPERATE, f"POST {_MCP}/refresh")
+CONNECT_MCP_SERVER = _row("connect_mcp_server", None, OPERATE, f"POST {_MCP}/mcp")
+
+# others
+GET_IDENTITY = _row("get_identity", None, READ, "GET /v1/tokens/me", reach="listed")
+GET_DISK_USAGE = _row("get_disk_usage", None, READ, "GET /v1/disk")
+CONNECT = _row("connect", "network", decides="host")
+
+OPERATIONS: Mapping[str, Operation] = {row.id: row for row in TABLE if row.id}
+"""The rows that have an API route, by its operation id."""
