@@ -410,10 +410,6 @@ class Tokens:
         return [_token(kept) for kept in found], after
 
 
-def _nobody(_token_id: str) -> None:
-    return
-
-
 def _remember(cache: OrderedDict[str, T], key: str, value: T) -> None:
     cache[key] = value
     cache.move_to_end(key)
