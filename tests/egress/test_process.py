@@ -140,7 +140,7 @@ async def test_questions_are_passed_on_and_answers_taken(control: Control) -> No
         [question] = await until(lambda: control.told("ask"), what="a question")
         assert (question["sandbox"], question["host"], question["port"]) == ("a", "unknown.invalid", 80)
         said = {"verdict": "deny", "reason": "not today", "approval": "apr-1"}
-        control.channel.send({"op": "answer", "ask": question["ask"], "said": said})
+        control.channel.send({"op": "answer", "ask": question["ask"], "verdict": said})
         answer = (await asking).json()
         assert (answer["reason"], answer["approval"]) == ("not today", "apr-1")
 
@@ -159,9 +159,9 @@ async def test_an_answer_that_comes_too_late_for_a_killed_process_is_none_to_the
     async with attached(control, plan("b")) as client:
         asking = asyncio.create_task(client.get("http://two.invalid/"))
         [question] = await until(lambda: control.told("ask"), what="a question")
-        control.channel.send({"op": "answer", "ask": earlier["ask"], "said": {"verdict": "allow"}})
+        control.channel.send({"op": "answer", "ask": earlier["ask"], "verdict": {"verdict": "allow"}})
         said = {"verdict": "deny", "reason": "not that one"}
-        control.channel.send({"op": "answer", "ask": question["ask"], "said": said})
+        control.channel.send({"op": "answer", "ask": question["ask"], "verdict": said})
         assert (await asking).json()["reason"] == "not that one"
 
 
@@ -214,7 +214,7 @@ async def test_it_drains(control: Control, left: bool) -> None:
             control.channel.close()
         else:
             said = {"verdict": "deny", "reason": "nobody can be asked"}
-            control.channel.send({"op": "answer", "ask": control.told("ask")[0]["ask"], "said": said})
+            control.channel.send({"op": "answer", "ask": control.told("ask")[0]["ask"], "verdict": said})
         assert "nobody can be asked" in (await asking).json()["reason"]
         if left:
             control.connect()

@@ -165,7 +165,7 @@ class ControlPlane:
             layout.run,
             _egress_arguments(settings, layout),
             plans,
-            approvals,
+            admission,
             audit,
             metrics,
             redact=values.clean,

@@ -18,7 +18,7 @@ from typing import Any
 
 log = logging.getLogger("carrel.egress")
 
-VERSION = 1
+VERSION = 2
 """Of the messages: a control plane of another version drains the proxy it finds and starts its own."""
 MAX_MESSAGE = 192 * 1024
 """Longer things travel in memory files."""

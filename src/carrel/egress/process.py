@@ -176,7 +176,7 @@ class Egress:
     def _answer(self, message: Message, _fds: list[int]) -> None:
         question = self._questions.get(message["ask"])
         if question is not None and not question.done():
-            question.set_result(Verdict(**message["said"]))
+            question.set_result(Verdict(**{**message["verdict"], "parts": ()}))
 
     def _ack(self, message: Message, _fds: list[int]) -> None:
         self._ledger.acknowledged(int(message["upto"]))

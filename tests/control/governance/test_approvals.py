@@ -122,9 +122,16 @@ def _agent() -> Iterator[None]:
     caller.reset(token)
 
 
+async def _use_now(approvals: Inbox, operation: Operation, verdict: Verdict) -> str:
+    """Run an operation that takes no time; the approval that it ran under."""
+    leave = await approvals.leave(operation, verdict)
+    await approvals.ended(leave, used=True)
+    return leave.approval
+
+
 async def _ask(approvals: Inbox, operation: Operation = PUSH) -> str:
     with pytest.raises(ApprovalNeeded) as caught:
-        await approvals.settle(operation, ASK)
+        await _use_now(approvals, operation, ASK)
     assert caught.value.approval is not None
     return caught.value.approval
 
@@ -132,7 +139,7 @@ async def _ask(approvals: Inbox, operation: Operation = PUSH) -> str:
 async def _with(approvals: Inbox, handle: str, operation: Operation = PUSH) -> str:
     token = caller.set(Caller(AGENT, approval=handle))
     try:
-        return await approvals.settle(operation, ASK)
+        return await _use_now(approvals, operation, ASK)
     finally:
         caller.reset(token)
 
@@ -181,7 +188,7 @@ async def test_approval_belongs_to_the_one_who_asked(approvals: Inbox, kind: Lit
     assert await _ask(approvals, operation) == own
     caller.set(Caller(other, approval=handle))
     with pytest.raises(Conflict, match="another caller"):
-        await approvals.settle(operation, ASK)
+        await _use_now(approvals, operation, ASK)
     caller.reset(token)
     assert await _with(approvals, handle, operation) == handle, "it was not used up"
 
@@ -191,7 +198,7 @@ async def test_approval_for_a_context_is_for_everybody_there(approvals: Inbox) -
     handle = await _ask(approvals, operation)
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
     token = caller.set(Caller(Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))))
-    assert await approvals.settle(operation, ASK) == handle
+    assert await _use_now(approvals, operation, ASK) == handle
     caller.reset(token)
 
 
@@ -221,7 +228,7 @@ async def test_for_the_context_it_need_not_be_asked_again(approvals: Inbox) -> N
     handle = await _ask(approvals)
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
     for _ in range(3):
-        assert await approvals.settle(PUSH, ASK) == handle
+        assert await _use_now(approvals, PUSH, ASK) == handle
     await _ask(approvals, Operation("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-2", "other"))
 
 
@@ -293,7 +300,7 @@ async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals
 async def test_a_caller_may_wait(approvals: Inbox, decision: ApprovalDecision) -> None:
     caller.set(Caller(AGENT, wait_s=30))
     there = those_who_wait(approvals)
-    waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(1 if decision.approve else 2)]
+    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(1 if decision.approve else 2)]
     async for info in approvals.watch():
         assert info.state is ApprovalState.PENDING
         await until(lambda: len(there) == len(waiting))
@@ -306,7 +313,7 @@ async def test_a_caller_may_wait(approvals: Inbox, decision: ApprovalDecision) -
 async def test_of_two_who_wait_for_the_same_each_needs_an_approval(approvals: Inbox) -> None:
     """One runs under what was approved once; the other asks again, and goes on waiting."""
     caller.set(Caller(AGENT, wait_s=30))
-    waiting = {asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(2)}
+    waiting = {asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(2)}
     handles = []
     watch = approvals.watch()
     async for info in watch:
@@ -327,7 +334,7 @@ async def test_a_rule_that_covers_it_is_for_all_who_wait(approvals: Inbox) -> No
     approvals.kept.verdict = "allow"
     caller.set(Caller(AGENT, wait_s=30))
     there = those_who_wait(approvals)
-    waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(3)]
+    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(3)]
     watch = approvals.watch()
     handle = (await anext(watch)).id
     await until(lambda: len(there) == 3)
@@ -340,7 +347,7 @@ async def test_who_waits_in_vain_is_told_of_an_approval_of_its_own(approvals: In
     """Another ran under what both waited for, and the rule that was given does not cover it."""
     gone = asyncio.Event()
     caller.set(Caller(AGENT, wait_s=30, gone=gone.is_set))
-    waiting = [asyncio.ensure_future(approvals.settle(PUSH, ASK)) for _ in range(2)]
+    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(2)]
     watch = approvals.watch()
     first = (await anext(watch)).id
     await approvals.decide(first, BY_RULE, PERSON)
@@ -361,7 +368,7 @@ async def _until_second(watch: AsyncIterator[ApprovalInfo], first: str) -> Async
 
 
 async def test_many_who_ask_for_the_same_at_once_wait_for_one_decision(approvals: Inbox) -> None:
-    results = await asyncio.gather(*(approvals.settle(PUSH, ASK) for _ in range(10)), return_exceptions=True)
+    results = await asyncio.gather(*(_use_now(approvals, PUSH, ASK) for _ in range(10)), return_exceptions=True)
     assert len({result.approval for result in results if isinstance(result, ApprovalNeeded)}) == 1
     assert len((await approvals.page()).items) == 1
 
@@ -369,7 +376,7 @@ async def test_many_who_ask_for_the_same_at_once_wait_for_one_decision(approvals
 async def test_waiting_ends(approvals: Inbox) -> None:
     caller.set(Caller(AGENT, wait_s=0.05))
     with pytest.raises(ApprovalNeeded):
-        await approvals.settle(PUSH, ASK)
+        await _use_now(approvals, PUSH, ASK)
 
 
 async def test_another_server_sees_and_decides_what_waits(approvals: Inbox, store: ApprovalStore, clock: Clock) -> None:
@@ -415,7 +422,7 @@ async def test_one_who_asks_from_another_sandbox_each_time(approvals: Inbox, kin
     assert await _ask(approvals, replace(asked[1], asks_as="")) != handle
     await approvals.decide(handle, YES, PERSON)
     if kind == "network":  # a connection shows no handle
-        assert await approvals.settle(asked[2], ASK) == handle
+        assert await _use_now(approvals, asked[2], ASK) == handle
         assert await _ask(approvals, asked[2]) != handle
         return
     with pytest.raises(Conflict, match="another operation"):
@@ -438,7 +445,7 @@ async def test_a_context_does_not_fill_the_inbox(approvals: Inbox, monkeypatch: 
     asked = [replace(PUSH, arguments={"command": f"touch {number}"}) for number in range(4)]
     handles = [await _ask(approvals, each) for each in asked[:3]]
     with pytest.raises(Denied, match="3 requests wait") as caught:
-        await approvals.settle(asked[3], ASK)
+        await _use_now(approvals, asked[3], ASK)
     assert not isinstance(caught.value, ApprovalNeeded)
     assert caught.value.extra["retry"] is True
     assert await _ask(approvals, asked[0]) == handles[0], "what waits already waits on"
@@ -448,7 +455,7 @@ async def test_a_context_does_not_fill_the_inbox(approvals: Inbox, monkeypatch: 
     for each in asked[:3]:
         await _ask(approvals, replace(each, context_id=None))
     with pytest.raises(Denied, match="3 requests wait"):
-        await approvals.settle(replace(asked[3], context_id=None), ASK)
+        await _use_now(approvals, replace(asked[3], context_id=None), ASK)
     await _ask(approvals, replace(asked[3], context_id=None, actor="agent:other"))
 
 

@@ -12,18 +12,17 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from carrel.audit import AuditLog
 from carrel.control.egress.client import EgressClient
 from carrel.control.egress.log import AccessLog
 from carrel.control.egress.plans import Plans, shut
-from carrel.control.governance.approvals import Approvals
 from carrel.control.operations.admission import Redact
 from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.door import Operation
+from carrel.control.operations.door import Door, Operation
 from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandbox
 from carrel.egress.channel import ChannelClosed, Message, memory_file
@@ -73,7 +72,7 @@ class Egress(Attachment):
         run_dir: str,
         arguments: list[str],
         plans: Plans,
-        approvals: Approvals,
+        admission: Door,
         audit: AuditLog,
         metrics: Metrics,
         *,
@@ -81,7 +80,7 @@ class Egress(Attachment):
         ask_wait_s: float,
     ):
         self._plans = plans
-        self._approvals = approvals
+        self._admission = admission
         self._ask_wait_s = ask_wait_s
         self._boxes: dict[str, _Attached] = {}
         self._contexts: OrderedDict[str, str | None] = OrderedDict()
@@ -287,47 +286,56 @@ class Egress(Attachment):
             self._client.send("ack", upto=upto)
 
     async def _asked(self, message: Message) -> None:
-        said = await self._answer(str(message["sandbox"]), str(message["host"]), int(message["port"]), message)
-        with suppress(ChannelClosed):
-            self._client.send("answer", ask=message["ask"], said=said)
-
-    async def _answer(self, sandbox: str, host: str, port: int, message: Mapping[str, object]) -> dict[str, object]:
-        attached = self._boxes.get(sandbox)
+        """Answer a question of the proxy with the verdict of admission."""
+        attached = self._boxes.get(str(message["sandbox"]))
+        host, port = str(message["host"]), int(message["port"])
         if attached is None:
-            return {"verdict": "deny", "reason": "the sandbox is gone"}
-        if not attached.may_ask(host, port, time.monotonic()):
-            words = "a person was asked about too many hosts of this sandbox already"
-            return {"verdict": "deny", "reason": words, "hint": "wait until those are decided"}
-        record = attached.box.record
-        actor = f"sandbox:{sandbox}"
-        asked = {"host": host, "port": port}
-        asks_as = attached.box.asks_as
-        operation = Operation("network", "connect", asked, actor, sandbox, record.context_id, asks_as)
-        # What runs in a sandbox has no token: it is nobody who could decide.
+            verdict = Verdict("deny", "the sandbox is gone")
+        elif not attached.may_ask(host, port, time.monotonic()):
+            reason = "a person was asked about too many hosts of this sandbox already"
+            verdict = Verdict("deny", reason, hint="wait until those are decided")
+        else:
+            asks = Verdict("ask", str(message.get("reason") or f"no rule allows or denies {host}"))
+            attached.asking += 1
+            try:
+                verdict = await self._admit(attached.box, host, port, asks)
+            finally:
+                attached.asking -= 1
+        with suppress(ChannelClosed):
+            self._client.send("answer", ask=message["ask"], verdict=asdict(verdict))
+
+    async def _admit(self, box: LiveSandbox, host: str, port: int, asks: Verdict) -> Verdict:
+        """Pass an outbound connection through admission, as every other operation. The proxy's log records it."""
+        record = box.record
+        actor, arguments = f"sandbox:{record.id}", {"host": host, "port": port}
+        call = Operation(
+            "network", "connect", arguments, actor, record.id, record.context_id, box.asks_as, proxy_verdict=asks
+        )
+        # Programs in a sandbox have no token: they cannot decide approvals.
         caller.set(Caller(identity=Identity(actor, Kind.AGENT, frozenset()), wait_s=self._ask_wait_s))
-        attached.asking += 1
         try:
-            approval = await self._approvals.settle(
-                operation, Verdict("ask", reason=str(message.get("reason") or f"no rule allows or denies {host}"))
-            )
+            async with self._admission.admit(call) as admitted:
+                return Verdict("allow", "a person allowed it", source="approvals", approval=admitted.approval)
         except ApprovalNeeded as error:
-            named = error.extra.get("approval")
-            reason = f"{host}:{port} waits for approval {named}" if named else error.detail
-            hint = f"carrel approve {named}, then try again" if named else error.hint
-            return {"verdict": "deny", "reason": reason, "hint": hint, "approval": named}
+            approval = _text(error.extra.get("approval"))
+            if approval is None:
+                return Verdict("deny", error.detail, hint=error.hint)
+            hint = f"carrel approve {approval}, then try again"
+            return Verdict("deny", f"{host}:{port} waits for approval {approval}", hint=hint, approval=approval)
         except Denied as error:
-            shown = {name: error.extra.get(name) for name in ("rule", "source", "approval")}
-            return {"verdict": "deny", "reason": error.detail, "hint": error.hint, **shown}
+            rule, source, approval = (_text(error.extra.get(name)) for name in ("rule", "source", "approval"))
+            return Verdict("deny", error.detail, rule, source, error.hint, approval)
         except CarrelError as error:
-            return {"verdict": "deny", "reason": error.detail, "hint": error.hint}
+            return Verdict("deny", error.detail, hint=error.hint)
         except Exception:
             log.exception("a question of the egress process could not be answered")
-            return {"verdict": "deny", "reason": "nobody could be asked", "hint": "try again later"}
-        finally:
-            attached.asking -= 1
-        return {"verdict": "allow", "reason": "a person allowed it", "source": "approvals", "approval": approval}
+            return Verdict("deny", "nobody could be asked", hint="try again later")
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -157,12 +157,6 @@ class Approvals(Attachment):
 
     # the agent's side
 
-    async def settle(self, operation: Operation, decision: Verdict) -> str:
-        """The id of the approval under which the operation may be done now; else `ApprovalNeeded` or `Denied`."""
-        leave = await self.leave(operation, decision)
-        await self.ended(leave, used=True)  # who asks here is told nothing more
-        return leave.approval
-
     async def leave(self, operation: Operation, decision: Verdict) -> Leave:
         """Leave to do the operation now; else `ApprovalNeeded` or `Denied`. Say `ended` when it is over.
 

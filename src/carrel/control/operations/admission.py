@@ -23,7 +23,7 @@ from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.supervisor.connection import run
 from carrel.errors import Denied
 from carrel.metrics import OK, outcome_of
-from carrel.policy.verdict import Verdict
+from carrel.policy.verdict import Verdict, strictest
 
 log = logging.getLogger("carrel.governor")
 
@@ -51,7 +51,7 @@ class Governor:
             yield traffic
             return
         began = time.monotonic()
-        verdict = await self._policies.decide(operation, self._place(operation.sandbox_id))
+        verdict = await self._decide(operation)
         leave: Leave | None = None
         if verdict.asks:
             try:
@@ -62,14 +62,17 @@ class Governor:
         dispatched = False
         try:
             if leave is not None:
-                now = await self._policies.decide(operation, self._place(operation.sandbox_id))
+                traffic.approval = leave.approval
+                now = await self._decide(operation)
                 if now.denies:  # since it was asked for: no approval is worth more than a rule
                     verdict = now
             if verdict.denies:
                 refused = refusal(operation, verdict)
                 await self._refused(operation, verdict, refused, began)
                 raise refused
-            ticket = await self._audit.begin(await self._entry(operation, verdict, leave.approval if leave else None))
+            ticket = None
+            if operation.proxy_verdict is None:
+                ticket = await self._audit.begin(await self._entry(operation, verdict, traffic.approval))
             dispatched, outcome, outer = True, OK, run.get()
             if leave is not None and leave.run is not None:
                 run.set(leave.run)  # whatever is asked of a sandbox from now on is part of it
@@ -83,10 +86,17 @@ class Governor:
             finally:
                 run.set(outer)
                 took_ms = (time.monotonic() - began) * 1000
-                ticket.end(Ending(outcome, took_ms, traffic.bytes_in, traffic.bytes_out))
+                if ticket is not None:
+                    ticket.end(Ending(outcome, took_ms, traffic.bytes_in, traffic.bytes_out))
         finally:
             if leave is not None:
                 await self._approvals.ended(leave, used=dispatched)
+
+    async def _decide(self, operation: Operation) -> Verdict:
+        verdict = await self._policies.decide(operation, self._place(operation.sandbox_id))
+        if operation.proxy_verdict is None:
+            return verdict
+        return strictest((operation.proxy_verdict, verdict)) or verdict
 
     def _place(self, sandbox_id: str) -> str | None:
         """Where the workspace of a sandbox lies on this server."""
@@ -94,6 +104,8 @@ class Governor:
         return None if box is None else box.workspace
 
     async def _refused(self, operation: Operation, verdict: Verdict, error: Denied, began: float) -> None:
+        if operation.proxy_verdict is not None:
+            return
         shown = await self._redact(operation.context_id or operation.sandbox_id or None, {"reason": error.detail})
         ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=str(shown["reason"])[:500])
         approval = error.extra.get("approval")

@@ -31,6 +31,10 @@ class Operation:
     """Under which name a person is asked, when neither the context nor the sandbox is what an approval is for."""
     runs_in: str = ""
     """Which very sandbox it is dispatched to, by requests to its supervisor alone; empty for what goes other ways."""
+    proxy_verdict: Verdict | None = None
+    """Of an outbound connection: the verdict of the proxy, by the plan that it has. Admission is never milder, and
+    leaves the audit record to the proxy's log: only the proxy knows when the connection opens and how it ends.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,13 @@ class Outcome:
 class Traffic:
     """How many bytes an operation put into a sandbox or workspace, and how many it took out; None where none were.
 
-    Counted as they were before secrets were taken out of them.
+    Counted as they were before secrets were taken out of them. `approval` is the one that the operation runs under.
     """
 
-    __slots__ = ("bytes_in", "bytes_out")
+    __slots__ = ("approval", "bytes_in", "bytes_out")
 
     def __init__(self) -> None:
+        self.approval: str | None = None
         self.bytes_in: int | None = None
         self.bytes_out: int | None = None
 

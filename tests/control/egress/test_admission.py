@@ -1,0 +1,84 @@
+"""Outbound connections at the one admission: what the proxy asks, before any byte of it reaches the outside."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.support.sandboxes import until
+
+from carrel.audit import Filter, chain_of
+from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.door import Operation
+from carrel.control.plane import ControlPlane
+from carrel.errors import ApprovalNeeded, Denied
+from carrel.identity import Identity, Kind, Scope
+from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalState, PolicyDocuments
+from carrel.policy.verdict import Verdict
+
+PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+SANDBOX = Identity("sandbox:sbx-1", Kind.AGENT, frozenset())
+ASKS = Verdict("ask", "no rule allows or denies a.example")
+DENY = PolicyDocuments(settings={"permissions": {"deny": ["network(outbound:a.example)"]}})
+ALLOW = PolicyDocuments(settings={"permissions": {"allow": ["network(outbound:a.example)"]}})
+
+
+async def connect(plane: ControlPlane, wait_s: float = 0.0) -> str | None:
+    """Ask for a connection to a host as the proxy does; the approval that it may open under."""
+    caller.set(Caller(SANDBOX, wait_s=wait_s))
+    arguments = {"host": "a.example", "port": 443}
+    call = Operation("network", "connect", arguments, SANDBOX.subject, "sbx-1", "c", proxy_verdict=ASKS)
+    async with plane.egress._admission.admit(call) as admitted:
+        return admitted.approval
+
+
+async def waiting(plane: ControlPlane) -> ApprovalInfo:
+    async def found() -> ApprovalInfo | None:
+        page = await plane.approvals.page(states=[ApprovalState.PENDING])
+        return page.items[0] if page.items else None
+
+    return await until(found, what="an approval")  # type: ignore[no-any-return]
+
+
+async def test_admission_asks_where_the_proxy_asks_even_without_a_policy(plane: ControlPlane) -> None:
+    with pytest.raises(ApprovalNeeded) as needed:
+        await connect(plane)
+    assert needed.value.approval is not None
+    await plane.decisions.decide(needed.value.approval, ApprovalDecision(approve=True), PERSON)
+    assert await connect(plane) == needed.value.approval
+    with pytest.raises(ApprovalNeeded):  # it was approved once
+        await connect(plane)
+
+
+async def test_admission_is_not_milder_than_the_proxy_when_its_own_policy_allows(plane: ControlPlane) -> None:
+    await plane.policies.put("c", ALLOW, "person:ann")
+    with pytest.raises(ApprovalNeeded):
+        await connect(plane)
+
+
+async def test_admission_denies_what_its_own_policy_denies_without_asking(plane: ControlPlane) -> None:
+    await plane.policies.put("c", DENY, "person:ann")
+    with pytest.raises(Denied) as refused:
+        await connect(plane)
+    assert refused.value.extra["rule"] == "network(outbound:a.example)"
+    assert not (await plane.approvals.page()).items
+
+
+async def test_policy_that_denies_while_a_person_is_asked_beats_the_approval(plane: ControlPlane) -> None:
+    asking = asyncio.create_task(connect(plane, wait_s=60))
+    approval = await waiting(plane)
+    await plane.policies.put("c", DENY, "person:ann")
+    await plane.decisions.decide(approval.id, ApprovalDecision(approve=True), PERSON)
+    with pytest.raises(Denied) as refused:
+        await asking
+    assert refused.value.extra["rule"] == "network(outbound:a.example)"
+    assert (await plane.approvals.get(approval.id)).state is ApprovalState.APPROVED
+
+
+async def test_admission_leaves_the_record_to_the_log_of_the_proxy(plane: ControlPlane) -> None:
+    with pytest.raises(ApprovalNeeded) as needed:
+        await connect(plane)
+    await plane.decisions.decide(needed.value.approval or "", ApprovalDecision(approve=True), PERSON)
+    await connect(plane)
+    await plane.audit.flush()
+    assert not (await plane.audit.search(Filter(chain=chain_of("c"), kind="network"), limit=10)).items
