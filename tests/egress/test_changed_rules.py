@@ -75,7 +75,7 @@ async def test_a_tunnel_that_nobody_looks_into_ends_when_its_host_gets_a_credent
         trusting_both(given(site)) as proxy,
         proxy.raw(site) as (reader, writer),
     ):
-        proxy.passage.change(given(site, (CREDENTIAL,), **CREDITED))
+        proxy.outbound.change(given(site, (CREDENTIAL,), **CREDITED))
         async with proxy.client() as client:
             assert not spoken((await client.get(f"https://api.test:{site.port}/")).content)
         assert kept == [f"Bearer {SECRET}"]
@@ -107,7 +107,7 @@ async def test_an_answer_under_way_ends_when_its_host_gets_a_credential() -> Non
         writer.write(b"GET /events HTTP/1.1\r\nHost: api.test\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):
             await reader.readuntil(b"begins\r\n")
-        proxy.passage.change(given(site, (CREDENTIAL,), **inspected, **CREDITED))
+        proxy.outbound.change(given(site, (CREDENTIAL,), **inspected, **CREDITED))
         async with proxy.client() as client:
             assert (await client.get(f"https://api.test:{site.port}/")).status_code == 200
         told.set()
@@ -130,7 +130,7 @@ async def test_what_no_rule_allows_any_more_ends_unless_a_person_allowed_it() ->
                     assert await reader.readexactly(len(first)) == first
                 tunnels.append((reader, writer))
             assert [target.host for target in person.asked] == ["b.test"]
-            out.passage.change(plan([OPEN], web=web))
+            out.outbound.change(plan([OPEN], web=web))
             assert await rest(tunnels[0][0]) == b""
             tunnels[1][1].write(b"goes on")
             async with asyncio.timeout(PATIENCE_S):

@@ -17,8 +17,8 @@ from tests.support.gateway_ground import NAMES, Echo, curl, greet, rules
 from tests.support.ports import nobody
 from tests.support.wayout import OPEN, Person, hello, plan, server, wayout
 
+from carrel.egress.access import Address
 from carrel.egress.listener import gateway as gateway_module
-from carrel.egress.terms import Address
 from carrel.policy.verdict import Verdict
 
 
@@ -102,7 +102,7 @@ async def test_a_failure_of_ours_is_told_and_harms_nobody_else(caplog: pytest.Lo
 
     async with server(Echo()) as port, wayout(plan(rules(port)), NAMES) as out:
         _, writer = await out.tunnel(f"a.test:{port}")
-        out.passage._resolve = broken
+        out.outbound._resolve = broken
         with caplog.at_level(logging.ERROR):
             for head in (f"CONNECT b.test:{port} HTTP/1.1\r\n\r\n", f"GET http://b.test:{port}/ HTTP/1.0\r\n\r\n"):
                 answer = await out.say(head.encode())
@@ -110,7 +110,7 @@ async def test_a_failure_of_ours_is_told_and_harms_nobody_else(caplog: pytest.Lo
                 assert b"ZeroDivision" not in answer
         assert "s1" in caplog.text
         assert not writer.is_closing()
-        assert out.passage.budget.open == 1
+        assert out.outbound.budget.open == 1
         writer.close()
 
 
@@ -121,7 +121,7 @@ async def test_a_new_policy_cuts_a_tunnel() -> None:
         for (reader, writer), name in ((kept, "a.test"), (cut, "b.test")):
             writer.write(hello(name))
             assert await reader.readexactly(5)
-        out.passage.change(plan(rules(port), ["b.test"]))
+        out.outbound.change(plan(rules(port), ["b.test"]))
         reader, writer = cut
         try:
             while await reader.read(65536):
@@ -223,4 +223,4 @@ async def test_many_ends_of_every_kind_leave_no_descriptor() -> None:
                 await asyncio.sleep(0.01)
             while descriptors() > before:
                 await asyncio.sleep(0.01)
-        assert out.passage.budget.open == 0
+        assert out.outbound.budget.open == 0

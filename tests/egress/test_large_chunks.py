@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from tests.support import loops
 
-from carrel.egress.http.heads import chunk
-from carrel.egress.http.plain import _unchunked
-from carrel.egress.listener.sockets import readable, send
+from carrel.egress.http.messages import chunk
+from carrel.egress.http.plain_relay import _unchunked
+from carrel.egress.sockets import readable, send
 
 BODY = bytes(range(256)) * 16_000
 NEXT = b"GET / HTTP/1.1\r\n"

@@ -17,16 +17,16 @@ from urllib.parse import quote
 
 import httpx
 
+from carrel.egress.access import Access, Address, Target
 from carrel.egress.http.authority import Authority, bundle, make_authority
 from carrel.egress.http.credentials import placeholder
-from carrel.egress.http.heads import Request, read_request
-from carrel.egress.http.inspecting import Inspecting
+from carrel.egress.http.inspection import Inspection
+from carrel.egress.http.messages import Request, read_request
 from carrel.egress.http.streams import Body, Stream
 from carrel.egress.listener.gateway import Gateway
-from carrel.egress.outbound.passage import Passage
+from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.upstreams import dial_directly
 from carrel.egress.plan import Injected, Plan
-from carrel.egress.terms import Access, Address, Target
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.policy.verdict import Verdict
@@ -160,7 +160,7 @@ class Told:
 class Proxy:
     """The way out of a sandbox, and the file of roots inside it."""
 
-    passage: Passage
+    outbound: Outbound
     report: Told
     port: int
     roots: str
@@ -230,18 +230,18 @@ async def way_out(
         return Verdict("allow", "a person said so", approval="apr-1") if said.verdict == "ask" else said
 
     report = Told()
-    inspect = Inspecting(roots=roots, idle_s=idle_s)
-    passage = Passage(the_plan, resolve=resolve, dial=dial_directly, ask=ask, report=report, inspect=inspect)
+    inspect = Inspection(roots=roots, idle_s=idle_s)
+    outbound = Outbound(the_plan, resolve=resolve, dial=dial_directly, ask=ask, report=report, inspect=inspect)
     listener = socket.create_server(("127.0.0.1", 0))
-    gateway = Gateway(listener, passage)
+    gateway = Gateway(listener, outbound)
     gateway.start()
     with trust(bundle(OWN)) as path:
-        proxy = Proxy(passage, report, listener.getsockname()[1], path)
+        proxy = Proxy(outbound, report, listener.getsockname()[1], path)
         try:
             yield proxy
         finally:
             await gateway.drain(0.5)
-            assert passage.budget.open == 0
+            assert outbound.budget.open == 0
             assert sorted(map(id, report.accesses)) == sorted(map(id, report.ended))
             assert SECRET not in repr(report.accesses)
 

@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 from tests.support.squid import Squid
 
+from carrel.egress.access import Access, Target
 from carrel.egress.outbound.upstreams import Health
 from carrel.egress.plan import Upstream
-from carrel.egress.terms import Access, Target
 
 USER, PASSWORD = "ann", "pä: s/w@%rd?"
 HERE = IPv4Address("127.0.0.1")

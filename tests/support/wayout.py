@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from carrel.egress.access import Access, Address, Refused, Target
 from carrel.egress.listener.gateway import Gateway
-from carrel.egress.outbound.passage import Passage
+from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.upstreams import dial_directly
 from carrel.egress.plan import Plan
-from carrel.egress.terms import Access, Address, Refused, Target
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.policy.verdict import Verdict
@@ -36,7 +36,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @dataclass
 class Records:
-    """A `terms.Report`."""
+    """A `access.Report`."""
 
     opened_: list[Access] = field(default_factory=list)
     closed_: list[Access] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Records:
 
 @dataclass
 class Names:
-    """A `terms.Resolve` that knows a table, and counts."""
+    """A `access.Resolve` that knows a table, and counts."""
 
     table: dict[str, Sequence[str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Names:
 
 @dataclass
 class Person:
-    """A `terms.Ask`."""
+    """A `access.Ask`."""
 
     says: Verdict = field(default_factory=lambda: Verdict("deny", "a person said no", approval="a1"))
     asked: list[Target] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Wayout:
     """A gateway that runs, and everything around it."""
 
     port: int
-    passage: Passage
+    outbound: Outbound
     gateway: Gateway
     records: Records
     names: Names
@@ -154,14 +154,14 @@ async def wayout(
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     port = listener.getsockname()[1]
     arguments: dict[str, Any] = {"resolve": table, "dial": dial_directly, "ask": asked, "own_port": port, **more}
-    passage = Passage(given, report=records, **arguments)
-    gateway = Gateway(listener, passage)
+    outbound = Outbound(given, report=records, **arguments)
+    gateway = Gateway(listener, outbound)
     gateway.start()
     try:
-        yield Wayout(port, passage, gateway, records, table, asked)
+        yield Wayout(port, outbound, gateway, records, table, asked)
     finally:
         await gateway.drain(0)
-        assert passage.budget.open == 0
+        assert outbound.budget.open == 0
         assert len(records.opened_) == len(records.closed_)
 
 

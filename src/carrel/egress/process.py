@@ -21,9 +21,10 @@ from functools import partial
 
 import uvloop
 
+from carrel.egress.access import Target
 from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message, content
-from carrel.egress.confining import confine
-from carrel.egress.http.inspecting import Inspecting
+from carrel.egress.confinement import confine
+from carrel.egress.http.inspection import Inspection
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.front import Front
 from carrel.egress.index.host import host_index, host_proxy
@@ -31,12 +32,11 @@ from carrel.egress.index.upstream import Upstream
 from carrel.egress.keeper import Keeper
 from carrel.egress.listener.gateway import Gateway
 from carrel.egress.log.journal import Item, Journal
-from carrel.egress.log.ledger import Ledger
-from carrel.egress.outbound.passage import Passage
+from carrel.egress.log.reporter import Reporter
+from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.resolver import Resolver, names_are_whole
 from carrel.egress.outbound.upstreams import Health, Upstreams
 from carrel.egress.plan import Plan
-from carrel.egress.terms import Target
 from carrel.errors import CarrelError
 from carrel.policy.verdict import Verdict
 
@@ -54,7 +54,7 @@ class Egress:
     """Every sandbox of this process."""
 
     def __init__(
-        self, cache: Cache, journal: Journal, resolver: Resolver, inspect: Inspecting, *, proxy: str | None = None
+        self, cache: Cache, journal: Journal, resolver: Resolver, inspect: Inspection, *, proxy: str | None = None
     ):
         self._indexes = Upstream(proxy=proxy)
         self._front = Front(cache, fetch=self._indexes)
@@ -62,8 +62,8 @@ class Egress:
         self._inspect = inspect
         self._health = Health()
         self._journal = journal
-        self._ledger = Ledger(journal)
-        self._gateways: dict[str, tuple[Gateway, Passage]] = {}
+        self._reporter = Reporter(journal)
+        self._gateways: dict[str, tuple[Gateway, Outbound]] = {}
         self._ways: dict[str, Upstreams] = {}
         self._channel: Channel | None = None
         self._questions: dict[str, asyncio.Future[Verdict]] = {}
@@ -80,7 +80,7 @@ class Egress:
         if before is not None:
             before.close()
             self._leave_unanswered()
-        self._ledger.listen(partial(self._tell, channel))
+        self._reporter.listen(partial(self._tell, channel))
 
     def _tell(self, channel: Channel, place: int, items: list[Item]) -> bool:
         try:
@@ -94,7 +94,7 @@ class Egress:
             return  # another has come already
         self._channel = None
         self._acknowledged.set()
-        self._ledger.tell = None
+        self._reporter.tell = None
         self._leave_unanswered()
         self._end_if_alone()
 
@@ -140,20 +140,20 @@ class Egress:
         listener = socket.socket(fileno=fds.pop(0))
         way = self._ways[plan.sandbox] = Upstreams(plan.upstreams, self._health)
         try:
-            passage = Passage(
+            outbound = Outbound(
                 plan,
                 resolve=self._resolver.share(),
                 dial=way,
                 ask=self._ask,
-                report=self._ledger,
+                report=self._reporter,
                 front=self._front,
                 inspect=self._inspect,
             )
-            gateway = Gateway(listener, passage)
+            gateway = Gateway(listener, outbound)
         except BaseException:
             listener.close()
             raise
-        self._gateways[plan.sandbox] = (gateway, passage)
+        self._gateways[plan.sandbox] = (gateway, outbound)
         gateway.start()
 
     def _change(self, message: Message, fds: list[int]) -> None:
@@ -163,9 +163,9 @@ class Egress:
             raise ValueError("it is not attached")
         self._replan(known[1], plan)
 
-    def _replan(self, passage: Passage, plan: Plan) -> None:
+    def _replan(self, outbound: Outbound, plan: Plan) -> None:
         self._ways[plan.sandbox].change(plan.upstreams)
-        passage.change(plan)
+        outbound.change(plan)
 
     def _detach(self, message: Message, _fds: list[int]) -> None:
         known = self._gateways.pop(str(message["sandbox"]), None)
@@ -179,7 +179,7 @@ class Egress:
             question.set_result(Verdict(**{**message["verdict"], "parts": ()}))
 
     def _ack(self, message: Message, _fds: list[int]) -> None:
-        self._ledger.acknowledged(int(message["upto"]))
+        self._reporter.acknowledged(int(message["upto"]))
         self._acknowledged.set()
 
     def _describe(self, _message: Message, _fds: list[int]) -> dict[str, object]:
@@ -241,7 +241,7 @@ class Egress:
             await self.ended.wait()
             loop.remove_reader(listener)
             await asyncio.gather(*(gateway.drain(0) for gateway, _ in self._gateways.values()))
-            self._ledger.flush()
+            self._reporter.flush()
             await self._settle()
         finally:
             if self._channel is not None:
@@ -255,7 +255,7 @@ class Egress:
         """Wait until what was told is written down: else the next process would tell it again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while len(self._ledger) and self._channel is not None:
+                while len(self._reporter) and self._channel is not None:
                     self._acknowledged.clear()
                     await self._acknowledged.wait()
 
@@ -303,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
     async def serve(begun: Callable[[], None]) -> None:
         cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
         journal = Journal(os.path.join(given.state, "journal"))
-        egress = Egress(cache, journal, Resolver(given.nameserver), Inspecting(roots=roots), proxy=proxy)
+        egress = Egress(cache, journal, Resolver(given.nameserver), Inspection(roots=roots), proxy=proxy)
         await egress.run(listener, begun)
 
     sys.exit(Keeper(lambda begun: uvloop.run(serve(begun))).run())

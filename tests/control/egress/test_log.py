@@ -8,8 +8,8 @@ from tests.support.sandboxes import until
 from carrel.audit import Filter, chain_of
 from carrel.control.egress.log import AccessLog
 from carrel.control.plane import ControlPlane
-from carrel.egress.log.ledger import item_of
-from carrel.egress.terms import Access, Target
+from carrel.egress.access import Access, Target
+from carrel.egress.log.reporter import item_of
 from carrel.errors import PlatformError
 from carrel.policy.verdict import Verdict
 

@@ -19,9 +19,9 @@ from carrel.control.python.environment_checks import (
     requirements_of,
     wanted,
 )
+from carrel.egress.access import Target
 from carrel.egress.outbound.rules import Rules
 from carrel.egress.plan import Index
-from carrel.egress.terms import Target
 from carrel.errors import InvalidRequest
 from carrel.policy.documents import sources
 from carrel.policy.rules.layers import Layer, Policy

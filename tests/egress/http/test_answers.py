@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carrel.egress.access import Refused
 from carrel.egress.http import answers
-from carrel.egress.terms import Refused
 
 
 def parsed(data: bytes, method: str = "GET") -> tuple[h11.Response, bytes]:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carrel.egress.access import Refused
 from carrel.egress.http.authority import Authority, make_authority
-from carrel.egress.http.heads import chunk, read_response
+from carrel.egress.http.messages import chunk, read_response
 from carrel.egress.http.streams import Body, Stream, accept_tls, begin_tls
-from carrel.egress.listener.sockets import Ended
-from carrel.egress.terms import Refused
+from carrel.egress.sockets import Ended
 
 AUTHORITY = Authority(make_authority("s1"))
 

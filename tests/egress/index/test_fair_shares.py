@@ -104,17 +104,17 @@ async def test_who_wants_what_another_has_waited_for_long_is_not_short_of_time(f
     loop = asyncio.get_running_loop()
     clock, ahead = loop.time, 0.0
     loop.time = lambda: clock() + ahead  # type: ignore[method-assign]
-    turns = front._catalogue._turns
+    permits = front._catalogue._limit
     async with AsyncExitStack() as taken:
         for _ in range(catalogue.MOST_AT_ONCE // 2):
-            turn = turns.turn()
-            turn.join(greedy.budget)
-            await taken.enter_async_context(turn)
+            permit = permits.permit()
+            permit.join(greedy.budget)
+            await taken.enter_async_context(permit)
         async with asking(front, greedy, ["/simple/slow/"]) as waiting:
-            await until(lambda: turns._waiting, what="a page that waits for its turn")
+            await until(lambda: permits._waiting, what="a page that waits for its permit")
             ahead = catalogue._MOST_TIME_S - 1
             async with asking(front, modest, ["/simple/slow/"]) as wanted:
-                await until(lambda: slow.asked, what="its turn")
+                await until(lambda: slow.asked, what="its permit")
                 ahead += 20
                 await asyncio.sleep(0.01)
                 slow.held.set()

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.indexes import IndexServer, fronting, metadata_of, sdist, serving, wheel, whole
 
+from carrel.egress.access import Refused
 from carrel.egress.index import front as module
 from carrel.egress.index import pages
 from carrel.egress.index.catalogue import FRESH_S
 from carrel.egress.index.front import Front, Index, InstallBudget, Packages
-from carrel.egress.terms import Refused
 
 JSON = {"accept": pages.JSON_TYPE}
 BIG = os.urandom(300_000)

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carrel.egress.access import Refused
 from carrel.egress.index.packages import IDLE_S, InstallBudget, Packages
-from carrel.egress.terms import Refused
 
 
 class Clock:

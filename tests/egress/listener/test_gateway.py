@@ -14,8 +14,8 @@ from tests.support import loops
 from tests.support.gateway_ground import NAMES, Echo, curl, greet, rules
 from tests.support.wayout import CLOSED, OPEN, hello, plan, server, tls_for, wayout
 
+from carrel.egress.access import Access, Target
 from carrel.egress.listener import gateway as gateway_module
-from carrel.egress.terms import Access, Target
 
 TLS, CERTIFICATE = tls_for("a.test", "b.test")
 
@@ -299,14 +299,14 @@ async def test_socks_tunnels_are_checked_inside_too() -> None:
 
 
 class Opened:
-    """A `passage.Inspect` that takes what the client sent."""
+    """A `outbound.Inspect` that takes what the client sent."""
 
     def __init__(self) -> None:
         self.got = b""
         self.target: Target | None = None
 
     async def __call__(
-        self, client: socket.socket, upstream: socket.socket, target: Target, passage: object, tunnel: Access
+        self, client: socket.socket, upstream: socket.socket, target: Target, outbound: object, tunnel: Access
     ) -> None:
         self.target = target
         self.got = client.recv(65536)

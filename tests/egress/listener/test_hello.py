@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.wayout import tls_for
 
+from carrel.egress.access import Refused
 from carrel.egress.listener.hello import MOST, Hello, Malformed, NotTls, read_hello, read_second, wants_another
-from carrel.egress.terms import Refused
 
 
 def real_hello(context: ssl.SSLContext, name: str | None) -> bytes:

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.support import loops
 
+from carrel.egress.access import Access, Refused
 from carrel.egress.listener import tunnel as tunnel_module
-from carrel.egress.listener.sockets import Ended
 from carrel.egress.listener.tunnel import copy, tunnel
 from carrel.egress.outbound.budget import Budget, Meter
 from carrel.egress.outbound.rules import Limits
-from carrel.egress.terms import Access, Refused
+from carrel.egress.sockets import Ended
 
 Pair = tuple[socket.socket, socket.socket]
 

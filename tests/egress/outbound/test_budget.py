@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carrel.egress.access import Access, Refused, Target
 from carrel.egress.outbound.budget import CONNECTIONS, PER_MINUTE, REFUSALS, Budget, Meter
 from carrel.egress.outbound.rules import Limits
-from carrel.egress.terms import Access, Refused, Target
 
 
 class Clock:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from carrel.egress.access import Refused, Target
 from carrel.egress.outbound.names import of_address, read_authority, read_host, read_port
-from carrel.egress.terms import Refused, Target
 
 LONG = ".".join(["a" * 63] * 3 + ["b" * 61])
 

@@ -19,9 +19,9 @@ import dns.rdatatype
 import dns.rrset
 import pytest
 
+from carrel.egress.access import Refused, Resolve
 from carrel.egress.outbound import resolver as module
 from carrel.egress.outbound.resolver import MOST_AT_ONCE, Resolver
-from carrel.egress.terms import Refused, Resolve
 from carrel.errors import InvalidRequest
 
 Answering = Callable[[str, str, str], bytes | dns.message.Message | list[str] | int | None]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carrel.egress.access import Target
 from carrel.egress.outbound.names import of_address, read_authority
 from carrel.egress.outbound.rules import MB, Limits, PackageRules, Rules
 from carrel.egress.plan import Index
-from carrel.egress.terms import Target
 from carrel.policy.documents.settings import Settings
 from carrel.policy.documents.sources import Registry, Sources
 from carrel.policy.rules.decide import decide_network

@@ -29,9 +29,9 @@ from tests.support.upstreams_ground import (
     until,
 )
 
+from carrel.egress.access import Address, Refused
 from carrel.egress.outbound.upstreams import Health, Upstreams, dial_directly
 from carrel.egress.plan import Upstream
-from carrel.egress.terms import Address, Refused
 from carrel.errors import InvalidRequest
 
 

@@ -19,7 +19,7 @@ from carrel.egress.http.authority import bundle, make_authority
 from carrel.egress.http.credentials import placeholder
 from carrel.egress.index.host import host_index
 from carrel.egress.index.registries import host_registries
-from carrel.egress.listener.handshakes import read_way
+from carrel.egress.outbound.handshakes import read_way
 from carrel.egress.plan import HostRegistry, Index, Injected, Plan, Upstream
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network

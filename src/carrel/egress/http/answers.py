@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from http import HTTPStatus
 
-from carrel.egress.http.heads import Header, write_response
-from carrel.egress.terms import Refused
+from carrel.egress.access import Refused
+from carrel.egress.http.messages import Header, write_response
 
 CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 

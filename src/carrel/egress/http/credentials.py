@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote_to_bytes
 
-from carrel.egress.http.heads import Header, Response
+from carrel.egress.access import Refused
+from carrel.egress.http.messages import Header, Response
 from carrel.egress.plan import Injected
-from carrel.egress.terms import Refused
 from carrel.errors import InvalidRequest
 from carrel.redaction.redact import Redactor
 

@@ -11,8 +11,8 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
-from carrel.egress.http.heads import Chunks, Head, end_of
-from carrel.egress.listener.sockets import Ended
+from carrel.egress.http.messages import Chunks, Head, end_of
+from carrel.egress.sockets import Ended
 
 HANDSHAKE_S = 10.0
 HEAD_S = 10.0

@@ -233,7 +233,7 @@ class Cache:
             self._remove(path)
 
     def _used(self, path: str) -> None:
-        """Its turn to be dropped comes last. Now and then the disk is told too, for the next process."""
+        """It is dropped last. Now and then the disk is told too, for the next process."""
         now = time.monotonic()
         with self._lock:
             if path in self._entries:

@@ -1,7 +1,7 @@
 """Pages of projects, asked of their index once for everybody, kept, and asked for again when they are old.
 
-Who asks is told apart, so that none takes all turns at the indexes. A page that an index does not have is remembered
-too, so that looking for a project on one index after another asks each only once.
+Who asks is told apart, so that none uses up all requests to the indexes. A page that an index does not have is
+remembered too, so that looking for a project on one index after another asks each only once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import httpx
 
 from carrel.egress.index import pages
 from carrel.egress.index.cache import Cache, key
+from carrel.egress.index.fair_limit import FairLimit, Permit
 from carrel.egress.index.pages import BadPage, Page
-from carrel.egress.index.turns import Turn, Turns
 from carrel.egress.index.upstream import Fetch, Unreachable, plain
 from carrel.egress.plan import Index
 
@@ -54,8 +54,8 @@ class Catalogue:
         self._memory: OrderedDict[str, Entry] = OrderedDict()
         self._links = 0
         self._failed: dict[str, float] = {}
-        self._asking: dict[str, tuple[asyncio.Task[Entry], Turn]] = {}
-        self._turns = Turns(MOST_AT_ONCE)
+        self._asking: dict[str, tuple[asyncio.Task[Entry], Permit]] = {}
+        self._limit = FairLimit(MOST_AT_ONCE)
 
     async def page(self, index: Index, project: str, who: Hashable = None, *, any_age: bool = False) -> Page | None:
         """The page of a project; None when the index does not have it. Raises `Unreachable` or `BadPage`.
@@ -71,12 +71,12 @@ class Catalogue:
                 self._remember(name, entry)
                 return entry.page
         if name not in self._asking:
-            turn = self._turns.turn()
-            task = asyncio.get_running_loop().create_task(self._ask(name, index, project, entry, turn))
+            permit = self._limit.permit()
+            task = asyncio.get_running_loop().create_task(self._ask(name, index, project, entry, permit))
             task.add_done_callback(lambda done: self._answered(name, done))
-            self._asking[name] = task, turn
-        task, turn = self._asking[name]
-        turn.join(who)
+            self._asking[name] = task, permit
+        task, permit = self._asking[name]
+        permit.join(who)
         return (await asyncio.shield(task)).page
 
     async def aclose(self) -> None:
@@ -91,9 +91,9 @@ class Catalogue:
         if not task.cancelled():
             task.exception()  # nobody may be left to hear it
 
-    async def _ask(self, name: str, index: Index, project: str, known: Entry | None, turn: Turn) -> Entry:
+    async def _ask(self, name: str, index: Index, project: str, known: Entry | None, permit: Permit) -> Entry:
         try:
-            async with asyncio.timeout(_MOST_TIME_S) as limit, turn:
+            async with asyncio.timeout(_MOST_TIME_S) as limit, permit:
                 # Who has just joined what another has waited for is not to be short of time.
                 limit.reschedule(asyncio.get_running_loop().time() + _MOST_TIME_S)
                 entry = await self._get(name, index, project, known)

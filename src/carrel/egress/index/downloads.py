@@ -1,7 +1,7 @@
 """Files on their way into the cache, each fetched once for everybody who waits for it.
 
 A file is given out while it still comes, but for its last part, which waits until the whole is known to be right. Those
-who wait are told apart, so that none takes all turns; what one may have is decided by who waits.
+who wait are told apart, so that none uses up all downloads; what one may have is decided by who waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from carrel.egress.index.cache import Cache, Draft, Kept
-from carrel.egress.index.turns import Turn, Turns
+from carrel.egress.index.fair_limit import FairLimit, Permit
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
 from carrel.egress.threads import whole
@@ -59,8 +59,8 @@ class Missing(Exception):
 class Download:
     """One file, and those who wait for it. Whoever joined it leaves it once."""
 
-    def __init__(self, cache: Cache, fetch: Fetch, name: str, wanted: Wanted, turn: Turn):
-        self._cache, self._fetch, self._name, self._wanted, self._turn = cache, fetch, name, wanted, turn
+    def __init__(self, cache: Cache, fetch: Fetch, name: str, wanted: Wanted, permit: Permit):
+        self._cache, self._fetch, self._name, self._wanted, self._permit = cache, fetch, name, wanted, permit
         self._changed = asyncio.Event()
         self._descriptor = -1
         self._failure: Exception | None = None
@@ -87,7 +87,7 @@ class Download:
     def join(self, who: Hashable) -> None:
         """One more waits."""
         self._guests += 1
-        self._turn.join(who)
+        self._permit.join(who)
 
     def leave(self, *, for_good: bool = False) -> None:
         """One waits no more. A file nobody waits for is not fetched on; but who lost his patience may come back soon,
@@ -131,7 +131,7 @@ class Download:
                     kept.digest,
                 )
             else:
-                async with self._turn:
+                async with self._permit:
                     await self._get()
         except (Unreachable, Wrong, Missing) as error:
             self._failure = error
@@ -242,7 +242,7 @@ class Downloads:
         # By index too: a slow or wrong one is waited for only by who chose it.
         self._running: dict[_Flight, Download] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = Turns(MOST_AT_ONCE)
+        self._limit = FairLimit(MOST_AT_ONCE)
 
     def join(self, name: str, wanted: Wanted, who: Hashable = None) -> Download:
         """The download of the file under a key, begun if it is not under way: as soon as one of those who wait for it
@@ -251,7 +251,7 @@ class Downloads:
         flight = (name, wanted.index.url, wanted.index.trusted, wanted.index.cert)
         found = self._running.get(flight)
         if found is None or found.task is None or found.task.done() or found.task.cancelling():
-            found = self._running[flight] = Download(self._cache, self._fetch, name, wanted, self._turns.turn())
+            found = self._running[flight] = Download(self._cache, self._fetch, name, wanted, self._limit.permit())
             task = found.task = asyncio.get_running_loop().create_task(found.run())
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, flight, found))

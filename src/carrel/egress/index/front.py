@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote, unquote, urlsplit
 
+from carrel.egress.access import Refused
 from carrel.egress.http.answers import PROBLEM, body_of, words_of
 from carrel.egress.index import pages, wheels
 from carrel.egress.index.cache import Cache
@@ -29,7 +30,6 @@ from carrel.egress.index.packages import InstallBudget, Packages
 from carrel.egress.index.pages import BadPage, Link, Page
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
-from carrel.egress.terms import Refused
 from carrel.policy.verdict import Verdict
 
 __all__ = ["Answer", "Front", "Index", "InstallBudget", "Packages"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from carrel.egress.access import Refused
 from carrel.egress.plan import Index
-from carrel.egress.terms import Refused
 
 IDLE_S = 60.0
 """An install is over when no request came for this long."""

@@ -27,7 +27,7 @@ from carrel.policy.rules import addresses
 MOST_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 _LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=8, keepalive_expiry=30.0)
-"""Room for all pages and files that may come at the same time: who has his turn waits for no connection."""
+"""Room for all pages and files that may come at the same time: who has his permit waits for no connection."""
 _MOST_CLIENTS = 64
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -247,7 +247,7 @@ def _credentials(index: Index, url: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def _words() -> AsyncIterator[None]:
-    """Turn what the HTTP library raises into words that name no address."""
+    """Permit what the HTTP library raises into words that name no address."""
     try:
         yield
     except httpx.TimeoutException:

@@ -15,14 +15,14 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Literal
 
-from carrel.egress.http import answers, heads
-from carrel.egress.http.plain import HEAD_S, Plain, Way, authority
+from carrel.egress.access import Access, Refused, Target
+from carrel.egress.http import answers, messages
+from carrel.egress.http.plain_relay import HEAD_S, PlainRelay, Way, authority
 from carrel.egress.listener import hello, socks
-from carrel.egress.listener.sockets import Ended, farewell, look, prepare, send, take
 from carrel.egress.listener.tunnel import copy, tunnel
 from carrel.egress.outbound.budget import Meter
-from carrel.egress.outbound.passage import Passage
-from carrel.egress.terms import Access, Refused, Target
+from carrel.egress.outbound.connections import Outbound
+from carrel.egress.sockets import Ended, farewell, look, prepare, send, take
 
 log = logging.getLogger("carrel.egress")
 
@@ -49,7 +49,7 @@ Opening = hello.Hello | int
 class Gateway:
     """The proxy's end of one sandbox. Owns the listening socket that it is given."""
 
-    def __init__(self, listener: socket.socket, passage: Passage):
+    def __init__(self, listener: socket.socket, outbound: Outbound):
         listener.setblocking(False)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
         # Who connects speaks first: a connection is worth nothing before.
@@ -57,7 +57,7 @@ class Gateway:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         prepare()
-        self._passage = passage
+        self._outbound = outbound
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = False
         self._closed = False
@@ -110,7 +110,7 @@ class Gateway:
                 return
 
     def _accept_one(self) -> bool:
-        if len(self._tasks) >= self._passage.budget.connections + _BEYOND:
+        if len(self._tasks) >= self._outbound.budget.connections + _BEYOND:
             self._pause()  # goes on when one has ended
             return False
         try:
@@ -119,7 +119,7 @@ class Gateway:
             return False
         except OSError as error:
             self._pause()
-            log.warning("sandbox %s: no connection can be taken: %s", self._passage.plan.sandbox, error)
+            log.warning("sandbox %s: no connection can be taken: %s", self._outbound.plan.sandbox, error)
             if error.errno in _SCARCE:
                 self._retry = self._loop.call_later(_PAUSE_S, self.start)
             return False
@@ -140,15 +140,15 @@ class Gateway:
         except (ConnectionError, TimeoutError):
             pass  # the client is gone, or says nothing
         except Exception:
-            log.exception("sandbox %s: a connection failed", self._passage.plan.sandbox)
+            log.exception("sandbox %s: a connection failed", self._outbound.plan.sandbox)
         finally:
             client.close()
 
     async def _converse(self, client: socket.socket) -> None:
         try:
-            first: First = await look(client, _first, heads.MOST, HEAD_S)
+            first: First = await look(client, _first, messages.MOST, HEAD_S)
         except Refused as refusal:
-            self._passage.refuse(Access(self._passage.plan.sandbox, "http"), refusal)
+            self._outbound.refuse(Access(self._outbound.plan.sandbox, "http"), refusal)
             await _tell(client, answers.refusal(refusal))
             return
         if first == "socks":
@@ -158,20 +158,20 @@ class Gateway:
         if head.startswith(b"CONNECT "):
             await self._by_connect(client, head)
         else:
-            await Plain(client, self._passage).serve(head)
+            await PlainRelay(client, self._outbound).serve(head)
 
     async def _by_connect(self, client: socket.socket, head: bytes) -> None:
-        access = Access(self._passage.plan.sandbox, "connect", method="CONNECT")
+        access = Access(self._outbound.plan.sandbox, "connect", method="CONNECT")
         try:
             target = _connect_target(head)
         except Refused as refusal:
-            self._passage.refuse(access, refusal)
+            self._outbound.refuse(access, refusal)
             await _tell(client, answers.refusal(refusal))
             return
         await self._tunnel(client, access, target)
 
     async def _by_socks(self, client: socket.socket) -> None:
-        access = Access(self._passage.plan.sandbox, "socks5")
+        access = Access(self._outbound.plan.sandbox, "socks5")
         size, open_ = await look(client, socks.read_greeting, socks.MOST, HEAD_S)
         take(client, size)
         if not open_:
@@ -183,7 +183,7 @@ class Gateway:
         if order.target is not None:
             await self._tunnel(client, access, order.target)
         elif order.refusal is not None:
-            self._passage.refuse(access, order.refusal)
+            self._outbound.refuse(access, order.refusal)
             await _tell(client, socks.reply(order.code))
 
     # tunnels
@@ -200,50 +200,50 @@ class Gateway:
             await send(client, socks.reply(0) if by_socks else answers.CONNECTED)
             await self._through(client, upstream, access, target)
         except Refused as refusal:
-            self._passage.close(access, refusal)
+            self._outbound.close(access, refusal)
             upstream.close()
             await farewell(client)
         except BaseException as error:
-            self._passage.close(access, error)
+            self._outbound.close(access, error)
             raise
         finally:
             upstream.close()
-            self._passage.close(access)
+            self._outbound.close(access)
 
     async def _open(self, access: Access, target: Target) -> socket.socket:
         try:
-            return await self._passage.open(access, target)
+            return await self._outbound.open(access, target)
         except (Refused, asyncio.CancelledError):
             raise
         except Exception:
-            log.exception("sandbox %s: a connection could not be made", self._passage.plan.sandbox)
+            log.exception("sandbox %s: a connection could not be made", self._outbound.plan.sandbox)
             raise answers.failed() from None
 
     async def _through(self, client: socket.socket, upstream: socket.socket, access: Access, target: Target) -> None:
         """Lead a tunnel on, once the client has said inside it whom it is for. Who is refused has been told."""
-        passage = self._passage
-        inspected = passage.rules.inspected(target)
-        if not inspected and passage.rules.opaque(target):
-            await tunnel(client, upstream, passage.meter(access))
+        outbound = self._outbound
+        inspected = outbound.rules.inspected(target)
+        if not inspected and outbound.rules.opaque(target):
+            await tunnel(client, upstream, outbound.meter(access))
             return
         try:
             greeting = await self._greeting(client, target)
-            if isinstance(greeting, hello.Hello) and inspected and passage.inspect is None:
+            if isinstance(greeting, hello.Hello) and inspected and outbound.inspect is None:
                 raise Refused(f"{target.host} is to be inspected, and nothing here can do so")
             if isinstance(greeting, hello.Hello) and not inspected:
-                await self._begin(client, upstream, target, greeting, passage.meter(access))
+                await self._begin(client, upstream, target, greeting, outbound.meter(access))
         except Refused as refusal:
             with suppress(OSError):
                 await send(client, answers.alert(refusal))
             raise
         if isinstance(greeting, int):
-            way = Way(target, upstream, access, passage.meter(access))
-            await Plain(client, passage, way).serve(take(client, greeting))
-        elif inspected and passage.inspect is not None:
+            way = Way(target, upstream, access, outbound.meter(access))
+            await PlainRelay(client, outbound, way).serve(take(client, greeting))
+        elif inspected and outbound.inspect is not None:
             access.inspected = True
-            await passage.inspect(client, upstream, target, passage, access)
+            await outbound.inspect(client, upstream, target, outbound, access)
         else:
-            await tunnel(client, upstream, passage.meter(access))
+            await tunnel(client, upstream, outbound.meter(access))
 
     async def _greeting(self, client: socket.socket, target: Target) -> Opening:
         """What the client begins with: a TLS hello, which is for the target, or a request in the clear."""
@@ -279,7 +279,7 @@ class Gateway:
 
 
 def _first(data: bytes) -> First | None:
-    return "socks" if data[0] == socks.VERSION else heads.end_of(data)
+    return "socks" if data[0] == socks.VERSION else messages.end_of(data)
 
 
 def _opening(data: bytes) -> Opening | None:
@@ -287,7 +287,7 @@ def _opening(data: bytes) -> Opening | None:
     method = _METHOD.match(data)
     if method is None:
         return hello.read_hello(data)
-    return heads.end_of(data) if method[1] else None
+    return messages.end_of(data) if method[1] else None
 
 
 def _check(found: hello.Hello, target: Target) -> None:
@@ -310,7 +310,7 @@ def _connect_target(head: bytes) -> Target:
 
 
 def _read_target(head: bytes) -> Target:
-    request = heads.read_request(head)
+    request = messages.read_request(head)
     target = authority(request.target, None)
     for host in request.all(b"host"):
         if authority(host, target.port) != target:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from carrel.egress.access import Refused
 from carrel.egress.outbound.names import read_host
-from carrel.egress.terms import Refused
 
 MOST = 64 * 1024
 """The most bytes a hello may take, with the headers of its records."""

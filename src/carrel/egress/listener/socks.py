@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 
+from carrel.egress.access import Refused, Target
 from carrel.egress.outbound.names import of_address, read_host
-from carrel.egress.terms import Refused, Target
 
 VERSION = 5
 MOST = 512

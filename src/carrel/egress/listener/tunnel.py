@@ -12,9 +12,9 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from carrel.egress.listener.sockets import IDLE_S, Ended
+from carrel.egress.access import Refused
 from carrel.egress.outbound.budget import Meter
-from carrel.egress.terms import Refused
+from carrel.egress.sockets import IDLE_S, Ended
 
 SIZE = 256 * 1024
 BIG = 1 << 20

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from carrel.egress.access import Access, Refused
 from carrel.egress.outbound.rules import Limits
-from carrel.egress.terms import Access, Refused
 
 CONNECTIONS = 256
 PER_MINUTE = 6000

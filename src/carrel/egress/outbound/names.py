@@ -11,7 +11,7 @@ from ipaddress import IPv4Address, IPv6Address
 
 import idna
 
-from carrel.egress.terms import Address, Refused, Target
+from carrel.egress.access import Address, Refused, Target
 
 MAX_NAME = 253
 MAX_LABEL = 63

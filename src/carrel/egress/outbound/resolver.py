@@ -22,8 +22,8 @@ import dns.name
 import dns.nameserver
 import dns.resolver
 
+from carrel.egress.access import Address, Refused, Resolve
 from carrel.egress.outbound.names import read_authority
-from carrel.egress.terms import Address, Refused, Resolve
 from carrel.errors import InvalidRequest
 
 DEADLINE_S = 5.0
@@ -56,7 +56,7 @@ class _Kept:
 
 
 class Resolver:
-    """`terms.Resolve`. Belongs to one event loop; close it in the end."""
+    """`access.Resolve`. Belongs to one event loop; close it in the end."""
 
     def __init__(self, nameservers: Sequence[str] = (), *, ttl_s: float = 5.0):
         """`nameservers` are addresses, `1.1.1.1` or `[::1]:5353`; none: as the system does it."""

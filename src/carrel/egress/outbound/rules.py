@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from carrel.egress.access import Address, Target
 from carrel.egress.plan import HostRegistry, Index
-from carrel.egress.terms import Address, Target
 from carrel.policy.documents.sources import PackageManager, Registry, Sources, WebAccess
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import normalised

@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from carrel.egress.listener.handshakes import (
+from carrel.egress.access import Access, Address, Refused, Target
+from carrel.egress.outbound.handshakes import (
     Doubtful,
     Failed,
     Unreached,
@@ -27,9 +28,8 @@ from carrel.egress.listener.handshakes import (
     greet_by_socks,
     read_way,
 )
-from carrel.egress.listener.sockets import connect
 from carrel.egress.plan import Upstream
-from carrel.egress.terms import Access, Address, Refused, Target
+from carrel.egress.sockets import connect
 
 MOST_ADDRESSES = 4
 """Addresses of one target that are tried."""
@@ -48,7 +48,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 async def dial_directly(
     target: Target, addresses: Sequence[Address], access: Access, *, timeout_s: float = 10.0
 ) -> socket.socket:
-    """A connection to the first of the checked addresses that answers; `terms.Dial`."""
+    """A connection to the first of the checked addresses that answers; `access.Dial`."""
     try:
         if len(addresses) == 1:
             address = addresses[0]
@@ -249,9 +249,7 @@ async def _look_up(host: str) -> tuple[Address, ...]:
 
 
 class Upstreams:
-    """Dials through the first upstream of a list that works, directly when there is none in the list; `terms.Dial`. One
-    for each sandbox.
-    """
+    """Dials for one sandbox: through the first upstream of its list that works, or directly when the list is empty."""
 
     def __init__(self, upstreams: Sequence[Upstream], health: Health, *, timeout_s: float = 10.0):
         """Raises `InvalidRequest` for a URL that cannot be read."""

@@ -12,22 +12,22 @@ import ssl
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
+from carrel.egress.access import Access, Refused, Target
 from carrel.egress.http import answers
 from carrel.egress.http.authority import Authority, host_roots
-from carrel.egress.http.conversation import Conversation
 from carrel.egress.http.credentials import Credentials
+from carrel.egress.http.inspected_relay import InspectedRelay
 from carrel.egress.http.streams import Stream, accept_tls, begin_tls
-from carrel.egress.listener.sockets import IDLE_S, farewell, send
-from carrel.egress.outbound.passage import Passage
+from carrel.egress.outbound.connections import Outbound
 from carrel.egress.plan import Injected
-from carrel.egress.terms import Access, Refused, Target
+from carrel.egress.sockets import IDLE_S, farewell, send
 from carrel.errors import InvalidRequest
 
 _MOST_FORMER = 32
 
 
-class Inspecting:
-    """`passage.Inspect`; one for the whole process."""
+class Inspection:
+    """`outbound.Inspect`; one for the whole process."""
 
     def __init__(self, *, roots: str | None = None, idle_s: float = IDLE_S):
         """`roots`: authorities, as PEM, that hosts may have their certificates from beside those this machine trusts.
@@ -42,15 +42,15 @@ class Inspecting:
                 ) from None
         self._roots = roots
         self._idle_s = idle_s
-        self._authorities: WeakKeyDictionary[Passage, tuple[str, Authority]] = WeakKeyDictionary()
-        self._credentials: WeakKeyDictionary[Passage, tuple[tuple[Injected, ...], Credentials]] = WeakKeyDictionary()
+        self._authorities: WeakKeyDictionary[Outbound, tuple[str, Authority]] = WeakKeyDictionary()
+        self._credentials: WeakKeyDictionary[Outbound, tuple[tuple[Injected, ...], Credentials]] = WeakKeyDictionary()
 
     async def __call__(
-        self, client: socket.socket, upstream: socket.socket, target: Target, passage: Passage, tunnel: Access
+        self, client: socket.socket, upstream: socket.socket, target: Target, outbound: Outbound, tunnel: Access
     ) -> None:
         """Serve a tunnel to its end. Raises `Refused` when it could not even begin, `OSError` and `TimeoutError`."""
         try:
-            context = self.authority(passage).context(target.host)
+            context = self.authority(outbound).context(target.host)
         except Refused as refusal:
             await send(client, answers.alert(refusal))
             await farewell(client)
@@ -74,8 +74,8 @@ class Inspecting:
                     server = theirs = await begin_tls(upstream, self._outward, target.host, moved)
                 except OSError as error:  # it is told inside the TLS, where the client can read it
                     server = _no_tls(target, error)
-                credentials = partial(self.credentials, passage)
-                await Conversation(ours, server, target, passage, tunnel, credentials).serve()
+                credentials = partial(self.credentials, outbound)
+                await InspectedRelay(ours, server, target, outbound, tunnel, credentials).serve()
                 await ours.finish()
                 await farewell(client)
         finally:
@@ -83,24 +83,24 @@ class Inspecting:
                 if stream is not None:
                     stream.abort()
 
-    def authority(self, passage: Passage) -> Authority:
+    def authority(self, outbound: Outbound) -> Authority:
         """The authority of a sandbox. Raises `Refused` when it has none."""
-        pem = passage.plan.authority
+        pem = outbound.plan.authority
         if pem is None:
             raise Refused("the host is to be inspected, and this sandbox was made without a certificate authority")
-        known = self._authorities.get(passage)
+        known = self._authorities.get(outbound)
         if known is None or known[0] != pem:
-            known = self._authorities[passage] = (pem, Authority(pem))
+            known = self._authorities[outbound] = (pem, Authority(pem))
         return known[1]
 
-    def credentials(self, passage: Passage) -> Credentials:
+    def credentials(self, outbound: Outbound) -> Credentials:
         """The credentials of a sandbox. Those that a change of its plan took away may still come back from a host."""
-        injected = passage.plan.injected
-        known, credentials = self._credentials.get(passage, ((), None))
+        injected = outbound.plan.injected
+        known, credentials = self._credentials.get(outbound, ((), None))
         if credentials is None or known != injected:
             former = () if credentials is None else credentials.known[-_MOST_FORMER:]
             credentials = Credentials(injected, former)
-            self._credentials[passage] = injected, credentials
+            self._credentials[outbound] = injected, credentials
         return credentials
 
     @cached_property

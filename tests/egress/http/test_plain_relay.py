@@ -1,4 +1,4 @@
-"""Plain HTTP through the gateway, against servers that are honest and servers that are not."""
+"""PlainRelay HTTP through the gateway, against servers that are honest and servers that are not."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_connection_is_kept_for_the_same_host_and_each_request_is_decide
         assert (await client.head(f"http://a.test:{made.port}/")).status_code == 200
         done = await out.records.settled(6)
         assert [each.said.verdict for each in done] == ["allow"] * 4 + ["deny", "allow"]
-        out.passage.change(plan(deny=["a.test"]))
+        out.outbound.change(plan(deny=["a.test"]))
         assert (await client.get(f"http://a.test:{made.port}/")).status_code == 403
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.support import loops
 from tests.support.ports import nobody
 
-from carrel.egress.listener import sockets
-from carrel.egress.listener.sockets import Ended, connect, farewell, has_ended, look, readable, send, take, writable
+from carrel.egress import sockets
+from carrel.egress.sockets import Ended, connect, farewell, has_ended, look, readable, send, take, writable
 
 
 @pytest.fixture

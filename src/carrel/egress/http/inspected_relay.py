@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
+from carrel.egress.access import Access, Refused, Target
 from carrel.egress.http import answers
 from carrel.egress.http.credentials import Credentials
-from carrel.egress.http.heads import (
+from carrel.egress.http.messages import (
     Header,
     Request,
     Response,
@@ -27,12 +28,11 @@ from carrel.egress.http.heads import (
     write_response,
 )
 from carrel.egress.http.streams import Body, Stream
-from carrel.egress.listener.sockets import Ended
 from carrel.egress.outbound.budget import Meter
+from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.names import read_authority
-from carrel.egress.outbound.passage import Passage
 from carrel.egress.plan import Injected
-from carrel.egress.terms import Access, Refused, Target
+from carrel.egress.sockets import Ended
 from carrel.redaction.redact import StreamRedactor
 
 log = logging.getLogger("carrel.egress")
@@ -63,7 +63,7 @@ class _Exchange:
         return self.request.websocket and self.request.method == "GET" and not self.request.body
 
 
-class Conversation:
+class InspectedRelay:
     """The requests of one tunnel, one after the other."""
 
     def __init__(
@@ -71,13 +71,13 @@ class Conversation:
         client: Stream,
         server: Stream | Refused,
         target: Target,
-        passage: Passage,
+        outbound: Outbound,
         tunnel: Access,
         credentials: Callable[[], Credentials],
     ):
         """`server`: when there is none, what each request is told. `credentials` gives those that hold now."""
         self._client, self._given_server = client, server
-        self._target, self._passage, self._tunnel = target, passage, tunnel
+        self._target, self._outbound, self._tunnel = target, outbound, tunnel
         self._credentials = credentials
         self._known = credentials()
         self._begun = False
@@ -107,7 +107,7 @@ class Conversation:
         except Exception as error:
             # Neither its words nor where it happened: both may hold what was put into the request.
             what = type(error).__name__
-            log.error("sandbox %s: an inspected request failed: %s", self._passage.plan.sandbox, what)  # noqa: TRY400
+            log.error("sandbox %s: an inspected request failed: %s", self._outbound.plan.sandbox, what)  # noqa: TRY400
             await self._refuse(answers.failed(), bodiless)
 
     async def _refuse(self, refusal: Refused, bodiless: bool) -> None:
@@ -136,7 +136,7 @@ class Conversation:
             head = await self._client.head()
             return None if head is None else read_request(head)
         except Refused as refusal:
-            self._passage.refuse(self._access(), refusal)
+            self._outbound.refuse(self._access(), refusal)
             raise
 
     def _access(self) -> Access:
@@ -147,7 +147,7 @@ class Conversation:
 
     async def _answer(self, request: Request) -> bool:
         """Whether the connection may go on."""
-        passage, access = self._passage, self._access()
+        outbound, access = self._outbound, self._access()
         access.method = request.method
         credentials = self._known = self._credentials()
         try:
@@ -162,14 +162,14 @@ class Conversation:
                 )
             _ = self._server
         except Refused as refusal:
-            passage.refuse(access, refusal)
+            outbound.refuse(access, refusal)
             raise
-        await passage.within(access, self._target, self._tunnel)
+        await outbound.within(access, self._target, self._tunnel)
         exchange = _Exchange(
             request,
             path,
             access,
-            passage.meter(access),
+            outbound.meter(access),
             chosen,
             credentials if credentials.concern(self._target.host) else None,
         )
@@ -178,10 +178,10 @@ class Conversation:
                 raise _changed()
             return await self._relay(exchange)
         except BaseException as error:
-            passage.close(access, error)
+            outbound.close(access, error)
             raise
         finally:
-            passage.close(access)
+            outbound.close(access)
 
     def _path(self, request: Request) -> str:
         """The path and query of a request, which must be for the host that the tunnel is for. Raises `Refused`."""

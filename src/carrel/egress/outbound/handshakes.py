@@ -15,10 +15,10 @@ from http import HTTPStatus
 from ipaddress import IPv4Address, ip_address
 from urllib.parse import unquote, urlsplit
 
-from carrel.egress.http.heads import MOST, end_of, read_response
-from carrel.egress.listener.sockets import IDLE_S, look, send, take
+from carrel.egress.access import Refused
+from carrel.egress.http.messages import MOST, end_of, read_response
 from carrel.egress.plan import Upstream
-from carrel.egress.terms import Refused
+from carrel.egress.sockets import IDLE_S, look, send, take
 from carrel.errors import InvalidRequest
 
 # What a SOCKS server says when it cannot reach the target; everything else it says about itself or about its rules.

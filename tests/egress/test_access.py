@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from carrel.egress.terms import Refused, Target
+from carrel.egress.access import Refused, Target
 from carrel.policy.verdict import Verdict
 
 

@@ -12,8 +12,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from carrel.egress.access import Access, Refused
 from carrel.egress.log.journal import Item, Journal
-from carrel.egress.terms import Access, Refused
 
 Tell = Callable[[int, list[Item]], bool]
 """Takes items and the number they go up to; says whether they could be sent."""
@@ -65,8 +65,8 @@ def _unwritable() -> Refused:
     )
 
 
-class Ledger:
-    """All accesses of one proxy; a `terms.Report`."""
+class Reporter:
+    """All accesses of one proxy; a `access.Report`."""
 
     def __init__(self, journal: Journal, *, flush_s: float = FLUSH_S, most: int = MOST_UNTOLD):
         self._journal = journal
@@ -91,7 +91,7 @@ class Ledger:
         return len(self._new) + self._unwritten
 
     def opened(self, access: Access) -> None:
-        """See `terms.Report`."""
+        """See `access.Report`."""
         if len(self._new) + self._unwritten >= self._most:
             raise _unwritable()
         access.number = next(self._numbers)
@@ -105,7 +105,7 @@ class Ledger:
         self._put(access.number, item)
 
     def closed(self, access: Access) -> None:
-        """See `terms.Report`."""
+        """See `access.Report`."""
         if access.number:
             self._put(access.number, item_of(access))
 

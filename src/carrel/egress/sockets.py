@@ -17,7 +17,7 @@ from contextlib import suppress
 from ipaddress import IPv6Address
 from typing import TypeVar
 
-from carrel.egress.terms import Address
+from carrel.egress.access import Address
 
 T = TypeVar("T")
 

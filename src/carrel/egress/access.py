@@ -1,4 +1,4 @@
-"""Words that the parts of the egress share: what is asked for, what is said of it, what is written down of it."""
+"""Values that all parts of the proxy share: a target, an access to it, a refusal; and the interfaces between parts."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Protocol
 
+from carrel.egress.access import Access, Address, Ask, Dial, Refused, Report, Resolve, Target
 from carrel.egress.http import answers
 from carrel.egress.index.front import Front
 from carrel.egress.index.packages import InstallBudget, Packages
 from carrel.egress.outbound.budget import Budget, Meter
 from carrel.egress.outbound.rules import Rules
 from carrel.egress.plan import Index, Plan
-from carrel.egress.terms import Access, Address, Ask, Dial, Refused, Report, Resolve, Target
 from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.policy.rules import addresses
 from carrel.policy.verdict import Verdict
@@ -34,7 +34,7 @@ class Inspect(Protocol):
     """Opens the TLS of a tunnel and looks at each request."""
 
     async def __call__(
-        self, client: socket.socket, upstream: socket.socket, target: Target, passage: Passage, tunnel: Access
+        self, client: socket.socket, upstream: socket.socket, target: Target, outbound: Outbound, tunnel: Access
     ) -> None:
         """Serve the tunnel to its end. Every byte the client sent after its CONNECT is still unread in `client`, and
         the name in its ClientHello was checked. Closes neither socket.
@@ -48,7 +48,7 @@ class _Running:
     entered: bool
 
 
-class Passage:
+class Outbound:
     """The way out of one sandbox."""
 
     def __init__(

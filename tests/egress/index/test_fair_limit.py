@@ -1,4 +1,4 @@
-"""Turns: none is lost, nobody has them all, and who has none is not kept waiting by who has many."""
+"""FairLimit: none is lost, nobody has them all, and who has none is not kept waiting by who has many."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.index.turns import Turn, Turns
+from carrel.egress.index.fair_limit import FairLimit, Permit
 
 MOST = 8
 
 
 class Crowd:
-    """Tasks that want turns, each until it is told that it has had it long enough."""
+    """Tasks that want permits, each until it is told that it has had it long enough."""
 
     def __init__(self) -> None:
-        self.turns = Turns(MOST)
-        self.tasks: dict[asyncio.Task[None], tuple[Turn, set[str], asyncio.Event]] = {}
+        self.permits = FairLimit(MOST)
+        self.tasks: dict[asyncio.Task[None], tuple[Permit, set[str], asyncio.Event]] = {}
 
-    def want(self, *who: str) -> Turn:
-        turn, enough = self.turns.turn(), asyncio.Event()
+    def want(self, *who: str) -> Permit:
+        permit, enough = self.permits.permit(), asyncio.Event()
 
         async def use() -> None:
-            async with turn:
+            async with permit:
                 await enough.wait()
 
         for each in who:
-            turn.join(each)
-        self.tasks[asyncio.get_running_loop().create_task(use())] = turn, set(who), enough
-        return turn
+            permit.join(each)
+        self.tasks[asyncio.get_running_loop().create_task(use())] = permit, set(who), enough
+        return permit
 
     async def end(self, task: asyncio.Task[None], *, cancel: bool) -> None:
         task.cancel() if cancel else self.tasks[task][2].set()
         if not cancel and not self.tasks[task][0].charged:
-            return  # it ends as soon as it has had its turn
+            return  # it ends as soon as it has had its permit
         await asyncio.gather(task, return_exceptions=True)
         del self.tasks[task]
 
     async def settle(self) -> Counter[object]:
-        """Who has how many turns, once nothing moves."""
+        """Who has how many permits, once nothing moves."""
         before: tuple[object, ...] | None = None
-        while (now := tuple(turn.charged for turn, *_ in self.tasks.values())) != before:
+        while (now := tuple(permit.charged for permit, *_ in self.tasks.values())) != before:
             before = now
             for _ in range(3):
                 await asyncio.sleep(0)
             for task in [task for task in self.tasks if task.done()]:
                 del self.tasks[task]
-        return Counter(who for turn, *_ in self.tasks.values() for who in turn.charged)
+        return Counter(who for permit, *_ in self.tasks.values() for who in permit.charged)
 
 
 ACTS = st.lists(
@@ -81,16 +81,16 @@ def test_turns_are_given_to_who_has_fewer_than_are_free(acts: list[tuple[str, ob
             taken = await crowd.settle()
             free = MOST - taken.total()
             assert free >= 0
-            for turn, who, _ in crowd.tasks.values():
-                assert set(turn.charged) <= who
-                assert turn.charged or all(taken[each] >= free for each in who), "it could have had its turn"
+            for permit, who, _ in crowd.tasks.values():
+                assert set(permit.charged) <= who
+                assert permit.charged or all(taken[each] >= free for each in who), "it could have had its permit"
         for task in list(crowd.tasks):
             task.cancel()
         await asyncio.gather(*crowd.tasks, return_exceptions=True)
         crowd.tasks.clear()
         for _ in range(MOST):
             crowd.want("last")
-        assert (await crowd.settle())["last"] == MOST // 2, "all turns have come back"
+        assert (await crowd.settle())["last"] == MOST // 2, "all permits have come back"
         for task in list(crowd.tasks):
             await crowd.end(task, cancel=True)
 
@@ -128,10 +128,10 @@ async def test_who_joins_what_another_waits_for_brings_his_own_share() -> None:
 
 
 async def test_a_turn_that_fails_is_over() -> None:
-    turns = Turns(1)
+    permits = FairLimit(1)
     for _ in range(3):
-        turn = turns.turn()
-        turn.join("one")
+        permit = permits.permit()
+        permit.join("one")
         with pytest.raises(ValueError, match="no"):
-            async with turn:
+            async with permit:
                 raise ValueError("no")

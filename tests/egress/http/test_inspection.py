@@ -21,9 +21,9 @@ from tests.support.inspected import (
     way_out,
 )
 
-from carrel.egress.http.inspecting import Inspecting
+from carrel.egress.access import Refused
+from carrel.egress.http.inspection import Inspection
 from carrel.egress.plan import Injected
-from carrel.egress.terms import Refused
 from carrel.errors import InvalidRequest
 
 # trust
@@ -72,7 +72,7 @@ async def test_a_sandbox_without_an_authority_is_refused() -> None:
             await asyncio.sleep(0.01)
         assert proxy.report.accesses[0].result == "denied_by_policy"
         with pytest.raises(Refused, match="certificate authority"):
-            Inspecting().authority(proxy.passage)
+            Inspection().authority(proxy.outbound)
 
 
 async def test_an_idle_connection_ends() -> None:
@@ -100,13 +100,13 @@ async def test_a_new_plan_holds_for_the_next_request_and_cuts_what_it_denies() -
         url = f"https://api.test:{site.port}/"
         await client.get(url)
         other = Injected("api.test", "X-Key", "another-value", "another-value", "OTHER")
-        proxy.passage.change(plan(site, [other]))
+        proxy.outbound.change(plan(site, [other]))
         answer = await client.get(url)
         assert "another-value" not in answer.text
         assert site.seen[1].header("x-key") == ["another-value"]
         assert not site.seen[1].header("authorization")
         assert site.connections == 1
-        proxy.passage.change(plan(site, blocked_domains=["api.test"]))
+        proxy.outbound.change(plan(site, blocked_domains=["api.test"]))
         with pytest.raises(httpx.TransportError):
             await client.get(url)
     assert len(site.seen) == 2
@@ -123,7 +123,7 @@ async def test_a_credential_that_is_taken_away_does_not_come_back_either() -> No
         url = f"https://api.test:{site.port}/"
         await client.get(url)
         for injected in ([Injected("api.test", "X-Key", "abc", "abc", "SHORT")], []):
-            proxy.passage.change(plan(site, injected))
+            proxy.outbound.change(plan(site, injected))
             answer = await client.get(url)
             assert answer.status_code == (502 if injected else 200)
         assert SECRET.encode() in kept[0]
@@ -136,7 +136,7 @@ async def test_a_person_is_asked_once_for_a_tunnel() -> None:
         url = f"https://api.test:{site.port}/"
         await client.get(url)
         assert not proxy.asked
-        proxy.passage.change(plan(site, allowed_domains=None))  # nobody says anything of the host any more
+        proxy.outbound.change(plan(site, allowed_domains=None))  # nobody says anything of the host any more
         for _ in range(3):
             assert (await client.get(url)).status_code == 200
         assert len(proxy.asked) == 1
@@ -166,5 +166,5 @@ async def test_an_address_can_be_inspected() -> None:
 def test_roots_that_cannot_be_read_are_refused_at_once() -> None:
     for text in ("", "nonsense"):
         with pytest.raises(InvalidRequest, match="roots"):
-            Inspecting(roots=text)
-    Inspecting(roots=PUBLIC.certificate)
+            Inspection(roots=text)
+    Inspection(roots=PUBLIC.certificate)

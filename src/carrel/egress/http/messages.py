@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import httptools
 
-from carrel.egress.terms import Refused
+from carrel.egress.access import Refused
 
 MOST = 64 * 1024
 """The most bytes of a head."""

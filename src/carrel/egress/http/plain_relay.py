@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
+from carrel.egress.access import Access, Refused, Target
 from carrel.egress.http import answers
-from carrel.egress.http.heads import (
+from carrel.egress.http.messages import (
     MOST,
     Chunks,
     Header,
@@ -29,12 +30,11 @@ from carrel.egress.http.heads import (
     write_response,
 )
 from carrel.egress.index.front import Answer
-from carrel.egress.listener.sockets import IDLE_S, Ended, farewell, look, send, take
 from carrel.egress.listener.tunnel import copy, tunnel
 from carrel.egress.outbound.budget import Meter
+from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.names import read_authority
-from carrel.egress.outbound.passage import Passage
-from carrel.egress.terms import Access, Refused, Target
+from carrel.egress.sockets import IDLE_S, Ended, farewell, look, send, take
 
 log = logging.getLogger("carrel.egress")
 
@@ -66,15 +66,15 @@ async def read_head(client: socket.socket, patience_s: float = HEAD_S) -> bytes:
     return take(client, await look(client, end_of, MOST, HEAD_S))
 
 
-class Plain:
+class PlainRelay:
     """The requests of one client's connection."""
 
-    def __init__(self, client: socket.socket, passage: Passage, fixed: Way | None = None):
+    def __init__(self, client: socket.socket, outbound: Outbound, fixed: Way | None = None):
         """`fixed`: the connection is a tunnel, and all requests must be for its target. Its access and its socket
         belong to the caller.
         """
         self._client = client
-        self._passage = passage
+        self._outbound = outbound
         self._fixed = fixed
         self._way = fixed
         self._begun = False
@@ -98,7 +98,7 @@ class Plain:
         except (OSError, TimeoutError):
             return  # the client is gone, or has nothing more to ask
         except Exception:
-            log.exception("sandbox %s: a request failed", self._passage.plan.sandbox)
+            log.exception("sandbox %s: a request failed", self._outbound.plan.sandbox)
             await self._refuse(answers.failed(), bodiless)
         finally:
             self._drop()
@@ -117,7 +117,7 @@ class Plain:
             return read_request(head)
         except Refused as refusal:
             if self._fixed is None:
-                self._passage.refuse(Access(self._passage.plan.sandbox, "http"), refusal)
+                self._outbound.refuse(Access(self._outbound.plan.sandbox, "http"), refusal)
             raise
 
     async def _answer(self, request: Request) -> bool:
@@ -126,16 +126,16 @@ class Plain:
             return await self._inside(self._fixed, request)
         if request.target.startswith("/"):
             return await self._ask_front(request)
-        access = Access(self._passage.plan.sandbox, "http", method=request.method)
+        access = Access(self._outbound.plan.sandbox, "http", method=request.method)
         try:
             target, path = _split(request)
         except Refused as refusal:
-            self._passage.refuse(access, refusal)
+            self._outbound.refuse(access, refusal)
             raise
         access.path = path.partition("?")[0]
-        if self._passage.rules.credited(target):
+        if self._outbound.rules.credited(target):
             access.target, clear = target, _in_the_clear(target)
-            self._passage.refuse(access, clear)
+            self._outbound.refuse(access, clear)
             raise clear
         return await self._forward(request, access, target, path)
 
@@ -143,28 +143,28 @@ class Plain:
         """A request inside a tunnel. The first is what the tunnel was opened for, and its own record tells of it; every
         other is decided, counted and logged by itself.
         """
-        passage, target = self._passage, tunnel.target
+        outbound, target = self._outbound, tunnel.target
         self._check_inside(target, request)
         path = request.target.partition("?")[0]
         if tunnel.access.path is None:
             tunnel.access.method, tunnel.access.path = request.method, path
             lasting, onward = await self._relay(request, tunnel, request.target)
             return lasting and onward
-        access = Access(passage.plan.sandbox, "http", target, request.method, path)
-        await passage.within(access, target, tunnel.access)
+        access = Access(outbound.plan.sandbox, "http", target, request.method, path)
+        await outbound.within(access, target, tunnel.access)
         try:
-            way = Way(target, tunnel.upstream, access, passage.meter(access))
+            way = Way(target, tunnel.upstream, access, outbound.meter(access))
             lasting, onward = await self._relay(request, way, request.target)
             return lasting and onward
         except BaseException as error:
-            passage.close(access, error)
+            outbound.close(access, error)
             raise
         finally:
-            passage.close(access)
+            outbound.close(access)
 
     def _check_inside(self, target: Target, request: Request) -> None:
         """Raises `Refused` for a request that is not for the target of its tunnel, or not in the clear."""
-        if self._passage.rules.credited(target):
+        if self._outbound.rules.credited(target):
             raise _in_the_clear(target)
         if not request.target.startswith("/") and request.target != "*":
             raise _bad("inside a tunnel, a request names a path only")
@@ -177,22 +177,22 @@ class Plain:
                 )
 
     async def _forward(self, request: Request, access: Access, target: Target, path: str) -> bool:
-        passage = self._passage
+        outbound = self._outbound
         while True:
             reused = self._reusable(target)
             if reused is None:
-                upstream = await passage.open(access, target)
-                way = Way(target, upstream, access, passage.meter(access))
+                upstream = await outbound.open(access, target)
+                way = Way(target, upstream, access, outbound.meter(access))
             else:
-                await passage.again(access, target, reused.access)
-                way = Way(target, reused.upstream, access, passage.meter(access))
+                await outbound.again(access, target, reused.access)
+                way = Way(target, reused.upstream, access, outbound.meter(access))
             self._way = way
             onward = False
             try:
                 lasting, onward = await self._relay(request, way, path)
                 return lasting
             except (OSError, TimeoutError) as error:
-                passage.close(access, error)
+                outbound.close(access, error)
                 if self._begun:
                     raise
                 if reused is None or request.body:
@@ -200,10 +200,10 @@ class Plain:
                 # The server had ended the connection meanwhile, as it may. Nothing was answered: ask once more.
                 access = Access(access.sandbox, access.protocol, method=access.method, path=access.path)
             except BaseException as error:
-                passage.close(access, error)
+                outbound.close(access, error)
                 raise
             finally:
-                passage.close(access)
+                outbound.close(access)
                 if not onward:
                     self._drop()
 
@@ -339,32 +339,32 @@ class Plain:
 
     async def _ask_front(self, request: Request) -> bool:
         """A request that is for the proxy itself: for its package index, if for anything."""
-        passage, bodiless = self._passage, request.method == "HEAD"
-        if passage.front is None or request.target == "/":
+        outbound, bodiless = self._outbound, request.method == "HEAD"
+        if outbound.front is None or request.target == "/":
             self._begun = True
-            await send(self._client, answers.page(passage.refusals, body=not bodiless))
+            await send(self._client, answers.page(outbound.refusals, body=not bodiless))
             return False
         if request.body:
             raise _bad("the package index takes no bodies")
-        access = Access(passage.plan.sandbox, "index", method=request.method, path=request.target.partition("?")[0])
-        packages = passage.packages()
-        access.said = passage.front.decide(request.target, packages)
-        passage.begin(access)
+        access = Access(outbound.plan.sandbox, "index", method=request.method, path=request.target.partition("?")[0])
+        packages = outbound.packages()
+        access.said = outbound.front.decide(request.target, packages)
+        outbound.begin(access)
         try:
             headers = {name.decode().lower(): value.decode("latin-1") for name, value in request.headers}
-            answer = await passage.front.answer(request.method, request.target, headers, packages)
+            answer = await outbound.front.answer(request.method, request.target, headers, packages)
             try:
-                await self._give(request, answer, passage.meter(access))
+                await self._give(request, answer, outbound.meter(access))
             finally:
                 await answer.aclose()
             if answer.refused is not None:
-                passage.close(access, answer.refused)
+                outbound.close(access, answer.refused)
             return request.lasting
         except BaseException as error:
-            passage.close(access, error)
+            outbound.close(access, error)
             raise
         finally:
-            passage.close(access)
+            outbound.close(access)
 
     async def _give(self, request: Request, answer: Answer, meter: Meter) -> None:
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]

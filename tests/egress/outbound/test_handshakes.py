@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.listener.handshakes import (
+from carrel.egress.access import Refused
+from carrel.egress.outbound.handshakes import (
     Failed,
     Unreached,
     Way,
@@ -22,7 +23,6 @@ from carrel.egress.listener.handshakes import (
     read_way,
 )
 from carrel.egress.plan import Upstream
-from carrel.egress.terms import Refused
 from carrel.errors import InvalidRequest
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=40)

@@ -241,7 +241,7 @@ async def test_a_few_bytes_that_could_begin_a_value_do_not_wait_for_more() -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 async def test_a_value_that_comes_slowly_does_not_go_through(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("carrel.egress.http.conversation._QUIET_S", 0.001)
+    monkeypatch.setattr("carrel.egress.http.inspected_relay._QUIET_S", 0.001)
     echoed = f"<{SECRET}>".encode()
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -262,10 +262,10 @@ async def test_a_credential_that_was_taken_away_while_a_person_was_asked_is_not_
         await client.get(url)
 
         def withdraw() -> None:
-            proxy.passage.change(plan(site, []))
+            proxy.outbound.change(plan(site, []))
 
         proxy.on_ask = withdraw
-        proxy.passage.change(plan(site, allowed_domains=None))
+        proxy.outbound.change(plan(site, allowed_domains=None))
         answer = await client.get(url)
         assert (answer.status_code, answer.json()["reason"]) == (503, "the policy has changed meanwhile")
         assert len(site.seen) == 1

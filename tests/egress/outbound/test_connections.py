@@ -10,15 +10,15 @@ import pytest
 from tests.support.ports import in_common
 from tests.support.wayout import CLOSED, OPEN, Names, Person, Records, plan
 
-from carrel.egress.outbound.passage import WAY_OUT_PORT, Passage
+from carrel.egress.access import Access, Address, Refused, Target
+from carrel.egress.outbound.connections import WAY_OUT_PORT, Outbound
 from carrel.egress.outbound.upstreams import dial_directly
 from carrel.egress.plan import Index, Plan, Upstream
-from carrel.egress.terms import Access, Address, Refused, Target
 from carrel.policy.verdict import Verdict
 
 
 class Dialled:
-    """A `terms.Dial` that notes what it was given."""
+    """A `access.Dial` that notes what it was given."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -32,14 +32,14 @@ class Ground:
     def __init__(self, given: Plan, port: int, names: dict[str, Sequence[str]] | None = None):
         self.port = port
         self.records, self.names, self.person, self.dial = Records(), Names(names or {}), Person(), Dialled()
-        self.passage = Passage(given, resolve=self.names, dial=self.dial, ask=self.person, report=self.records)
+        self.outbound = Outbound(given, resolve=self.names, dial=self.dial, ask=self.person, report=self.records)
 
     def access(self) -> Access:
         return Access("s1", "connect")
 
     async def refused(self, target: Target) -> Refused:
         with pytest.raises(Refused) as refused:
-            await self.passage.open(self.access(), target)
+            await self.outbound.open(self.access(), target)
         last = self.records.closed_[-1]
         assert self.records.opened_[-1] is last
         assert last.result == refused.value.code
@@ -57,18 +57,18 @@ async def test_open_decides_looks_up_once_checks_and_dials_what_was_checked() ->
     async with listening() as port:
         ground = Ground(plan([f"a.test:{port}", OPEN]), port, {"a.test": [OPEN]})
         access = ground.access()
-        with await ground.passage.open(access, Target("a.test", port)) as made:
+        with await ground.outbound.open(access, Target("a.test", port)) as made:
             assert made.getpeername() == (OPEN, port)
-            assert ground.passage.budget.open == 1
+            assert ground.outbound.budget.open == 1
             assert [each.said.verdict for each in ground.records.opened_] == ["allow"]
             assert ground.records.closed_ == []
-        ground.passage.close(access)
-        ground.passage.close(access)
+        ground.outbound.close(access)
+        ground.outbound.close(access)
         assert ground.names.asked == ["a.test"]
         assert ground.dial.calls == [[OPEN]]
         assert ground.records.closed_ == [access]
         assert (access.result, access.address) == ("ok", OPEN)
-        assert ground.passage.budget.open == 0
+        assert ground.outbound.budget.open == 0
 
 
 async def test_a_denied_name_is_not_even_looked_up() -> None:
@@ -92,8 +92,8 @@ async def test_a_name_that_changes_is_caught_at_every_look_up() -> None:
     async with listening() as port:
         ground = Ground(plan([f"a.test:{port}", OPEN]), port, {"a.test": [OPEN]})
         access = ground.access()
-        (await ground.passage.open(access, Target("a.test", port))).close()
-        ground.passage.close(access)
+        (await ground.outbound.open(access, Target("a.test", port))).close()
+        ground.outbound.close(access)
         for address in (CLOSED, "169.254.169.254", "::ffff:127.0.0.3", "10.0.0.1"):
             ground.names.table["a.test"] = [address]
             await ground.refused(Target("a.test", port))
@@ -114,8 +114,8 @@ async def test_what_nobody_decided_is_asked() -> None:
         assert ground.names.asked == []
         ground.person.says = Verdict("allow", "a person said yes", approval="a2")
         access = ground.access()
-        (await ground.passage.open(access, Target("new.test", port))).close()
-        ground.passage.close(access)
+        (await ground.outbound.open(access, Target("new.test", port))).close()
+        ground.outbound.close(access)
         assert access.said.approval == "a2"
         assert len(ground.person.asked) == 2
 
@@ -123,7 +123,7 @@ async def test_what_nobody_decided_is_asked() -> None:
 async def test_a_policy_that_changes_while_a_person_is_asked_holds() -> None:
     ground = Ground(plan([OPEN], web={"allowed_ports": [80]}), 80, {"new.test": [OPEN]})
     ground.person.says = Verdict("allow", "yes")
-    ground.person.before = lambda: ground.passage.change(plan([OPEN], ["new.test"]))
+    ground.person.before = lambda: ground.outbound.change(plan([OPEN], ["new.test"]))
     await ground.refused(Target("new.test", 80))
     assert ground.dial.calls == []
 
@@ -132,7 +132,7 @@ async def test_so_it_does_where_an_upstream_proxy_looks_names_up() -> None:
     proxies = (Upstream("up", "http://127.0.0.2:3128", remote_names=True),)
     ground = Ground(plan([OPEN], web={"allowed_ports": [80]}, upstreams=proxies), 80)
     ground.person.says = Verdict("allow", "yes")
-    ground.person.before = lambda: ground.passage.change(plan([OPEN], ["new.test"], upstreams=proxies))
+    ground.person.before = lambda: ground.outbound.change(plan([OPEN], ["new.test"], upstreams=proxies))
     await ground.refused(Target("new.test", 80))
     assert ground.dial.calls == []
 
@@ -143,15 +143,15 @@ async def test_so_it_does_for_one_more_request_over_the_same_connection() -> Non
         ground = Ground(asks, port, {"new.test": [OPEN]})
         ground.person.says = Verdict("allow", "yes")
         first, target = ground.access(), Target("new.test", port)
-        (await ground.passage.open(first, target)).close()
-        ground.passage.close(first)
+        (await ground.outbound.open(first, target)).close()
+        ground.outbound.close(first)
         for now in (plan([OPEN], ["new.test"]), plan(web={"allowed_ports": [port]})):
-            ground.passage.change(asks)
-            ground.person.before = lambda now=now: ground.passage.change(now)  # type: ignore[misc]
+            ground.outbound.change(asks)
+            ground.person.before = lambda now=now: ground.outbound.change(now)  # type: ignore[misc]
             with pytest.raises(Refused) as refused:
-                await ground.passage.again(ground.access(), target, first)
+                await ground.outbound.again(ground.access(), target, first)
             assert refused.value.code == "denied_by_policy"
-            assert ground.passage.budget.open == 0
+            assert ground.outbound.budget.open == 0
 
 
 async def test_so_it_does_when_its_host_gets_a_credential() -> None:
@@ -160,7 +160,7 @@ async def test_so_it_does_when_its_host_gets_a_credential() -> None:
     ground = Ground(plan([OPEN], web=web), 80, {"new.test": [OPEN]})
     ground.person.says = Verdict("allow", "yes")
     credited = {**web, "credentials": [{"host": "new.test", "secret": "KEY"}]}
-    ground.person.before = lambda: ground.passage.change(plan([OPEN], web=credited))
+    ground.person.before = lambda: ground.outbound.change(plan([OPEN], web=credited))
     await ground.refused(Target("new.test", 80))
     assert ground.dial.calls == []
 
@@ -171,11 +171,11 @@ async def test_a_target_that_does_not_answer_is_reported_with_its_end() -> None:
     ground = Ground(plan([f"{OPEN}:{port}"]), port)
     access = ground.access()
     with pytest.raises(Refused) as refused:
-        await ground.passage.open(access, Target(OPEN, port, ip_address(OPEN)))
+        await ground.outbound.open(access, Target(OPEN, port, ip_address(OPEN)))
     assert refused.value.status == 502
     assert ground.records.opened_ == ground.records.closed_ == [access]
     assert (access.said.verdict, access.result) == ("allow", "unreachable")
-    assert ground.passage.budget.open == 0
+    assert ground.outbound.budget.open == 0
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "0.0.0.0", "::1", "::", "::ffff:127.0.0.1"])
@@ -193,10 +193,10 @@ async def test_what_cannot_be_written_down_does_not_happen() -> None:
         ground.records.full = True
         for target in (Target("a.test", port), Target("b.test", 99)):
             with pytest.raises(Refused):
-                await ground.passage.open(ground.access(), target)
+                await ground.outbound.open(ground.access(), target)
         assert ground.dial.calls == []
         assert ground.records.opened_ == ground.records.closed_ == []
-        assert ground.passage.budget.open == 0
+        assert ground.outbound.budget.open == 0
 
 
 async def test_limits_refuse_and_are_reported() -> None:
@@ -204,16 +204,16 @@ async def test_limits_refuse_and_are_reported() -> None:
         given = plan([f"{OPEN}:{port}", f"a.test:{port}"], web={"max_connections": 1})
         ground = Ground(given, port, {"a.test": [OPEN]})
         access = ground.access()
-        made = await ground.passage.open(access, Target("a.test", port))
+        made = await ground.outbound.open(access, Target("a.test", port))
         with pytest.raises(Refused) as refused:
-            await ground.passage.open(ground.access(), Target("a.test", port))
+            await ground.outbound.open(ground.access(), Target("a.test", port))
         assert (refused.value.status, refused.value.code) == (429, "limit_exceeded")
         assert ground.records.closed_[-1].result == "limit_exceeded"
         made.close()
-        ground.passage.close(access)
+        ground.outbound.close(access)
         again = ground.access()
-        (await ground.passage.open(again, Target("a.test", port))).close()
-        ground.passage.close(again)
+        (await ground.outbound.open(again, Target("a.test", port))).close()
+        ground.outbound.close(again)
 
 
 async def test_a_new_policy_cuts_what_it_denies_and_nothing_else() -> None:
@@ -227,20 +227,20 @@ async def test_a_new_policy_cuts_what_it_denies_and_nothing_else() -> None:
         accesses = [ground.access() for _ in names]
 
         async def hold(access: Access, name: str) -> None:
-            with await ground.passage.open(access, Target(name, port)):
+            with await ground.outbound.open(access, Target(name, port)):
                 try:
                     await asyncio.Event().wait()
                 except asyncio.CancelledError as error:
-                    ground.passage.close(access, error)
+                    ground.outbound.close(access, error)
                     raise
 
         tasks = [asyncio.ensure_future(hold(*each)) for each in zip(accesses, names, strict=True)]
         async with asyncio.timeout(20):
-            while ground.passage.budget.open < 3:
+            while ground.outbound.budget.open < 3:
                 await asyncio.sleep(0)
             while any(each.address is None for each in accesses):
                 await asyncio.sleep(0)
-        ground.passage.change(plan(rules, ["a.test", "127.0.0.4"]))
+        ground.outbound.change(plan(rules, ["a.test", "127.0.0.4"]))
         await asyncio.wait([tasks[0], tasks[2]], timeout=20)
         assert [task.done() for task in tasks] == [True, False, True]
         assert [each.result for each in accesses] == ["denied_by_policy", "ok", "denied_by_policy"]
@@ -254,14 +254,14 @@ async def test_one_more_request_over_the_same_connection() -> None:
     async with listening() as port:
         ground = Ground(plan([f"a.test:{port}", OPEN]), port, {"a.test": [OPEN]})
         first, second = ground.access(), ground.access()
-        made = await ground.passage.open(first, Target("a.test", port))
-        ground.passage.close(first)
-        await ground.passage.again(second, Target("a.test", port), first)
+        made = await ground.outbound.open(first, Target("a.test", port))
+        ground.outbound.close(first)
+        await ground.outbound.again(second, Target("a.test", port), first)
         assert second.address == OPEN
-        ground.passage.close(second)
-        ground.passage.change(plan(deny=["a.test"]))
+        ground.outbound.close(second)
+        ground.outbound.change(plan(deny=["a.test"]))
         with pytest.raises(Refused):
-            await ground.passage.again(ground.access(), Target("a.test", port), first)
+            await ground.outbound.again(ground.access(), Target("a.test", port), first)
         made.close()
         assert ground.names.asked == ["a.test"]
         assert len(ground.records.closed_) == 3
@@ -276,20 +276,20 @@ async def test_cancelled_while_somebody_is_asked() -> None:
         await asyncio.Event().wait()
         return said
 
-    ground.passage._ask = ask
+    ground.outbound._ask = ask
     access = ground.access()
-    task = asyncio.ensure_future(ground.passage.open(access, Target("new.test", 80)))
+    task = asyncio.ensure_future(ground.outbound.open(access, Target("new.test", 80)))
     await asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (access.result, ground.passage.budget.open) == ("cancelled", 0)
+    assert (access.result, ground.outbound.budget.open) == ("cancelled", 0)
     assert ground.records.closed_ == [access]
 
 
 async def test_packages_are_those_of_the_policy_or_of_the_host() -> None:
     own = Index("host", "https://index.test/simple/")
     ground = Ground(plan(indexes=(own,)), 80)
-    packages = ground.passage.packages()
+    packages = ground.outbound.packages()
     assert packages.indexes == (own,)
-    assert packages.budget is ground.passage.packages().budget
+    assert packages.budget is ground.outbound.packages().budget

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.http.heads import (
+from carrel.egress.access import Refused
+from carrel.egress.http.messages import (
     METHODS,
     MOST,
     Chunks,
@@ -16,7 +17,6 @@ from carrel.egress.http.heads import (
     write_request,
     write_response,
 )
-from carrel.egress.terms import Refused
 
 GOOD = b"GET http://a.test/x HTTP/1.1\r\nHost: a.test\r\n\r\n"
 
