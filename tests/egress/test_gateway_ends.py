@@ -80,7 +80,7 @@ async def test_a_download_ends_at_its_limit() -> None:
             assert got <= 3 << 20
             writer.close()
             [access] = await out.records.settled(1)
-            assert (access.result, access.said.verdict) == ("limit_exceeded", "deny")
+            assert (access.result, access.verdict.verdict) == ("limit_exceeded", "deny")
             answer = await out.say(f"CONNECT a.test:{port} HTTP/1.1\r\n\r\n".encode())
             assert answer.startswith(b"HTTP/1.1 429 ")
 
@@ -145,7 +145,7 @@ async def test_a_person_decides_while_the_client_waits() -> None:
             person.says = Verdict("allow", "yes", approval="a7")
             code, said = await curl("-x", out.url, f"http://new.test:{port}/")
             assert (code, said) == (0, f"you are at new.test:{port}")
-            assert (await out.records.settled(2))[1].said.approval == "a7"
+            assert (await out.records.settled(2))[1].verdict.approval == "a7"
 
 
 @loops.each

@@ -52,7 +52,7 @@ async def test_the_server_gets_the_value_and_the_sandbox_does_not() -> None:
     tunnel, access = proxy.report.accesses
     assert (tunnel.protocol, tunnel.inspected) == ("connect", True)
     assert (access.method, access.path, access.inspected, access.credential) == ("POST", "/v1/things", True, "API_KEY")
-    assert (access.said.verdict, access.address, access.result) == ("allow", "127.0.0.2", "ok")
+    assert (access.verdict.verdict, access.address, access.result) == ("allow", "127.0.0.2", "ok")
     assert access.sent > 4
     assert access.received > len(answer.content)
 

@@ -29,7 +29,7 @@ async def test_inside_a_tunnel_requests_count_and_a_person_is_asked_once() -> No
             assert [each.path for each in done if each.protocol == "http" and each.result == "ok"] == ["/1", "/2", "/3"]
             [tunnel] = [each for each in done if each.protocol == "connect"]
             assert (tunnel.method, tunnel.path) == ("GET", "/0"), "what it was opened for"
-            assert {each.said.approval for each in done[:3]} == {"a1"}
+            assert {each.verdict.approval for each in done[:3]} == {"a1"}
             assert len(person.asked) == 1
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
 from typing import Literal, Protocol
 
@@ -31,46 +31,43 @@ class Target:
 
 
 class Refused(Exception):
-    """A connection or a request that does not happen. Carries what the sandbox is told."""
+    """A connection or a request that does not happen. Carries the verdict that the sandbox is told."""
 
     def __init__(
         self,
-        reason: str,
+        verdict: Verdict | str,
         *,
         code: str = "denied_by_policy",
         status: int = 403,
-        rule: str | None = None,
-        source: str | None = None,
         hint: str | None = None,
-        approval: str | None = None,
         retry: bool = False,
     ):
-        super().__init__(reason)
-        self.reason = reason
+        """`verdict`: of a rule or a person; or only the reason of the refusal, with a `hint`."""
+        if isinstance(verdict, str):
+            verdict = Verdict("deny", verdict, hint=hint)
+        self.verdict = replace(verdict, verdict="deny")
+        super().__init__(self.verdict.reason)
         self.code = code
         self.status = status
-        self.rule = rule
-        self.source = source
-        self.hint = hint
-        self.approval = approval
         self.retry = retry
 
-    @classmethod
-    def by(cls, said: Verdict) -> Refused:
-        """The refusal of what was denied, or asked for in vain."""
-        return cls(said.reason, rule=said.rule, source=said.source, hint=said.hint, approval=said.approval)
+    @property
+    def reason(self) -> str:
+        """Why it is refused."""
+        return self.verdict.reason
 
     def shown(self) -> dict[str, object]:
         """The refusal as every part of carrel shows one."""
+        verdict = self.verdict
         return {
             "code": self.code,
             "operation": "network",
-            "rule": self.rule,
-            "source": self.source,
-            "reason": self.reason,
+            "rule": verdict.rule,
+            "source": verdict.source,
+            "reason": verdict.reason,
             "retry": self.retry,
-            "approval": self.approval,
-            "hint": self.hint,
+            "approval": verdict.approval,
+            "hint": verdict.hint,
         }
 
 
@@ -84,7 +81,7 @@ class Access:
     method: str | None = None
     path: str | None = None
     """Only of plain and inspected requests; without the query, which may hold secrets."""
-    said: Verdict = DENIED
+    verdict: Verdict = DENIED
     address: str | None = None
     upstream: str | None = None
     inspected: bool = False
@@ -98,37 +95,26 @@ class Access:
     began: float = field(default_factory=time.time)
     ended: float | None = None
     number: int = 0
-    """Set by who reports it, so that the end finds its beginning."""
+    """Set by the reporter, so that the end of an access is matched with its beginning."""
 
 
 class Report(Protocol):
-    """Where accesses are told. Neither call waits. `opened` raises `Refused` when it cannot be written down."""
+    """Takes accesses for the log. Neither call waits. `opened` raises `Refused` when it cannot be written down."""
 
     def opened(self, access: Access) -> None:
-        """It was decided: once for every access, also for one that is refused."""
+        """An access was decided. Called once for every access, also for a refused one."""
 
     def closed(self, access: Access) -> None:
-        """It ended; once for every access that was opened."""
+        """An access ended. Called once for every access that was opened."""
 
 
-class Ask(Protocol):
-    """Asks a person, by way of the control plane, and waits as long as that is worth it."""
-
-    async def __call__(self, sandbox: str, target: Target, said: Verdict) -> Verdict:
-        """What the person said. Never raises: what cannot be asked is denied."""
-
-
-class Dial(Protocol):
-    """Makes connections to the outside, directly or through an upstream proxy."""
-
-    async def __call__(self, target: Target, addresses: Sequence[Address], access: Access) -> socket.socket:
-        """A connected non-blocking socket on which the target answers. `addresses` have been checked, the best first.
-        Sets `access.address` and `access.upstream`. Raises `Refused` with status 502 or 504.
-        """
-
-
-class Resolve(Protocol):
-    """Looks names up."""
-
-    async def __call__(self, name: str) -> Sequence[Address]:
-        """The addresses of a name. Raises `Refused` with status 502 when there are none."""
+Ask = Callable[[str, Target, Verdict], Awaitable[Verdict]]
+"""Asks the control plane about a target of a sandbox, given the verdict of its rules, and waits for the verdict of
+admission. Never raises: what cannot be asked is denied.
+"""
+Dial = Callable[[Target, Sequence[Address], Access], Awaitable[socket.socket]]
+"""Connects to a target at addresses that have been checked, the best first, directly or through an upstream proxy. Sets
+`access.address` and `access.upstream`, returns a non-blocking socket. Raises `Refused` with status 502 or 504.
+"""
+Resolve = Callable[[str], Awaitable[Sequence[Address]]]
+"""Looks a name up. Raises `Refused` with status 502 when it has no address."""

@@ -76,7 +76,7 @@ class Egress:
     def meet(self, connection: socket.socket) -> None:
         """A control plane has come; the one before is gone, or will be."""
         before, self._channel = self._channel, None
-        self._channel = channel = Channel(connection, self._told, lambda: self._left(channel))
+        self._channel = channel = Channel(connection, self._receive, lambda: self._left(channel))
         if before is not None:
             before.close()
             self._leave_unanswered()
@@ -103,7 +103,7 @@ class Egress:
             if not question.done():
                 question.set_result(_nobody())
 
-    def _told(self, message: Message, fds: list[int]) -> None:
+    def _receive(self, message: Message, fds: list[int]) -> None:
         act: dict[object, Callable[[Message, list[int]], object]] = {
             "attach": self._attach,
             "change": self._change,
@@ -190,7 +190,7 @@ class Egress:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, sandbox: str, target: Target, said: Verdict) -> Verdict:
+    async def _ask(self, sandbox: str, target: Target, asks: Verdict) -> Verdict:
         if self._channel is None:
             return _nobody()
         # Nobody has used it before: what a person says to one process must not be taken for an answer by the next.
@@ -205,7 +205,7 @@ class Egress:
                     "sandbox": sandbox,
                     "host": target.host,
                     "port": target.port,
-                    "reason": said.reason[:500],
+                    "reason": asks.reason[:500],
                 }
             )
             return await question

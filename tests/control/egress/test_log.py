@@ -16,7 +16,7 @@ from carrel.policy.verdict import Verdict
 
 def access(number: int, host: str = "a.example", **more: Any) -> Access:
     said = Verdict("allow", "it is allowed", "network(outbound:a.example)", "settings.json")
-    return Access("sbx-1", "connect", Target(host, 443), said=said, number=number, began=100.0, **more)
+    return Access("sbx-1", "connect", Target(host, 443), verdict=said, number=number, began=100.0, **more)
 
 
 async def plain(_context: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
@@ -120,7 +120,7 @@ async def test_a_refusal_is_one_record_with_its_reason(plane: ControlPlane) -> N
     log = AccessLog(plane.audit, plane.metrics, plain, lambda _: None)
     log.start()
     refused = access(1, ended=101.0, result="denied_by_policy")
-    refused.said = Verdict("deny", "no", "r", "s", None, "apr-1")
+    refused.verdict = Verdict("deny", "no", "r", "s", None, "apr-1")
     log.take(1, [item_of(refused)], lambda _: None)
     await log.close()
     await plane.audit.flush()
@@ -134,7 +134,7 @@ async def test_why_something_was_refused_is_told_without_secrets(plane: ControlP
     log.start()
     host = "correct-horse-battery.example"
     refused = access(1, host, ended=101.0, result="denied_by_policy")
-    refused.said = Verdict("deny", f"{host} is not among the domains of this agent")
+    refused.verdict = Verdict("deny", f"{host} is not among the domains of this agent")
     log.take(1, [item_of(refused)], lambda _: "c")
     await log.close()
     why = "[secret:KEY].example is not among the domains of this agent"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from carrel.egress.access import Refused
 from carrel.egress.http import answers
+from carrel.policy.verdict import Verdict
 
 
 def parsed(data: bytes, method: str = "GET") -> tuple[h11.Response, bytes]:
@@ -26,7 +27,7 @@ def parsed(data: bytes, method: str = "GET") -> tuple[h11.Response, bytes]:
 
 @given(st.text(max_size=400), st.sampled_from([400, 403, 421, 429, 431, 500, 502, 503, 504]))
 def test_a_refusal_says_why_whatever_the_policy_says(reason: str, status: int) -> None:
-    refused = Refused(reason, status=status, rule="network(outbound:x)", hint="ask")
+    refused = Refused(Verdict("deny", reason, "network(outbound:x)", hint="ask"), status=status)
     response, body = parsed(answers.refusal(refused))
     assert response.status_code == status
     assert json.loads(body).items() >= refused.shown().items()
@@ -44,7 +45,8 @@ def test_readable_reasons_are_in_the_first_line() -> None:
 
 
 def test_what_to_do_reaches_what_tools_print() -> None:
-    refused = Refused("a.example:443 waits for approval a1", hint="carrel approve a1, then try again", approval="a1")
+    words = "a.example:443 waits for approval a1"
+    refused = Refused(Verdict("deny", words, hint="carrel approve a1, then try again", approval="a1"))
     words = "a.example:443 waits for approval a1: carrel approve a1, then try again"
     answer = answers.refusal(refused)
     assert answer.startswith(f"HTTP/1.1 403 Forbidden ({words})\r\n".encode()), "what pip, wget, npm and apt show"

@@ -61,7 +61,7 @@ async def test_what_does_not_reach_the_server(request_: bytes, status: int) -> N
             assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
         (access,) = proxy.report.requests
         assert access.result != "ok"
-        assert access.said.verdict == "deny"
+        assert access.verdict.verdict == "deny"
     assert not site.seen
 
 

@@ -140,12 +140,12 @@ async def test_a_person_is_asked_once_for_a_tunnel() -> None:
         for _ in range(3):
             assert (await client.get(url)).status_code == 200
         assert len(proxy.asked) == 1
-        assert [each.said.approval for each in proxy.report.requests] == [None, *["apr-1"] * 3]
+        assert [each.verdict.approval for each in proxy.report.requests] == [None, *["apr-1"] * 3]
     async with running(Site()) as site, way_out(plan(site, allowed_domains=None)) as proxy, proxy.client() as client:
         for _ in range(3):
             assert (await client.get(f"https://api.test:{site.port}/")).status_code == 200
         assert len(proxy.asked) == 1
-        assert {each.said.approval for each in proxy.report.accesses} == {"apr-1"}
+        assert {each.verdict.approval for each in proxy.report.accesses} == {"apr-1"}
 
 
 async def test_an_address_can_be_inspected() -> None:

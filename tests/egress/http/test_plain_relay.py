@@ -117,7 +117,7 @@ async def test_a_connection_is_kept_for_the_same_host_and_each_request_is_decide
         assert (await client.get(f"http://bad.test:{made.port}/")).status_code == 403
         assert (await client.head(f"http://a.test:{made.port}/")).status_code == 200
         done = await out.records.settled(6)
-        assert [each.said.verdict for each in done] == ["allow"] * 4 + ["deny", "allow"]
+        assert [each.verdict.verdict for each in done] == ["allow"] * 4 + ["deny", "allow"]
         out.outbound.change(plan(deny=["a.test"]))
         assert (await client.get(f"http://a.test:{made.port}/")).status_code == 403
 
@@ -250,7 +250,7 @@ async def test_odd_requests_reach_nobody(request_: str) -> None:
         assert answer.count(b"HTTP/1.1 ") == 1
         assert made.raw == b""
         [access] = await out.records.settled(1)
-        assert access.said.verdict == "deny"
+        assert access.verdict.verdict == "deny"
 
 
 @loops.the_fast_one
@@ -305,7 +305,7 @@ async def test_inside_a_tunnel_every_request_is_for_its_host() -> None:
         assert made.connections == 1
         assert [event_path(request) for request, _ in made.requests] == ["/ok"] * 3
         *inside, tunnel = await out.records.settled(3)
-        assert (tunnel.protocol, tunnel.path, tunnel.said.verdict) == ("connect", "/ok", "deny")
+        assert (tunnel.protocol, tunnel.path, tunnel.verdict.verdict) == ("connect", "/ok", "deny")
         assert [(each.protocol, each.method, each.path, each.address) for each in inside] == [
             ("http", "GET", "/ok", OPEN)
         ] * 2

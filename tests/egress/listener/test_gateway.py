@@ -82,7 +82,7 @@ async def test_refusals_are_readable() -> None:
         _, said = await curl("-x", f"socks5h://127.0.0.1:{out.port}", "http://a.test/")
         assert "SOCKS5" in said
         done = await out.records.settled(4)
-        assert {(each.said.verdict, each.result) for each in done} == {("deny", "denied_by_policy")}
+        assert {(each.verdict.verdict, each.result) for each in done} == {("deny", "denied_by_policy")}
 
 
 @loops.the_fast_one
@@ -129,7 +129,7 @@ async def test_a_tunnel_says_inside_whom_it_is_for(first: bytes, passes: bool) -
                 assert answer[:6] == b"\x15\x03\x03\x00\x02\x02"
             [access] = await out.records.settled(1)
             assert access.result in ("denied_by_policy", "bad_request")
-            assert access.said.verdict == "deny" or access.result == "bad_request"
+            assert access.verdict.verdict == "deny" or access.result == "bad_request"
         writer.close()
 
 
@@ -190,7 +190,7 @@ async def test_who_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
         reader, writer = await out.tunnel(f"a.test:{port}")
         await reader.read()
         [access] = await out.records.settled(1)
-        assert "says nothing" in access.said.reason
+        assert "says nothing" in access.verdict.reason
         writer.close()
 
 
@@ -230,7 +230,7 @@ async def test_odd_connects_reach_nobody(head: str) -> None:
         assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5")), answer
         assert echo.connections == 0
         [access] = await out.records.settled(1)
-        assert access.said.verdict == "deny"
+        assert access.verdict.verdict == "deny"
 
 
 @loops.the_fast_one
@@ -275,7 +275,7 @@ async def test_socks_refuses_with_the_right_number(order: bytes, code: int) -> N
         assert answer[:2] == b"\x05\x00"
         assert answer[2:4] == bytes((5, code))
         [access] = await out.records.settled(1)
-        assert (access.protocol, access.said.verdict) == ("socks5", "deny")
+        assert (access.protocol, access.verdict.verdict) == ("socks5", "deny")
 
 
 @loops.the_fast_one

@@ -24,7 +24,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 def access(host: str = "a.example") -> Access:
-    return Access("s", "connect", Target(host, 443), said=Verdict("allow", "it is allowed", "r", "sources.json"))
+    return Access("s", "connect", Target(host, 443), verdict=Verdict("allow", "it is allowed", "r", "sources.json"))
 
 
 class Taken:
@@ -175,6 +175,6 @@ async def test_a_listener_that_fails_is_not_told_more(journal: Journal) -> None:
 def test_a_batch_of_the_longest_items_fits_into_a_message(one: str, two: str) -> None:
     given = access(one)
     given.method, given.path, given.result = two, one * 10, two * 10
-    given.said = Verdict("deny", one * 10, two * 10, one * 10, two)
+    given.verdict = Verdict("deny", one * 10, two * 10, one * 10, two)
     message = json.dumps({"op": "log", "upto": 1, "items": [item_of(given)] * BATCH}).encode()
     assert len(message) < MAX_MESSAGE

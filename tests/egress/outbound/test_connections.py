@@ -60,7 +60,7 @@ async def test_open_decides_looks_up_once_checks_and_dials_what_was_checked() ->
         with await ground.outbound.open(access, Target("a.test", port)) as made:
             assert made.getpeername() == (OPEN, port)
             assert ground.outbound.budget.open == 1
-            assert [each.said.verdict for each in ground.records.opened_] == ["allow"]
+            assert [each.verdict.verdict for each in ground.records.opened_] == ["allow"]
             assert ground.records.closed_ == []
         ground.outbound.close(access)
         ground.outbound.close(access)
@@ -75,7 +75,7 @@ async def test_a_denied_name_is_not_even_looked_up() -> None:
     ground = Ground(plan(deny=["a.test"]), 80, {"a.test": [OPEN]})
     refusal = await ground.refused(Target("a.test", 80))
     assert (refusal.code, refusal.status) == ("denied_by_policy", 403)
-    assert refusal.rule is not None
+    assert refusal.verdict.rule is not None
     assert ground.names.asked == []
     assert ground.dial.calls == []
 
@@ -110,13 +110,13 @@ async def test_what_nobody_decided_is_asked() -> None:
     async with listening() as port:
         ground = Ground(plan([OPEN], web={"allowed_ports": [port]}), port, {"new.test": [OPEN]})
         refusal = await ground.refused(Target("new.test", port))
-        assert (refusal.reason, refusal.approval) == ("a person said no", "a1")
+        assert (refusal.reason, refusal.verdict.approval) == ("a person said no", "a1")
         assert ground.names.asked == []
         ground.person.says = Verdict("allow", "a person said yes", approval="a2")
         access = ground.access()
         (await ground.outbound.open(access, Target("new.test", port))).close()
         ground.outbound.close(access)
-        assert access.said.approval == "a2"
+        assert access.verdict.approval == "a2"
         assert len(ground.person.asked) == 2
 
 
@@ -174,7 +174,7 @@ async def test_a_target_that_does_not_answer_is_reported_with_its_end() -> None:
         await ground.outbound.open(access, Target(OPEN, port, ip_address(OPEN)))
     assert refused.value.status == 502
     assert ground.records.opened_ == ground.records.closed_ == [access]
-    assert (access.said.verdict, access.result) == ("allow", "unreachable")
+    assert (access.verdict.verdict, access.result) == ("allow", "unreachable")
     assert ground.outbound.budget.open == 0
 
 

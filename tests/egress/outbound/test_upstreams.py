@@ -130,7 +130,7 @@ async def test_what_squid_refuses_is_told_and_not_tried_elsewhere(squid: Squid, 
         dial = Upstreams([through(squid, password="wrong-one"), second], health)
         with pytest.raises(Refused, match="'office' refused the connection: 407") as raised:
             await dial(target("a.test", origin.port), [HERE], access())
-        assert "credentials" in str(raised.value.hint)
+        assert "credentials" in str(raised.value.verdict.hint)
         assert "wrong-one" not in repr(raised.value.shown())
     assert not other.asked
     assert not origin.visits

@@ -169,7 +169,7 @@ class EgressClient:
 
     def _open(self, connection: socket.socket) -> None:
         holder: list[Channel] = []
-        self._channel = Channel(connection, self._said, lambda: self._gone(holder))
+        self._channel = Channel(connection, self._receive, lambda: self._gone(holder))
         holder.append(self._channel)
 
     def _gone(self, channel: list[Channel]) -> None:
@@ -181,7 +181,7 @@ class EgressClient:
                 future.set_result({"op": "failed", "error": "it is gone"})
         self._on_down()
 
-    def _said(self, message: Message, fds: list[int]) -> None:
+    def _receive(self, message: Message, fds: list[int]) -> None:
         for each in fds:
             os.close(each)
         if message.get("op") in {"done", "failed"}:

@@ -84,7 +84,7 @@ class Egress(Attachment):
         self._ask_wait_s = ask_wait_s
         self._boxes: dict[str, _Attached] = {}
         self._contexts: OrderedDict[str, str | None] = OrderedDict()
-        self._client = EgressClient(run_dir, arguments, on_message=self._told, on_down=self._down)
+        self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._down)
         self._log = AccessLog(audit, metrics, redact, self._acknowledge)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
@@ -266,7 +266,7 @@ class Egress(Attachment):
 
     # what it says
 
-    def _told(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if message.get("op") == "log":
             self._log.take(int(message["upto"]), message["items"], self._context_of)
         elif message.get("op") == "ask":

@@ -49,7 +49,8 @@ def body_of(refused: Refused) -> bytes:
 
 def words_of(refused: Refused) -> str:
     """A refusal as one sentence, with what to do about it."""
-    return refused.reason if refused.hint is None else f"{refused.reason}: {refused.hint}"
+    hint = refused.verdict.hint
+    return refused.reason if hint is None else f"{refused.reason}: {hint}"
 
 
 def page(refusals: Iterable[str] = (), *, body: bool = True) -> bytes:

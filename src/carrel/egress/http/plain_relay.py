@@ -348,7 +348,7 @@ class PlainRelay:
             raise _bad("the package index takes no bodies")
         access = Access(outbound.plan.sandbox, "index", method=request.method, path=request.target.partition("?")[0])
         packages = outbound.packages()
-        access.said = outbound.front.decide(request.target, packages)
+        access.verdict = outbound.front.decide(request.target, packages)
         outbound.begin(access)
         try:
             headers = {name.decode().lower(): value.decode("latin-1") for name, value in request.headers}

@@ -112,7 +112,7 @@ class Front:
                 try:
                     packages.check_enabled() if project is None else packages.check(project)
                 except Refused as refused:
-                    return Verdict("deny", refused.reason, refused.rule, refused.source, refused.hint)
+                    return refused.verdict
         return Verdict("allow", "the package index decides")
 
     async def answer(self, method: str, target: str, headers: Mapping[str, str], packages: Packages) -> Answer:

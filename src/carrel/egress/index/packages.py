@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from carrel.egress.access import Refused
 from carrel.egress.plan import Index
+from carrel.policy.verdict import Verdict
 
 IDLE_S = 60.0
 """An install is over when no request came for this long."""
@@ -93,17 +94,13 @@ class Packages:
 
 
 def _denied(reason: str, rule: str) -> Refused:
-    return Refused(reason, rule=f"package_managers.pip.{rule}", source="sources.json")
+    return Refused(Verdict("deny", reason, f"package_managers.pip.{rule}", "sources.json"))
 
 
 def _too_much(size: int, taken: int, most: int) -> Refused:
-    return Refused(
-        f"this install has taken {_shown(taken)}; {_shown(size)} more is over the {_shown(most)} it may take",
-        code="limit_exceeded",
-        rule="package_managers.pip.max_install_size_mb",
-        source="sources.json",
-        hint="install fewer or smaller packages",
-    )
+    reason = f"this install has taken {_shown(taken)}; {_shown(size)} more is over the {_shown(most)} it may take"
+    rule, hint = "package_managers.pip.max_install_size_mb", "install fewer or smaller packages"
+    return Refused(Verdict("deny", reason, rule, "sources.json", hint), code="limit_exceeded")
 
 
 def _shown(size: int) -> str:

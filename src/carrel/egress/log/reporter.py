@@ -28,8 +28,8 @@ _MOST_TEXT = 200
 
 def item_of(access: Access) -> Item:
     """An access as it is told."""
-    target, said, method, path = access.target, access.said, access.method, access.path
-    rule, source = said.rule, said.source
+    target, verdict, method, path = access.target, access.verdict, access.method, access.path
+    rule, source = verdict.rule, verdict.source
     return {
         "number": access.number,
         "sandbox": access.sandbox,
@@ -38,11 +38,11 @@ def item_of(access: Access) -> Item:
         "port": None if target is None else target.port,
         "method": method and method[:_MOST_TEXT],
         "path": path and path[:_MOST_TEXT],
-        "verdict": said.verdict,
+        "verdict": verdict.verdict,
         "rule": rule and rule[:_MOST_TEXT],
         "source": source and source[:_MOST_TEXT],
-        "reason": said.reason[:_MOST_TEXT],
-        "approval": said.approval,
+        "reason": verdict.reason[:_MOST_TEXT],
+        "approval": verdict.approval,
         "address": access.address,
         "upstream": access.upstream,
         "inspected": access.inspected,

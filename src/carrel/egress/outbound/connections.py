@@ -1,6 +1,6 @@
-"""What the connections of one sandbox share: its plan, its rules, its budget, and the one way a connection is opened.
+"""The outbound connections of one sandbox: its plan, rules and budget, and the one function that opens a connection.
 
-Nothing is dialled here that was not decided, looked up once, checked address by address, and told to the report.
+Nothing is dialled here that was not decided, looked up once, checked address by address, and reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.policy.rules import addresses
 from carrel.policy.verdict import Verdict
 
-_MOST_REMEMBERED = 4096
+_MOST_VERDICTS = 4096
 _MOST_REFUSALS = 10
 
 
@@ -49,7 +49,7 @@ class _Running:
 
 
 class Outbound:
-    """The way out of one sandbox."""
+    """Decides, opens, counts and cuts the outbound connections of one sandbox."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Outbound:
         self._installs = InstallBudget()
         self._running: dict[int, _Running] = {}
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
-        """The last ones, in words, for whoever asks inside the sandbox."""
-        self._remembered: dict[tuple[str, int, Address | None], Verdict] = {}
+        """The last refusals, as text, for a page that programs in the sandbox can read."""
+        self._verdicts: dict[tuple[str, int, Address | None], Verdict] = {}
 
     async def open(self, access: Access, target: Target) -> socket.socket:
         """A connection to the target, non-blocking and owned by the caller, who calls `close` once it has ended.
@@ -106,9 +106,9 @@ class Outbound:
             raise
 
     async def again(self, access: Access, target: Target, before: Access) -> None:
-        """One more request over a connection that `before` opened to the same target: decided by itself, and reported
-        as `open` does, but nothing is looked up or dialled. It counts as a connection, unless `before` still does.
-        Raises `Refused`.
+        """Admit one more request over a connection that `before` opened to the same target. It is decided by itself and
+        reported as by `open`, but nothing is looked up or dialled. It counts as a connection, unless `before` still
+        does. Raises `Refused`.
         """
         access.target, access.address, access.upstream = target, before.address, before.upstream
         entering, rules = id(before) not in self._running, self.rules
@@ -118,11 +118,11 @@ class Outbound:
             self.refuse(access, refusal)
             raise
         try:
-            await self._consent(access, target, self._said(target))
+            await self._consent(access, target, self._verdict(target))
             if before.address is not None:
-                said = self._said(target, ip_address(before.address))
-                if said.verdict == "deny":
-                    await self._consent(access, target, said)
+                verdict = self._verdict(target, ip_address(before.address))
+                if verdict.denies:
+                    await self._consent(access, target, verdict)
             self._check_change(access, rules)
         except BaseException as error:
             if entering:
@@ -132,18 +132,18 @@ class Outbound:
         self._begin(access, entered=entering)
 
     async def within(self, access: Access, target: Target, tunnel: Access) -> None:
-        """A request inside a tunnel to the target, as `again`. A person who was asked for the tunnel, or for a request
-        in it, is not asked for the next one.
+        """Admit a request inside a tunnel to the target, as `again` does. A person who was asked about the tunnel, or
+        about a request in it, is not asked about the next one.
         """
-        asks = self._said(target).verdict == "ask"
-        if asks and tunnel.said.rule is None:
+        asks = self._verdict(target).asks
+        if asks and tunnel.verdict.rule is None:
             access.target, access.address, access.upstream = target, tunnel.address, tunnel.upstream
-            access.said = tunnel.said
+            access.verdict = tunnel.verdict
             self.begin(access)
             return
         await self.again(access, target, tunnel)
         if asks:
-            tunnel.said = access.said
+            tunnel.verdict = access.verdict
 
     def begin(self, access: Access) -> None:
         """Report an access that somebody else allowed, and that needs no connection of its own. Raises `Refused`."""
@@ -155,19 +155,19 @@ class Outbound:
         self._begin(access, entered=False)
 
     def refuse(self, access: Access, error: BaseException) -> None:
-        """Report an access that does not happen. `open` and `again` do so themselves."""
+        """Report an access that does not happen. `open` and `again` call it themselves."""
         access.result = _code(error)
-        if isinstance(error, Refused) and not (access.said.verdict == "deny" and access.said.reason):
-            access.said = _denied(error)
         if isinstance(error, Refused):
+            if not (access.verdict.denies and access.verdict.reason):
+                access.verdict = error.verdict
             self.refusals.append(f"{access.target or 'a request'}: {answers.words_of(error)}")
         access.ended = time.time()
         unwritten = self.budget.write_refusal()
         if unwritten is None:
             return
         if unwritten:
-            more = f"{access.said.reason} (and {unwritten} more refusals before it)"
-            access.said = replace(access.said, reason=more)
+            more = f"{access.verdict.reason} (and {unwritten} more refusals before it)"
+            access.verdict = replace(access.verdict, reason=more)
         with suppress(Refused):  # what cannot be written down is refused, as this is
             self.report.opened(access)
             self.report.closed(access)
@@ -182,7 +182,7 @@ class Outbound:
         if error is not None and access.result == "ok":
             access.result = _code(error)
             if isinstance(error, Refused) and error.status in (403, 421, 429):
-                access.said = _denied(error)
+                access.verdict = error.verdict
         access.ended = time.time()
         self.report.closed(access)
 
@@ -201,55 +201,55 @@ class Outbound:
         return Packages(indexes, rules.blocked, rules.allowed, rules.max_install_bytes, rules.enabled, self._installs)
 
     def change(self, plan: Plan) -> None:
-        """Another policy holds from now on. What runs and would not be let out by it as it is, is cut."""
+        """Follow another plan from now on, and cut the running accesses that it would not let out."""
         before = self.rules
         self.plan, self.rules = plan, _rules(plan)
-        self._remembered.clear()
+        self._verdicts.clear()
         self.budget.change(self.rules.limits)
         for running in list(self._running.values()):
-            said = self._still(running.access, before)
-            if said.verdict == "deny" and running.task is not None:
+            verdict = self._verdict_now(running.access, before)
+            if verdict.denies and running.task is not None:
                 if running.access.result == "ok":
                     running.access.result = "denied_by_policy"
-                running.access.said = said
+                running.access.verdict = verdict
                 running.task.cancel()
 
-    def _still(self, access: Access, before: Rules) -> Verdict:
-        """What is said now of an access that `before` let out."""
+    def _verdict_now(self, access: Access, before: Rules) -> Verdict:
+        """The verdict of the rules that hold now on an access that was let out under `before`."""
         target = access.target
         if target is None:
-            return access.said
-        said = self._said(target)
-        # What a person allowed goes on without a rule. In a tunnel that is looked into, the next request asks.
+            return access.verdict
+        verdict = self._verdict(target)
+        # An access that a person allowed needs no rule. In an inspected tunnel, the next request asks.
         asks = access.protocol == "http" or not access.inspected
-        if said.verdict == "ask" and access.said.rule is not None and asks:
-            return replace(said, verdict="deny")
-        if said.verdict != "deny" and not access.inspected and _newly_seen(target, before, self.rules):
+        if verdict.asks and access.verdict.rule is not None and asks:
+            return replace(verdict, verdict="deny")
+        if not verdict.denies and not access.inspected and _newly_inspected(target, before, self.rules):
             return Verdict("deny", f"what is said to {target.host} is looked at from now on", hint="connect again")
-        if said.verdict != "deny" and access.address is not None:
-            return self._said(target, ip_address(access.address))
-        return said
+        if not verdict.denies and access.address is not None:
+            return self._verdict(target, ip_address(access.address))
+        return verdict
 
     # deciding
 
-    def _said(self, target: Target, address: Address | None = None) -> Verdict:
-        """What the rules say of a target, or of an address found for it. They say the same until they change."""
+    def _verdict(self, target: Target, address: Address | None = None) -> Verdict:
+        """The verdict of the rules on a target, or on an address found for it. Kept until the rules change."""
         key = (target.host, target.port, address)
-        said = self._remembered.get(key)
-        if said is None:
-            if len(self._remembered) >= _MOST_REMEMBERED:
-                self._remembered.clear()
-            said = self.rules.decide(target) if address is None else self.rules.check_address(target, address)
-            self._remembered[key] = said
-        return said
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            if len(self._verdicts) >= _MOST_VERDICTS:
+                self._verdicts.clear()
+            verdict = self.rules.decide(target) if address is None else self.rules.check_address(target, address)
+            self._verdicts[key] = verdict
+        return verdict
 
     async def _decide(self, access: Access, target: Target) -> Sequence[Address]:
-        """The addresses to dial, every one of them checked. Notes in the access what was said."""
+        """The addresses to dial, each of them checked. Sets the verdict of the access. Raises `Refused`."""
         rules = self.rules
-        said = access.said = self._said(target)
-        if said.verdict != "allow":
-            await self._consent(access, target, said)
-        asked = said.verdict == "ask"
+        verdict = access.verdict = self._verdict(target)
+        if not verdict.allows:
+            await self._consent(access, target, verdict)
+        asked = verdict.asks
         found = (target.literal,) if target.literal is not None else await self._look_up(target)
         if found is None:
             self._check_change(access, rules)
@@ -259,9 +259,9 @@ class Outbound:
         for address in found:
             if target.port == self._own_port:
                 self._check_own(access, target, address)
-            said = self._said(target, address)
-            if said.verdict == "deny" or (said.verdict == "ask" and not asked):
-                await self._consent(access, target, said)
+            verdict = self._verdict(target, address)
+            if verdict.denies or (verdict.asks and not asked):
+                await self._consent(access, target, verdict)
                 asked = True
         self._check_change(access, rules, found)
         return found
@@ -272,32 +272,35 @@ class Outbound:
             return None
         return await self._resolve(target.host)
 
-    async def _consent(self, access: Access, target: Target, said: Verdict) -> None:
-        access.said = said
-        if said.verdict == "ask":
-            access.said = await self._ask(self.plan.sandbox, target, said)
-        if access.said.verdict != "allow":
-            raise Refused.by(access.said)
+    async def _consent(self, access: Access, target: Target, verdict: Verdict) -> None:
+        """Follow a verdict; where it asks, follow the verdict of the control plane. Raises `Refused`."""
+        access.verdict = verdict
+        if verdict.asks:
+            access.verdict = await self._ask(self.plan.sandbox, target, verdict)
+        if not access.verdict.allows:
+            raise Refused(access.verdict)
 
     def _check_change(self, access: Access, before: Rules, found: Sequence[Address] = ()) -> None:
-        """Raises `Refused` for what would not be let out by a policy that came while it was decided by `before`."""
+        """Refuse an access that a newer plan denies: it came while the access was decided by `before`, when it was not
+        yet among the running ones that `change` cuts. Raises `Refused`.
+        """
         if self.rules is before or access.target is None:
             return
         target = access.target
-        for said in (self._still(access, before), *(self._said(target, each) for each in found)):
-            if said.verdict == "deny":
-                access.said = said
-                raise Refused.by(said)
+        for verdict in (self._verdict_now(access, before), *(self._verdict(target, each) for each in found)):
+            if verdict.denies:
+                access.verdict = verdict
+                raise Refused(verdict)
 
     def _check_own(self, access: Access, target: Target, address: Address) -> None:
-        """The proxy is no target of its own: with one request, a sandbox could use up all it has. For the targets with
-        its port.
+        """Refuse the proxy's own address for targets with its port: with one request, a sandbox could use up the whole
+        budget of connections.
         """
         meant = addresses.plain(address)
         if meant.is_loopback or meant.is_unspecified:
             hint = "connect to loopback directly, without the proxy"
-            access.said = Verdict("deny", f"{target} is the proxy itself", hint=hint)
-            raise Refused.by(access.said)
+            access.verdict = Verdict("deny", f"{target} is the proxy itself", hint=hint)
+            raise Refused(access.verdict)
 
     def _begin(self, access: Access, *, entered: bool) -> None:
         try:
@@ -313,15 +316,11 @@ def _rules(plan: Plan) -> Rules:
     return Rules(plan.policy(), indexes=plan.indexes, internet=plan.internet, registries=plan.registries)
 
 
-def _newly_seen(target: Target, before: Rules, now: Rules) -> bool:
-    """Whether what a host sends is to be looked at and was not before: it could send a credential back."""
+def _newly_inspected(target: Target, before: Rules, now: Rules) -> bool:
+    """Whether the answers of a host must be inspected from now on: it could send a credential back."""
     return (now.inspected(target) and not before.inspected(target)) or (
         now.credited(target) and not before.credited(target)
     )
-
-
-def _denied(error: Refused) -> Verdict:
-    return Verdict("deny", error.reason, error.rule, error.source, error.hint, error.approval)
 
 
 def _code(error: BaseException) -> str:
