@@ -51,13 +51,13 @@ async def test_admission_asks_where_the_proxy_asks_even_without_a_policy(plane: 
 
 
 async def test_admission_is_not_milder_than_the_proxy_when_its_own_policy_allows(plane: ControlPlane) -> None:
-    await plane.policies.put("c", ALLOW, "person:ann")
+    await plane.policy_changes.put("c", ALLOW, "person:ann")
     with pytest.raises(ApprovalNeeded):
         await connect(plane)
 
 
 async def test_admission_denies_what_its_own_policy_denies_without_asking(plane: ControlPlane) -> None:
-    await plane.policies.put("c", DENY, "person:ann")
+    await plane.policy_changes.put("c", DENY, "person:ann")
     with pytest.raises(Denied) as refused:
         await connect(plane)
     assert refused.value.extra["rule"] == "network(outbound:a.example)"
@@ -67,7 +67,7 @@ async def test_admission_denies_what_its_own_policy_denies_without_asking(plane:
 async def test_policy_that_denies_while_a_person_is_asked_beats_the_approval(plane: ControlPlane) -> None:
     asking = asyncio.create_task(connect(plane, wait_s=60))
     approval = await waiting(plane)
-    await plane.policies.put("c", DENY, "person:ann")
+    await plane.policy_changes.put("c", DENY, "person:ann")
     await plane.decisions.decide(approval.id, ApprovalDecision(approve=True), PERSON)
     with pytest.raises(Denied) as refused:
         await asking
