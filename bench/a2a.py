@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 from a2a.client import Client, ClientConfig, ClientFactory
-from a2a.types.a2a_pb2 import Message, Part, Role, SendMessageRequest, TaskState
+from a2a.types.a2a_pb2 import Message, Part, Role, SendMessageRequest, StreamResponse, TaskState
 
 from bench import ground
-from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, ratio, rounds
-from carrel.client import AsyncClient, AsyncSandbox
+from bench.measure import BenchFailed, Progress, Report, Table, median, percentile, ratio, rounds, timed_async
+from carrel.client import AsyncClient
 
 ROUNDS = 150
 CONTEXT = "bench-a2a"
@@ -33,7 +31,14 @@ async def run(progress: Progress) -> Report:
         headers = {"authorization": f"Bearer {server.token}"}
         async with httpx.AsyncClient(headers=headers, timeout=60, trust_env=False) as http:
             caller = await ClientFactory(ClientConfig(httpx_client=http, streaming=False)).create_from_url(url)
-            contenders = {"SDK": _sdk(await carrel.sandbox(CONTEXT)), "A2A": _a2a(caller)}
+            box = await carrel.sandbox(CONTEXT)
+            contenders = {
+                "SDK": timed_async(lambda: box.commands.run("true"), lambda result: result.exit_code == 0),
+                "A2A": timed_async(
+                    lambda: _task(caller),
+                    lambda answer: answer.task.status.state == TaskState.TASK_STATE_COMPLETED,
+                ),
+            }
             samples = await rounds(contenders, ROUNDS, warm_up=10, progress=progress)
     table = Table(f"`true` in a running context, {ROUNDS} rounds", ("", "median ms", "p99 ms", "× SDK"))
     for name, taken in samples.items():
@@ -64,34 +69,14 @@ async def _agent(server: ground.Server) -> AsyncIterator[str]:
             raise BenchFailed(f"the agent did not start: {line}")
         yield line.split()[-1]
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.terminate()
+        ground.wait_or_kill(process, 30)
         process.stdout.close()
 
 
-def _sdk(box: AsyncSandbox) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        result = await box.commands.run("true")
-        took = time.perf_counter() - began
-        assert result.exit_code == 0, result
-        return took
-
-    return turn
-
-
-def _a2a(caller: Client) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        part = Part(text="true")
-        message = Message(role=Role.ROLE_USER, message_id=uuid.uuid4().hex, context_id=CONTEXT, parts=[part])
-        [answer] = [each async for each in caller.send_message(SendMessageRequest(message=message))]
-        took = time.perf_counter() - began
-        assert answer.task.status.state == TaskState.TASK_STATE_COMPLETED, answer
-        return took
-
-    return turn
+async def _task(caller: Client) -> StreamResponse:
+    """A task that runs `true`, to its end."""
+    part = Part(text="true")
+    message = Message(role=Role.ROLE_USER, message_id=uuid.uuid4().hex, context_id=CONTEXT, parts=[part])
+    [answer] = [each async for each in caller.send_message(SendMessageRequest(message=message))]
+    return answer

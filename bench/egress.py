@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from bench import ground
 from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, paired_ratio, rounds
 from bench.origin import LARGE_NAME
 from bench.tunnels import Findings, connect_head, open_tunnel, small_request
@@ -187,11 +188,7 @@ def _server(module: str, *arguments: str) -> Iterator[Address]:
     finally:
         process.stdin.close()
         process.stdout.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        ground.wait_or_kill(process, 10)
 
 
 @asynccontextmanager

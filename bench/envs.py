@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from bench import ground
-from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, rounds
-from carrel.client import Client, Sandbox
+from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, rounds, timed
+from carrel.client import Client
 from carrel.models import EnvironmentInfo
 
 ROUNDS = 60
@@ -28,7 +28,10 @@ async def run(progress: Progress) -> Report:
             info = await asyncio.to_thread(first.envs.attach, PACKAGES)
             built = time.perf_counter() - began
             added, downloaded = _second(client, info, server.data)
-            contenders: dict[str, Contender] = {"first time": _new(client), "again": _again(first)}
+            contenders: dict[str, Contender] = {
+                "first time": _new(client),
+                "again": timed(lambda: first.envs.attach(PACKAGES)),
+            }
             samples = await rounds(contenders, ROUNDS, warm_up=2, progress=progress)
     table = Table(
         f"{' '.join(PACKAGES)}, ready, attached through the SDK, {ROUNDS} rounds", ("", "median ms", "p99 ms")
@@ -84,15 +87,5 @@ def _new(client: Client) -> Contender:
             return time.perf_counter() - began
         finally:
             box.terminate(delete_files=True)
-
-    return turn
-
-
-def _again(box: Sandbox) -> Contender:
-    async def turn() -> float:
-        await asyncio.sleep(0)  # lets an interrupt in
-        began = time.perf_counter()
-        box.envs.attach(PACKAGES)
-        return time.perf_counter() - began
 
     return turn

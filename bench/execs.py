@@ -6,12 +6,11 @@ Beside `subprocess.run(["sh", "-c", "true"])`, which is what an agent's framewor
 from __future__ import annotations
 
 import asyncio
-import time
 
 from bench import ground, peers
-from bench.measure import Contender, Progress, Report, Table, median, percentile, ratio, rounds
+from bench.measure import Contender, Progress, Report, Table, median, percentile, ratio, rounds, timed
 from bench.wire import SUCCESS, Wire
-from carrel.client import Client, Sandbox
+from carrel.client import Client
 
 ROUNDS = 1000
 SHELL = ("sh", "-c", "true")
@@ -22,13 +21,15 @@ async def run(progress: Progress) -> Report:
     async with ground.sandboxes() as boxes, ground.server() as server:
         at_socket = Wire(ground.reach(await boxes.start()))
         with Client(server.url, server.token) as client, client.sandbox() as box:
-            at_api = Wire(server.address)
+            at_api, run_true = Wire(server.address), server.run_true(box.id)
             try:
                 contenders: dict[str, Contender] = {
                     "plain subprocess": _plain,
-                    "carrel, supervisor socket": _raw(at_socket, ground.RUN_TRUE),
-                    "carrel, API": _raw(at_api, server.run_true(box.id)),
-                    "carrel, SDK": _sdk(box),
+                    "carrel, supervisor socket": timed(
+                        lambda: at_socket.call(ground.RUN_TRUE), lambda body: SUCCESS in body
+                    ),
+                    "carrel, API": timed(lambda: at_api.call(run_true), lambda body: SUCCESS in body),
+                    "carrel, SDK": timed(lambda: box.commands.run("true"), lambda result: result.exit_code == 0),
                 }
                 samples = await rounds(contenders, ROUNDS, warm_up=30, progress=progress)
             finally:
@@ -58,25 +59,3 @@ async def run(progress: Progress) -> Report:
 async def _plain() -> float:
     await asyncio.sleep(0)  # lets an interrupt in
     return peers.once(SHELL)
-
-
-def _raw(wire: Wire, message: bytes) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        body = wire.call(message)
-        took = time.perf_counter() - began
-        assert SUCCESS in body, body
-        return took
-
-    return turn
-
-
-def _sdk(box: Sandbox) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        result = box.commands.run("true")
-        took = time.perf_counter() - began
-        assert result.exit_code == 0, result
-        return took
-
-    return turn

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.measure import BenchFailed
 from bench.wire import TRUE_BODY, Address, answer_size, body_of, request
@@ -109,7 +110,7 @@ async def sandboxes(*, spares: bool = True) -> AsyncIterator[Sandboxes]:
             finally:
                 await provider.close()
                 if zygote is not None:
-                    _end(zygote)
+                    wait_or_kill(zygote, 10)
 
 
 def _zygote_without_spares(run: Path, workspaces: Path) -> subprocess.Popen[bytes]:
@@ -130,9 +131,10 @@ def _zygote_without_spares(run: Path, workspaces: Path) -> subprocess.Popen[byte
         )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
+    """Wait for the end of a process that was asked to end; kill it when it does not."""
     try:
-        process.wait(10)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -197,8 +199,4 @@ async def server() -> AsyncIterator[Server]:
             raise BenchFailed(f"{error}\n{(place / 'server.log').read_text()[-1000:]}") from error
         finally:
             process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            wait_or_kill(process, 30)

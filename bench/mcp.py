@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +19,18 @@ from mcp import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from bench import ground
-from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, rounds
+from bench.measure import (
+    BenchFailed,
+    Contender,
+    Progress,
+    Report,
+    Table,
+    median,
+    percentile,
+    rounds,
+    timed,
+    timed_async,
+)
 from carrel.client import Client, Sandbox
 
 ROUNDS = 300
@@ -101,7 +111,7 @@ async def _measured(server: ground.Server, box: Sandbox, file: Path, progress: P
         contenders: dict[str, Contender] = {
             "official client, stdio": _official(direct),
             "official client and server, HTTP": _official(plain),
-            "carrel, SDK": _sdk(box),
+            "carrel, SDK": timed(lambda: box.mcp.call("echo", "echo", text="hi"), lambda told: told.text == "hi"),
             "carrel, official client at the URL": _official(outside),
         }
         return await rounds(contenders, ROUNDS, warm_up=20, progress=progress)
@@ -122,22 +132,4 @@ async def _over_http() -> AsyncIterator[str]:
 
 
 def _official(client: McpClient) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        told = await client.call_tool("echo", {"text": "hi"})
-        took = time.perf_counter() - began
-        assert not told.is_error, told
-        return took
-
-    return turn
-
-
-def _sdk(box: Sandbox) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        told = box.mcp.call("echo", "echo", text="hi")
-        took = time.perf_counter() - began
-        assert told.text == "hi", told
-        return took
-
-    return turn
+    return timed_async(lambda: client.call_tool("echo", {"text": "hi"}), lambda told: not told.is_error)

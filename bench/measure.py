@@ -5,15 +5,19 @@ Pure but for that file; knows nothing of sandboxes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 Figures = dict[str, float | int | str]
 """One flat object: what a benchmark found, by the name it is known by outside."""
 
@@ -53,6 +57,33 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 Contender = Callable[[], Awaitable[float]]
 """Does one thing once and tells how much it took (or managed)."""
+
+
+def timed(work: Callable[[], T], right: Callable[[T], bool] = lambda _result: True) -> Contender:
+    """Tells how many seconds a call took; then checks that its result is right."""
+
+    async def turn() -> float:
+        await asyncio.sleep(0)  # lets an interrupt in
+        began = time.perf_counter()
+        result = work()
+        took = time.perf_counter() - began
+        assert right(result), result
+        return took
+
+    return turn
+
+
+def timed_async(work: Callable[[], Awaitable[T]], right: Callable[[T], bool]) -> Contender:
+    """The same for a coroutine function."""
+
+    async def turn() -> float:
+        began = time.perf_counter()
+        result = await work()
+        took = time.perf_counter() - began
+        assert right(result), result
+        return took
+
+    return turn
 
 
 async def rounds(

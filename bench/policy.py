@@ -6,10 +6,7 @@ stand beside; the figures are milliseconds.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
-from bench.measure import Contender, Progress, Report, Table, median, percentile, rounds
+from bench.measure import Contender, Progress, Report, Table, median, percentile, rounds, timed
 from carrel.policy.documents.settings import Permissions, Settings
 from carrel.policy.rules.decide import decide_shell
 from carrel.policy.rules.layers import Layer, Policy
@@ -24,10 +21,10 @@ async def run(progress: Progress) -> Report:
     """Measure."""
     typical, many = _policy(60), _policy(10_000)
     contenders: dict[str, Contender] = {
-        "60 rules": _timed(lambda: decide_shell(typical, TEXT)),
-        "10,000 rules": _timed(lambda: decide_shell(many, TEXT)),
-        "10,000 rules, 20 loops": _timed(lambda: decide_shell(many, LONG)),
-        "reading alone": _timed(lambda: find(TEXT, cwd="/workspace")),
+        "60 rules": timed(lambda: decide_shell(typical, TEXT)),
+        "10,000 rules": timed(lambda: decide_shell(many, TEXT)),
+        "10,000 rules, 20 loops": timed(lambda: decide_shell(many, LONG)),
+        "reading alone": timed(lambda: find(TEXT, cwd="/workspace")),
     }
     samples = await rounds(contenders, ROUNDS, warm_up=10, progress=progress)
     table = Table(f"one decision, {ROUNDS} rounds", ("", "median ms", "p99 ms"))
@@ -58,12 +55,3 @@ def _policy(count: int) -> Policy:
     deny += [shapes[number % 5].format(number) for number in range(count - len(allow) - len(deny))]
     settings = Settings(permissions=Permissions(allow=tuple(allow), deny=tuple(deny)))
     return Policy.of([Layer("settings.json", settings)], context_id="context")
-
-
-def _timed(work: Callable[[], object]) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
-    return turn

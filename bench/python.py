@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import ground
-from bench.measure import Contender, Progress, Report, Table, median, ratio, rounds
-from carrel.client import Client, CodeContext, Sandbox
+from bench.measure import Contender, Progress, Report, Table, median, ratio, rounds, timed
+from carrel.client import Client, Sandbox
 
 ROUNDS = 200
 FEW = 20
@@ -68,9 +68,9 @@ async def run(progress: Progress) -> Report:
 
 async def _calls(box: Sandbox, progress: Progress) -> Report:
     contenders: dict[str, Contender] = {
-        "python3 -S -c pass": _bare("-S", "-c", "pass"),
-        "python3 -c 'print(1)'": _bare("-c", "print(1)"),
-        "carrel, print(1)": _call(box, "print(1)", "1\n"),
+        "python3 -S -c pass": timed(lambda: _python("-S", "-c", "pass")),
+        "python3 -c 'print(1)'": timed(lambda: _python("-c", "print(1)")),
+        "carrel, print(1)": timed(lambda: box.python.run("print(1)"), lambda result: result.stdout == "1\n"),
     }
     samples = await rounds(contenders, ROUNDS, warm_up=10, progress=progress)
     bare, cold, warm = samples.values()
@@ -113,7 +113,10 @@ async def _cells(box: Sandbox, venv: Path, report: Report, progress: Progress) -
     ) as kernel:
         assert kernel.stdin is not None and kernel.stdout is not None
         assert await asyncio.to_thread(kernel.stdout.readline) == "ready\n"
-        contenders = {"ipykernel, jupyter_client": _jupyter(kernel), "carrel, SDK": _cell(context)}
+        contenders = {
+            "ipykernel, jupyter_client": _jupyter(kernel),
+            "carrel, SDK": timed(lambda: context.run("1 + 1"), lambda result: result.text == "2"),
+        }
         samples = await rounds(contenders, ROUNDS, warm_up=10, progress=progress)
         kernel.stdin.close()
     theirs, ours = samples.values()
@@ -132,8 +135,10 @@ async def _pandas(box: Sandbox, venv: Path, report: Report) -> None:
     code = "import pandas; print(pandas.Series([1]).sum())"
     assert box.python.run(code).stdout == "1\n"
     contenders: dict[str, Contender] = {
-        "python -c 'import pandas'": _command(box, [".venv/bin/python", "-c", code]),
-        "carrel, warm": _call(box, code, "1\n"),
+        "python -c 'import pandas'": timed(
+            lambda: box.commands.run([".venv/bin/python", "-c", code]), lambda result: result.exit_code == 0
+        ),
+        "carrel, warm": timed(lambda: box.python.run(code), lambda result: result.stdout == "1\n"),
     }
     samples = await rounds(contenders, FEW, warm_up=2)
     cold, warm = samples.values()
@@ -174,47 +179,8 @@ def _archive(venv: Path) -> bytes:
     return made.getvalue()
 
 
-def _bare(*words: str) -> Contender:
-    async def turn() -> float:
-        await asyncio.sleep(0)
-        began = time.perf_counter()
-        subprocess.run([PYTHON, *words], stdout=subprocess.DEVNULL, check=True)
-        return time.perf_counter() - began
-
-    return turn
-
-
-def _call(box: Sandbox, code: str, printed: str) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        result = box.python.run(code)
-        took = time.perf_counter() - began
-        assert result.stdout == printed, result
-        return took
-
-    return turn
-
-
-def _command(box: Sandbox, words: list[str]) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        result = box.commands.run(words)
-        took = time.perf_counter() - began
-        assert result.exit_code == 0, result
-        return took
-
-    return turn
-
-
-def _cell(context: CodeContext) -> Contender:
-    async def turn() -> float:
-        began = time.perf_counter()
-        result = context.run("1 + 1")
-        took = time.perf_counter() - began
-        assert result.text == "2", result
-        return took
-
-    return turn
+def _python(*words: str) -> None:
+    subprocess.run([PYTHON, *words], stdout=subprocess.DEVNULL, check=True)
 
 
 def _jupyter(kernel: subprocess.Popen[str]) -> Contender:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bench import ground
-from bench.measure import Contender, Progress, Report, Table, median, paired_ratio, percentile, ratio, rounds
+from bench.measure import Contender, Progress, Report, Table, median, paired_ratio, percentile, ratio, rounds, timed
 from bench.rate import CLIENTS, storm
 from bench.wire import request
 from carrel.client import Client
@@ -40,8 +39,8 @@ async def run(progress: Progress) -> Report:
 async def _one(client: Client, progress: Progress) -> Report:
     with client.sandbox() as box:
         contenders: dict[str, Contender] = {
-            "in a context": _turn(lambda: box.python.run(CODE).stdout),
-            "without a context": _turn(lambda: client.python.run(CODE).output),
+            "in a context": timed(lambda: box.python.run(CODE).stdout, lambda output: output == "1\n"),
+            "without a context": timed(lambda: client.python.run(CODE).output, lambda output: output == "1\n"),
         }
         samples = await rounds(contenders, CALLS, warm_up=10, progress=progress)
     within, without = samples.values()
@@ -115,13 +114,3 @@ def _request(token: str, path: str, **more: str | None) -> bytes:
     body = {"code": CODE, **{name: value for name, value in more.items() if value is not None}}
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     return request("POST", path, json.dumps(body).encode(), headers)
-
-
-def _turn(call: Callable[[], str]) -> Contender:
-    async def turn() -> float:
-        await asyncio.sleep(0)  # lets an interrupt in
-        began = time.perf_counter()
-        assert call() == "1\n"
-        return time.perf_counter() - began
-
-    return turn
