@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -14,31 +13,18 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-
-# Test folders are no packages: what they share is found by its plain name.
-from tests.support.leaks import Leaks, Watch
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
 from tests.support.servers import ROOT, Server, science
+
+# Hooks: the watch over what is left behind, workers, and the summary.
+from tests.support.workers import pytest_configure, pytest_terminal_summary  # noqa: F401
 
 # A machine that stands still for a moment is no failure: no example has a deadline.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 # The whole suite says the same every time it is run; whoever runs a part of it looks for more.
 settings.register_profile("same", derandomize=True, database=None)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    leaks = Leaks()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is told to end still tears down
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a run in the background ignores it, and so would children
-    os.environ["TMPDIR"] = tempfile.tempdir = str(leaks.directory)
-    if config.option.basetemp is None:
-        config.option.basetemp = str(leaks.directory / "t")
-    # A plugin, because hooks of a conftest are not called for fixtures of the whole session.
-    config.pluginmanager.register(Watch(leaks))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

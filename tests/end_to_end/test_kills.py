@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from random import Random
 
 import pytest
@@ -72,7 +72,7 @@ async def database(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[s
 @pytest.mark.timeout(HISTORY * 40)
 @pytest.mark.parametrize(("kind", "volumes", "often", "seeds"), cases(), ids=name_of)
 async def test_nothing_is_lost_stuck_or_left_over(
-    database: str | None, volumes: str, often: str, seeds: list[int], tally: Tally
+    database: str | None, volumes: str, often: str, seeds: list[int], record_property: Callable[[str, object], None]
 ) -> None:
     checkpoints = often == CHECKPOINTS[0]
     world, server = World(), Server(database, volumes, checkpoint_s=1 if checkpoints else None)
@@ -103,7 +103,9 @@ async def test_nothing_is_lost_stuck_or_left_over(
         await server.stop()
         await server.silent({encode(context.name, ephemeral=False) for context in world.all() if context.made})
     finally:
+        tally = Tally()
         tally.add(kills, world, server.starts)
+        record_property("kills", tally.plain())  # shown at the end of the run
         if client is not None:
             await client.close()
         server.close()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from tests.support.kill_history import Broken
 from tests.support.kill_model import Background, Context, Life
@@ -89,6 +90,21 @@ class Tally:
         self.done += world.done
         self.done[SERVE] += len(starts)
         self.slowest = max(self.slowest, *starts, 0.0)
+
+    def plain(self) -> dict[str, object]:
+        """As plain values, which pass from one process to another."""
+        return {"kills": self.kills, "hits": dict(self.hits), "done": dict(self.done), "slowest": self.slowest}
+
+    @classmethod
+    def sum(cls, parts: Iterable[dict[str, Any]]) -> Tally:
+        """Of several histories, as their `plain`."""
+        whole = cls()
+        for part in parts:
+            whole.kills += part["kills"]
+            whole.hits += Counter(part["hits"])
+            whole.done += Counter(part["done"])
+            whole.slowest = max(whole.slowest, part["slowest"])
+        return whole
 
     def __str__(self) -> str:
         kinds = ", ".join(

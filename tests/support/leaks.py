@@ -18,7 +18,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,6 +28,7 @@ from carrel.workspaces.volumes.directory import remove_tree
 _GROUP = re.compile(r"^carrel-(\d+)-(\d+)$")
 _PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 20.0
+LEFT = "left behind"  # under this name a worker tells the process that leads the run
 
 Process = tuple[int, int]  # pid and start time: together they name a process for good
 
@@ -36,7 +37,7 @@ Process = tuple[int, int]  # pid and start time: together they name a process fo
 class State:
     """What there is at one moment."""
 
-    processes: dict[Process, str] = field(default_factory=dict)
+    processes: dict[Process, int] = field(default_factory=dict)  # each with its parent
     mounts: set[str] = field(default_factory=set)
     entries: set[str] = field(default_factory=set)
     descriptors: Counter[str] = field(default_factory=Counter)
@@ -46,19 +47,17 @@ class State:
 class Leaks:
     """Compares the state before and after, leaving out what fixtures of a wider scope keep on purpose."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        # Short, because socket paths below it end at 107 bytes.
-        self.directory = Path(tempfile.mkdtemp(prefix="ct-", dir=os.environ.get("TMPDIR", "/tmp")))
-        self.directory.chmod(0o755)
+        self.directory = directory
         self._kept = State()
         self._seen: set[Process] = set()  # every process of ours that was ever looked at: dead ones may own a cgroup
         self._groups_before = {path for path, _owner in _cgroups()}
         self._first = self.look()
 
     def look(self) -> State:
-        """The state now."""
-        processes = below(os.getpid())
+        """The state now. It is looked at before and after every test, so this must be cheap."""
+        processes = {(each.pid, each.started): each.parent for each in _family(os.getpid()) if each.state not in "ZX"}
         self._seen |= processes.keys()
         return State(processes, self._mounts(), self._entries(), _descriptors(), settings())
 
@@ -71,9 +70,9 @@ class Leaks:
         self._kept.entries |= now.entries - before.entries
         self._kept.descriptors += now.descriptors - before.descriptors
 
-    def since(self, before: State, patience: float = PATIENCE_S) -> list[str]:
+    def since(self, before: State) -> list[str]:
         """What is there now, was not before, and is kept by nobody; one line each."""
-        until = time.monotonic() + patience
+        until = time.monotonic() + PATIENCE_S
         while True:
             found = self._compare(before)
             if not found or time.monotonic() > until:
@@ -93,22 +92,16 @@ class Leaks:
             time.sleep(0.05)
         return found + [f"cgroup {path}" for path in groups]
 
-    def remove_directory(self) -> None:
-        """Remove the temporary files of this run."""
-        with suppress(OSError, PlatformError):
-            remove_tree(str(self.directory))  # however deep a test nested directories in it
-
     def _compare(self, before: State) -> list[str]:
         _reap_orphans(before)
         now = self.look()
-        found = []
         roots = {pid for pid, _started in self._kept.processes}
-        parents = {pid: parent for pid, (parent, _state, _started) in _table().items()}
-        for process, name in now.processes.items():
-            if process in before.processes or process in self._kept.processes:
-                continue
-            if not _is_below(process[0], roots, parents):
-                found.append(f"process {process[0]}: {name}")
+        parents = {pid: parent for (pid, _started), parent in now.processes.items()}
+        found = [
+            f"process {pid}: {_command_line(pid)}"
+            for pid, _started in now.processes.keys() - before.processes.keys() - self._kept.processes.keys()
+            if not _is_below(pid, roots, parents)
+        ]
         found += [f"mount {point}" for point in sorted(now.mounts - before.mounts - self._kept.mounts)]
         found += [f"temporary {name}" for name in sorted(now.entries - before.entries - self._kept.entries)]
         leaked = now.descriptors - before.descriptors - self._kept.descriptors
@@ -120,13 +113,13 @@ class Leaks:
 
     def _mounts(self) -> set[str]:
         points = (line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-        return {point for point in points if point.startswith(str(self.directory))}
+        return {point for point in points if point.startswith(self.directory)}
 
     def _entries(self) -> set[str]:
         return {entry for entry in os.listdir(self.directory) if entry != "t"}
 
     def _groups_of_the_gone(self) -> list[str]:
-        alive = {(pid, started) for pid, (_parent, _state, started) in _table().items()}
+        alive = {(each.pid, each.started) for each in map(_status, _pids()) if each is not None}
         return [
             path
             for path, owner in _cgroups()
@@ -160,45 +153,86 @@ class Watch:
     def pytest_runtest_teardown(self) -> Generator[None, None, None]:
         yield
         if found := self._leaks.since(self._before):
-            pytest.fail(_complaint(found), pytrace=False)
+            pytest.fail(complaint(found), pytrace=False)
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, trylast=True)  # before a worker hands back its output
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
         yield
         if found := self._leaks.at_the_end():
-            print("\nThe whole session " + _complaint(found), file=sys.stderr)
+            if hasattr(session.config, "workeroutput"):
+                session.config.workeroutput[LEFT] = found
+            print("\nThe whole session " + complaint(found), file=sys.stderr)
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_unconfigure(self) -> None:
-        self._leaks.remove_directory()
+
+def make_directory() -> str:
+    """A directory for the temporary files of a run. Its path is short, because socket paths end at 107 bytes."""
+    directory = tempfile.mkdtemp(prefix="ct-", dir=os.environ.get("TMPDIR", "/tmp"))
+    os.chmod(directory, 0o755)
+    return directory
 
 
-def _table() -> dict[int, tuple[int, str, int]]:
-    """Every process: its parent, its state, and when it started."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
-                found[int(name)] = (int(fields[1]), fields[0], int(fields[19]))
-            except (OSError, IndexError, ValueError):
-                continue
+def remove_directory(directory: str) -> None:
+    """Remove it, however deep a test nested directories in it."""
+    with suppress(OSError, PlatformError):
+        remove_tree(directory)
+
+
+class Status(NamedTuple):
+    """A process, as /proc tells of it."""
+
+    pid: int
+    parent: int
+    state: str
+    started: int
+
+
+def _status(pid: int) -> Status | None:
+    try:
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        return Status(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
+    except (OSError, IndexError):
+        return None
+
+
+def _read(path: str) -> bytes:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, 65_536)
+    finally:
+        os.close(file)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _children(pid: int) -> list[int]:
+    """Of each thread of a process. Needs a kernel with CONFIG_PROC_CHILDREN, as all distributions have."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    except (FileNotFoundError, ProcessLookupError):
+        if pid == os.getpid():
+            raise
+    return found
+
+
+def _family(root: int) -> list[Status]:
+    """The processes below `root`, zombies too."""
+    found, pending = [], [root]
+    while pending:
+        for pid in _children(pending.pop()):
+            if (status := _status(pid)) is not None:
+                found.append(status)
+                pending.append(pid)
     return found
 
 
 def below(root: int) -> dict[Process, str]:
     """The living processes below `root`."""
-    table = _table()
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _state, _started) in table.items():
-        children.setdefault(parent, []).append(pid)
-    found, pending = {}, [root]
-    while pending:
-        for pid in children.get(pending.pop(), ()):
-            pending.append(pid)
-            if table[pid][1] not in "ZX":
-                found[pid, table[pid][2]] = _command_line(pid)
-    return found
+    return {(each.pid, each.started): _command_line(each.pid) for each in _family(root) if each.state not in "ZX"}
 
 
 def _is_below(pid: int, roots: set[int], parents: dict[int, int]) -> bool:
@@ -233,8 +267,9 @@ def settings(directory: str = "/etc") -> dict[str, tuple[int, ...]]:
 def _reap_orphans(before: State) -> None:
     """Bury what was orphaned to this process; children that somebody here waits for are buried by then."""
     old = {pid for pid, _started in before.processes}
-    for pid, (parent, state, _started) in _table().items():
-        if parent == os.getpid() and state == "Z" and pid not in old:
+    for pid in _children(os.getpid()):
+        status = _status(pid)
+        if status is not None and status.state == "Z" and pid not in old:
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
@@ -275,5 +310,6 @@ def _directories(path: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _complaint(found: list[str]) -> str:
+def complaint(found: list[str]) -> str:
+    """What to say of what was left behind."""
     return "left behind:\n  " + "\n  ".join(found)
