@@ -42,8 +42,7 @@ from carrel.control.secrets.values import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.forgetting import Forgetting
-from carrel.control.sessions.lease_upkeep import Leasing
-from carrel.control.sessions.leases import Ownership
+from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
 from carrel.control.sessions.notes import SessionNotes
@@ -127,7 +126,7 @@ class ControlPlane:
         self.store = store = SessionStore(database)
         live = LiveSandboxes()
         notes = SessionNotes(live, store)
-        ownership = Ownership(LeaseStore(database), node, settings.lease_s)
+        leases = Leases(LeaseStore(database), node, settings.lease_s)
         self.audit = audit = AuditLog(AuditStore(database), key, node, strict=settings.audit.strict)
         self.requests = OpenRequests()
         self.tokens = Tokens(TokenStore(database), token, self.requests.revoked)
@@ -193,7 +192,7 @@ class ControlPlane:
 
         # sessions, and the operations in their sandboxes
         self.sessions = sessions = Sessions(
-            settings, store, workspaces, ownership, live, providers, templates, attachments, audit
+            settings, store, workspaces, leases, live, providers, templates, attachments, audit
         )
         self.operations = operations = Operations(
             sessions, admission, metrics, values, policies.longest, CodeContextStore(database)
@@ -253,7 +252,7 @@ class ControlPlane:
         # upkeep
         self.disk = Disk(layout, driver, settings.archive_url)
         self.retention = Retention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
-        self.leasing = Leasing(live, store, ownership, attachments)
+        self.leasing = LeaseUpkeep(live, store, leases, attachments)
         self.janitor = Janitor(
             sessions, self.leasing, operations, snapshots, workspaces, self.retention, store, audit, settings, notes,
             files,

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from carrel.audit import AuditLog
 from carrel.config import Settings
 from carrel.control.sessions.attachments import Attachments
-from carrel.control.sessions.leases import Ownership
+from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.control.sessions.request_checks import refuse_differences
@@ -52,7 +52,7 @@ class Sessions:
         settings: Settings,
         store: SessionStore,
         workspaces: Workspaces,
-        ownership: Ownership,
+        leases: Leases,
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
         templates: Templates,
@@ -61,13 +61,11 @@ class Sessions:
     ):
         self._store = store
         self._workspaces = workspaces
-        self._ownership = ownership
+        self._leases = leases
         self._providers = dict(providers)
         self._live = live
         self._attachments = attachments
-        self._starting = Starting(
-            settings, store, workspaces, ownership, live, providers, templates, attachments, audit
-        )
+        self._starting = Starting(settings, store, workspaces, leases, live, providers, templates, attachments, audit)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # finding
@@ -87,7 +85,7 @@ class Sessions:
             box.check_lease()
             return box
         record = await self.record(name)
-        if record.state in LIVE and record.node not in {None, self._ownership.node}:
+        if record.state in LIVE and record.node not in {None, self._leases.node}:
             raise RunsElsewhere(
                 f"sandbox '{name}' runs on server '{record.node}'",
                 field="id",
@@ -126,7 +124,7 @@ class Sessions:
 
     def require_here(self, record: SessionRecord) -> None:
         """Refuse what needs the files of a workspace that another server has."""
-        if record.node not in {None, self._ownership.node}:
+        if record.node not in {None, self._leases.node}:
             raise RunsElsewhere(
                 f"the workspace of '{record.owner}' is on server '{record.node}'",
                 field="id",
@@ -137,7 +135,7 @@ class Sessions:
     async def require_unused(self, context_id: str) -> None:
         """Refuse a context that has a session or files, here or elsewhere."""
         previous = await self._store.newest_of_context(context_id)
-        ended = previous is None or (previous.state is State.TERMINATED and previous.node == self._ownership.node)
+        ended = previous is None or (previous.state is State.TERMINATED and previous.node == self._leases.node)
         if not ended or await self._workspaces.exists(context_id):
             raise AlreadyExists(
                 f"context '{context_id}' has a workspace already", field="context_id", hint="fork to a new context"
@@ -234,9 +232,9 @@ class Sessions:
         if record.state is not State.RUNNING or record.acts_for is not None:
             return False  # it was never seen ready, or is being stopped; or whoever made it is gone
         began = time.monotonic()
-        record = await self._ownership.take(record, anew=True)
+        record = await self._leases.take(record, anew=True)
         box = LiveSandbox(record, provider, handle, self._workspaces.path(record))
-        box.leased_until = self._ownership.deadline(began)
+        box.leased_until = self._leases.deadline(began)
         box.used = box.to_push = True
         self._live.add(box)
         return True
@@ -263,15 +261,15 @@ class Sessions:
             ran = record.state in LIVE
             if ran:
                 if self._live.get(record.id) is None:
-                    record = await self._ownership.take(record)
+                    record = await self._leases.take(record)
                 record = await self._end(record, Event.STOP, "its files are replaced")
-            record = await self._ownership.take(record)
+            record = await self._leases.take(record)
             try:
                 yield record, ran
             except BaseException:
                 await self._store.update(record.id, fence=record.fence, release=True)
                 raise
-            node = self._ownership.node
+            node = self._leases.node
             await self._store.update(record.id, fence=record.fence, release=True, node=node, notice=None)
 
     async def terminate(
@@ -291,7 +289,7 @@ class Sessions:
             record = await self.record(record.id)
             if record.state is not State.TERMINATED:
                 if self._live.get(record.id) is None:
-                    record = await self._ownership.take(record)
+                    record = await self._leases.take(record)
                 kept = delete_workspace if snapshot is None else not snapshot
                 record = await self._end(record, Event.TERMINATE, reason, kept=kept)
             elif record.context_id and await self._store.of_context(record.context_id):
@@ -320,7 +318,7 @@ class Sessions:
             if newest is None:
                 await self._delete(record, context, "expired")
                 return True
-            fence = None if ended else (await self._ownership.take(record)).fence
+            fence = None if ended else (await self._leases.take(record)).fence
             await self._workspaces.expire(context)
             changes = {"snapshot": newest, "notice": EXPIRED, "expires_at": None}
             await self._store.update(record.id, changes, fence=fence, release=not ended)
@@ -329,7 +327,7 @@ class Sessions:
     async def _delete(self, record: SessionRecord | None, context_id: str, reason: str) -> None:
         if record is not None and record.state is not State.TERMINATED:
             if self._live.get(record.id) is None:
-                record = await self._ownership.take(record)
+                record = await self._leases.take(record)
             await self._end(record, Event.TERMINATE, reason, kept=True)
         await self._forget(context_id)
 
@@ -345,7 +343,7 @@ class Sessions:
             record = await self.record(record.id)
             if record.state in LIVE:
                 if self._live.get(record.id) is None:
-                    record = await self._ownership.take(record)
+                    record = await self._leases.take(record)
                 event = Event.STOP if error is None else Event.FAIL
                 record = await self._end(record, Event.TERMINATE if record.ephemeral else event, reason, error)
         return record.info()
@@ -365,7 +363,7 @@ class Sessions:
         `kept` says that there is nothing to keep. A server that is killed in the middle does it again when it is back.
         """
         box = self._live.get(record.id)
-        here = record.node in {None, self._ownership.node}
+        here = record.node in {None, self._leases.node}
         started = record.state in {State.RUNNING, State.IDLE_STOPPING}
         if record.state is State.RUNNING and not record.ephemeral:
             record = replace(record, state=next_state(record.state, Event.IDLE))
@@ -402,7 +400,7 @@ class Sessions:
 
     async def end_recorded(self, record: SessionRecord, reason: str) -> None:
         """End what the process before this one left: ephemeral sessions are terminated, durable ones stopped."""
-        record = await self._ownership.take(record, anew=True)
+        record = await self._leases.take(record, anew=True)
         await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, reason)
 
     async def lost(self, box: LiveSandbox) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from carrel.audit import AuditLog, chain_of
 from carrel.config import Settings
 from carrel.control.sessions.attachments import Attachments, LaunchPlan
-from carrel.control.sessions.leases import Ownership
+from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.control.sessions.request_checks import agent_of, changes, launch, new_record
@@ -38,7 +38,7 @@ class Starting:
         settings: Settings,
         store: SessionStore,
         workspaces: Workspaces,
-        ownership: Ownership,
+        leases: Leases,
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
         templates: Templates,
@@ -48,7 +48,7 @@ class Starting:
         self._settings = settings
         self._store = store
         self._workspaces = workspaces
-        self._ownership = ownership
+        self._leases = leases
         self._providers = dict(providers)
         self._live = live
         self._templates = templates
@@ -73,7 +73,7 @@ class Starting:
         make its workspace before.
         """
         began = time.monotonic()
-        node = self._ownership.node
+        node = self._leases.node
         request = await self._templates.fill(request, previous)
         record, provider = new_record(
             request, existing, key, self._settings, self._providers, node, host_memory_mb=self._host_memory_mb
@@ -87,7 +87,7 @@ class Starting:
                 hint="terminate some, or raise CARREL_MAX_SANDBOXES",
             )
         if existing is not None:
-            record = replace(record, fence=(await self._ownership.take(existing)).fence)
+            record = replace(record, fence=(await self._leases.take(existing)).fence)
         moved = None
         if previous is not None and previous.node not in {None, node}:
             moved = await self._move(record, previous, existing)
@@ -107,7 +107,7 @@ class Starting:
             await writing
             await self._workspaces.recorded(record)
             box = LiveSandbox(record, provider, handle, provided.path)
-            box.leased_until = self._ownership.deadline(began)
+            box.leased_until = self._leases.deadline(began)
             box.masks, box.has_secrets, box.trusting = plan.masks, False, plan.trusts_proxy
             await self._attachments.attach(box)
             if self.closing:
@@ -140,7 +140,7 @@ class Starting:
     async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:
         """Bring the workspace from another server before anything is written: until then it is that server's."""
         owner = existing.lease_owner if existing else None
-        silent = owner not in {None, self._ownership.node}  # the lease was taken from a server that let it end
+        silent = owner not in {None, self._leases.node}  # the lease was taken from a server that let it end
         try:
             moved = await self._workspaces.move(record, previous, silent=silent)
             for left in await self._audit.adopt(chain_of(record.context_id, record.id)):
@@ -148,14 +148,14 @@ class Starting:
             return moved
         except BaseException:
             if silent and owner is not None:
-                await self._ownership.hand_back(record, owner)
+                await self._leases.hand_back(record, owner)
             elif existing is not None:
                 await self._store.update(record.id, fence=record.fence, release=True)
             raise
 
     async def _write_start(self, record: SessionRecord, *, fresh: bool) -> None:
         if fresh:
-            await self._store.insert(record, self._ownership.lease)
+            await self._store.insert(record, self._leases.lease)
         else:
             await self._store.update(
                 record.id, changes(record), fence=record.fence, handle=None, error=None, expires_at=None

@@ -19,7 +19,7 @@ from carrel.audit import AuditLog
 from carrel.config import Settings
 from carrel.control.operations.door import SELF
 from carrel.control.operations.operations import Operations
-from carrel.control.sessions.lease_upkeep import Leasing
+from carrel.control.sessions.leases import LeaseUpkeep
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.notes import SessionNotes
 from carrel.control.sessions.retention import Retention
@@ -71,7 +71,7 @@ class Janitor:
     def __init__(
         self,
         sessions: Sessions,
-        leasing: Leasing,
+        leasing: LeaseUpkeep,
         operations: Operations,
         snapshots: Snapshots,
         workspaces: Workspaces,
