@@ -17,9 +17,8 @@ from carrel.control.governance.approvals import Approvals
 from carrel.control.governance.decisions import ApprovalDecisions
 from carrel.control.governance.open_requests import OpenRequests
 from carrel.control.governance.policies import Policies
+from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMasks
 from carrel.control.governance.policy_changes import PolicyChanges
-from carrel.control.governance.policy_limits import PolicyLimits
-from carrel.control.governance.policy_masks import PolicyMasks
 from carrel.control.governance.webhooks import Webhook
 from carrel.control.mcp.declarations import McpDeclarations
 from carrel.control.mcp.discovery import McpDiscovery

@@ -23,9 +23,8 @@ from mcp.shared.dispatcher import ProgressFnT
 from mcp.shared.message import SessionMessage
 from pydantic import BaseModel, ValidationError
 
-from carrel.control.mcp.long_lines import StandIn
 from carrel.control.mcp.request_checks import Json, NoAnswer, Refused, catalogue, sane, told_by, words
-from carrel.control.mcp.wire import failed
+from carrel.control.mcp.wire import StandIn, failed
 from carrel.errors import CarrelError, LimitExceeded
 
 CLIENT = types.Implementation(name="carrel", version="0.1.0")

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from carrel.control.governance.policy_masks import PolicyMasks
+from carrel.control.governance.policy_attachments import PolicyMasks
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.masks import hides
 from carrel.control.sessions.sessions import Sessions
