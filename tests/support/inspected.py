@@ -231,7 +231,9 @@ async def way_out(
 
     report = Told()
     inspect = Inspection(roots=roots, idle_s=idle_s)
-    outbound = Outbound(the_plan, resolve=resolve, dial=dial_directly, ask=ask, report=report, inspect=inspect)
+    outbound = Outbound(
+        the_plan, resolve=resolve, dial=dial_directly, ask=ask, report=report, inspect=inspect, front=None
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     gateway = Gateway(listener, outbound)
     gateway.start()

@@ -153,7 +153,8 @@ async def wayout(
     records, table, asked = Records(), Names(dict(names or {})), person or Person()
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     port = listener.getsockname()[1]
-    arguments: dict[str, Any] = {"resolve": table, "dial": dial_directly, "ask": asked, "own_port": port, **more}
+    arguments: dict[str, Any] = {"resolve": table, "dial": dial_directly, "ask": asked, "own_port": port}
+    arguments |= {"front": None, "inspect": None, **more}  # tests that need the package index or inspection give them
     outbound = Outbound(given, report=records, **arguments)
     gateway = Gateway(listener, outbound)
     gateway.start()

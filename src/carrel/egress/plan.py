@@ -5,12 +5,11 @@ Plans hold credentials. They travel over the proxy's own socket in a memory file
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cache
 
-from carrel.policy.documents.settings import Settings
-from carrel.policy.documents.sources import Sources
+from pydantic import TypeAdapter, ValidationError
+
 from carrel.policy.rules.layers import Layer, Policy
 
 
@@ -84,56 +83,17 @@ class Plan:
 
     def pack(self) -> bytes:
         """The plan as bytes."""
-        value = {
-            "sandbox": self.sandbox,
-            "context": self.context,
-            "layers": [
-                {
-                    "name": layer.name,
-                    "settings": layer.settings and layer.settings.model_dump(mode="json", exclude_unset=True),
-                    "sources": layer.sources and layer.sources.model_dump(mode="json", exclude_unset=True),
-                    "sources_name": layer.sources_name,
-                }
-                for layer in self.layers
-            ],
-            "injected": [asdict(each) for each in self.injected],
-            "upstreams": [asdict(each) for each in self.upstreams],
-            "indexes": [asdict(each) for each in self.indexes],
-            "authority": self.authority,
-            "internet": self.internet,
-            "registries": [asdict(each) for each in self.registries],
-        }
-        return json.dumps(value).encode()
+        return _json().dump_json(self, exclude_unset=True)
 
     @classmethod
     def unpack(cls, data: bytes) -> Plan:
-        """The plan of bytes that `pack` made."""
-        value = json.loads(data)
-        return cls(
-            value["sandbox"],
-            value["context"],
-            tuple(_layer(each) for each in value["layers"]),
-            tuple(
-                Injected(**{**each, "methods": _tuple(each["methods"]), "paths": _tuple(each["paths"])})
-                for each in value["injected"]
-            ),
-            tuple(Upstream(**each) for each in value["upstreams"]),
-            tuple(Index(**each) for each in value["indexes"]),
-            value["authority"],
-            value["internet"],
-            tuple(HostRegistry(**each) for each in value["registries"]),
-        )
+        """The plan of bytes that `pack` made. Raises `ValueError`, which shows nothing of the plan."""
+        try:
+            return _json().validate_json(data)
+        except ValidationError:
+            raise ValueError("these bytes are not a plan") from None
 
 
-def _tuple(value: list[str] | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(value)
-
-
-def _layer(value: Mapping[str, object]) -> Layer:
-    settings, sources = value["settings"], value["sources"]
-    return Layer(
-        str(value["name"]),
-        None if settings is None else Settings.model_validate_json(json.dumps(settings)),
-        None if sources is None else Sources.model_validate_json(json.dumps(sources)),
-        str(value["sources_name"]),
-    )
+@cache
+def _json() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)

@@ -326,8 +326,3 @@ async def test_an_inspected_host_is_handed_over_with_every_byte() -> None:
             [access] = await out.records.settled(1)
             assert (access.inspected, access.result) == (True, "ok")
             writer.close()
-        async with wayout(given, NAMES) as out:
-            reader, writer = await out.tunnel(f"in.test:{port}")
-            writer.write(first)
-            assert (await reader.read())[:1] == b"\x15"
-            writer.close()

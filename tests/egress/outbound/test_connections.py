@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
+from typing import Any
 
 import pytest
 from tests.support.ports import in_common
@@ -32,7 +33,10 @@ class Ground:
     def __init__(self, given: Plan, port: int, names: dict[str, Sequence[str]] | None = None):
         self.port = port
         self.records, self.names, self.person, self.dial = Records(), Names(names or {}), Person(), Dialled()
-        self.outbound = Outbound(given, resolve=self.names, dial=self.dial, ask=self.person, report=self.records)
+        parts: dict[str, Any] = {"front": None, "inspect": None}  # neither is called here
+        self.outbound = Outbound(
+            given, resolve=self.names, dial=self.dial, ask=self.person, report=self.records, **parts
+        )
 
     def access(self) -> Access:
         return Access("s1", "connect")

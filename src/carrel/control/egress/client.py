@@ -23,28 +23,11 @@ log = logging.getLogger("carrel.egress")
 _ANSWER_S = 15.0
 _END_S = 10.0
 _PASSED_ON = [
-    "PATH",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-    "http_proxy",
-    "https_proxy",
-    "all_proxy",
-    "no_proxy",
-    "PIP_CERT",
-    "PIP_PROXY",
-    "PIP_CERT",
-    "PIP_CONFIG_FILE",
-    "HOME",
-    "XDG_CONFIG_HOME",
-    "XDG_CONFIG_DIRS",
-]
-"""What says how this host itself gets packages, and what Python needs."""
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "PIP_CERT", "PIP_PROXY",
+    "PIP_CONFIG_FILE", "HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
+    "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+]  # fmt: skip
+"""The variables that Python needs, and those that say how this host itself gets packages."""
 
 
 class EgressClient:

@@ -34,17 +34,7 @@ def make_authority(name: str) -> str:
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
     subject = _name(f"carrel sandbox {name}")
-    usage = x509.KeyUsage(
-        key_cert_sign=True,
-        crl_sign=True,
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    usage = _usage(key_cert_sign=True, crl_sign=True)
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
         x509.CertificateBuilder()
@@ -112,17 +102,7 @@ class Authority:
         except ValueError:
             names = [x509.DNSName(host)]
         key = self._leaf_key.public_key()
-        usage = x509.KeyUsage(
-            digital_signature=True,
-            key_cert_sign=False,
-            crl_sign=False,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            encipher_only=False,
-            decipher_only=False,
-        )
+        usage = _usage(digital_signature=True)
         issuer = self._issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         leaf = (
             x509.CertificateBuilder()
@@ -160,6 +140,20 @@ def host_roots() -> str:
             if "-----BEGIN CERTIFICATE-----" in text:
                 return text
     raise FileNotFoundError("this host has no certificate authorities")
+
+
+def _usage(*, key_cert_sign: bool = False, crl_sign: bool = False, digital_signature: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _name(text: str) -> x509.Name:

@@ -340,7 +340,7 @@ class PlainRelay:
     async def _ask_front(self, request: Request) -> bool:
         """A request that is for the proxy itself: for its package index, if for anything."""
         outbound, bodiless = self._outbound, request.method == "HEAD"
-        if outbound.front is None or request.target == "/":
+        if request.target == "/":
             self._begun = True
             await send(self._client, answers.page(outbound.refusals, body=not bodiless))
             return False

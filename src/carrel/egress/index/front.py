@@ -58,10 +58,6 @@ class Answer:
     """The reason phrase: plain ASCII, one line."""
     refused: Refused | None = None
     """What was refused, for the access log."""
-    project: str | None = None
-    """What it was about."""
-    index: str | None = None
-    """The name of the index it came from."""
 
     async def aclose(self) -> None:
         """Let go of the body, whether it was iterated or not."""
@@ -84,7 +80,6 @@ class _Request:
     headers: Mapping[str, str]
     packages: Packages
     project: str | None = None
-    index: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +124,6 @@ class Front:
         if method == "HEAD":
             await answer.aclose()
             answer.body = b""
-        answer.project, answer.index = request.project, request.index
         return answer
 
     async def aclose(self) -> None:
@@ -173,7 +167,6 @@ class Front:
     async def _page(self, request: _Request, text: str) -> Answer:
         project = self._project(request, text)
         index, page = await self._locate(request.packages, project)
-        request.index = index.name
         form = pages.form(request.headers.get("accept", ""))
         body, etag = await self._write(index, page, form)
         common = [("etag", etag), ("vary", "Accept"), ("cache-control", "no-cache")]
@@ -229,7 +222,6 @@ class Front:
             link = page.find(token, plain) if index.name == name else None
         if link is None:
             raise _unknown("there is no such file on the index any more", "look at the package's page again")
-        request.index = index.name
         if plain != filename:
             return await self._metadata(request, index, link)
         return await self._content(request, index, link)

@@ -228,8 +228,6 @@ class Gateway:
             return
         try:
             greeting = await self._greeting(client, target)
-            if isinstance(greeting, hello.Hello) and inspected and outbound.inspect is None:
-                raise Refused(f"{target.host} is to be inspected, and nothing here can do so")
             if isinstance(greeting, hello.Hello) and not inspected:
                 await self._begin(client, upstream, target, greeting, outbound.meter(access))
         except Refused as refusal:
@@ -239,7 +237,7 @@ class Gateway:
         if isinstance(greeting, int):
             way = Way(target, upstream, access, outbound.meter(access))
             await PlainRelay(client, outbound, way).serve(take(client, greeting))
-        elif inspected and outbound.inspect is not None:
+        elif inspected:
             access.inspected = True
             await outbound.inspect(client, upstream, target, outbound, access)
         else:

@@ -59,8 +59,8 @@ class Outbound:
         dial: Dial,
         ask: Ask,
         report: Report,
-        front: Front | None = None,
-        inspect: Inspect | None = None,
+        front: Front,
+        inspect: Inspect,
         own_port: int = WAY_OUT_PORT,
     ):
         self.plan = plan
