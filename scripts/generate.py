@@ -10,13 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-sys.path.insert(0, str(ROOT / "src"))
+import generate_policy
+import generate_reference
+import generate_sync
 
-import generate_policy  # noqa: E402
-import generate_reference  # noqa: E402
-import generate_sync  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def wanted() -> dict[Path, Callable[[], str]]:

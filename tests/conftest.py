@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from tests.support.postgres import Postgres
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
 from tests.support.servers import ROOT, Server, science
@@ -70,6 +71,14 @@ def houses() -> Iterator[dict[str, House]]:
 def s3() -> Iterator[S3Server]:
     """One S3 server for the whole run; a test that stops it starts it again."""
     server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One PostgreSQL for the whole run; each test has a schema of its own."""
+    server = Postgres()
     yield server
     server.close()
 

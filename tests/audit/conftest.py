@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,6 @@ from tests.support.postgres import Postgres
 from carrel.audit import SigningKey
 from carrel.store import Database
 from carrel.store.audit import AuditStore
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    server = Postgres()
-    yield server
-    server.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

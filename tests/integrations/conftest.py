@@ -52,14 +52,6 @@ def nursery() -> Iterator[Nursery]:
     found.close()
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    """One database server for these tests."""
-    found = Postgres()
-    yield found
-    found.close()
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
     """An empty database for checkpoints."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,6 @@ from carrel.models import Limits, Network, State, Trust
 from carrel.store import Database, SessionRecord, SessionStore
 from carrel.store.tables import metadata
 from carrel.store.upgrades import upgrade
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    """One server for the whole run."""
-    server = Postgres()
-    yield server
-    server.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
