@@ -94,7 +94,6 @@ async def test_many_at_once_share_transactions_and_keep_their_order(store: Audit
         verdict = await checked(log)
         assert (verdict.chains, verdict.records, verdict.open, verdict.unsigned) == (4, 90 * 9, 0, 0)
         assert verdict.heads >= 3 * 2 + 1
-    assert await store.count() == 90 * 9
 
 
 async def test_whoever_goes_while_it_is_written_leaves_no_open_operation(store: AuditStore, key: SigningKey) -> None:
@@ -212,9 +211,9 @@ asyncio.run(main())
     log = AuditLog(store, SigningKey.load(str(tmp_path)), "n")
     found = sorted(await log.open(), key=lambda each: each.name)
     try:
-        assert [(each.name, each.actor, each.context_id, each.seq) for each in found] == [
-            ("read", "agent:b", None, 1),
-            ("slow", "agent:a", "c", 1),
+        assert [(each.name, each.actor, each.chain, each.seq) for each in found] == [
+            ("read", "agent:b", "sandbox:s", 1),
+            ("slow", "agent:a", "context:c", 1),
         ]
         ends = [body for body in await bodies(store) if body["type"] == "end" and body["ref"] == 1]
         assert [(end["result"], end["reason"]) for end in ends] == [("unknown", "the server ended")]

@@ -25,17 +25,16 @@ async def leases(database: Database, base: SessionRecord) -> LeaseStore:
     return LeaseStore(database)
 
 
-async def test_a_lease_is_one_owners(leases: LeaseStore) -> None:
+async def test_a_lease_is_one_owners(leases: LeaseStore, store: SessionStore) -> None:
     assert await leases.get("sbx-1") is None
     assert await leases.acquire("sbx-1", "a", 60) == 1
     assert await leases.acquire("sbx-1", "b", 60) is None
     assert await leases.acquire("sbx-1", "a", 60) == 1, "the owner may ask again"
-    assert not await leases.renew("sbx-1", "b", 1, 60)
-    assert not await leases.renew("sbx-1", "a", 0, 60)
-    assert await leases.renew("sbx-1", "a", 1, 600)
-    assert not await leases.release("sbx-1", "b", 1)
-    assert await leases.release("sbx-1", "a", 1)
-    assert not await leases.release("sbx-1", "a", 1)
+    assert await leases.renew_all("b", 60) == {}
+    assert await leases.renew_all("a", 600) == {"sbx-1": 1}
+    await store.update("sbx-1", fence=1, release=True)
+    with pytest.raises(Conflict):
+        await store.update("sbx-1", fence=1, release=True)
     assert await leases.get("sbx-1") is None
     assert await leases.acquire("sbx-1", "a", 60) == 2, "given back, it is a new one"
     assert await leases.acquire("absent", "a", 60) is None
@@ -44,7 +43,7 @@ async def test_a_lease_is_one_owners(leases: LeaseStore) -> None:
 async def test_an_ended_lease_may_be_taken(leases: LeaseStore) -> None:
     assert await leases.expired() == []
     assert await leases.acquire("sbx-1", "a", 0) == 1
-    assert not await leases.renew("sbx-1", "a", 1, 60), "it has ended, even if nobody took it"
+    assert await leases.renew_all("a", 60) == {}, "it has ended, even if nobody took it"
     [ended] = await leases.expired()
     assert (ended.session_id, ended.owner, ended.fence) == ("sbx-1", "a", 1)
     assert await leases.expired(ended.until - 1) == []
@@ -108,19 +107,22 @@ async def test_two_owners_in_any_order(where: str, base: SessionRecord) -> None:
                 self.given.append(fence)
             self.model = Model(owner, self.now + seconds, fence)
 
-        @rule(owner=OWNERS, older=st.integers(0, 2), seconds=st.integers(1, 10))
-        def renew(self, owner: str, older: int, seconds: int) -> None:
+        @rule(owner=OWNERS, seconds=st.integers(1, 10))
+        def renew(self, owner: str, seconds: int) -> None:
             model = self.model
-            mine = (model.owner, older) == (owner, 0) and model.until > self.now
-            assert wait(self.leases.renew(self.id, owner, model.fence - older, seconds)) == mine
+            mine = model.owner == owner and model.until > self.now
+            assert wait(self.leases.renew_all(owner, seconds)).get(self.id) == (model.fence if mine else None)
             if mine:
                 model.until = self.now + seconds
 
-        @rule(owner=OWNERS, older=st.integers(0, 2))
-        def release(self, owner: str, older: int) -> None:
-            mine = (self.model.owner, older) == (owner, 0)
-            assert wait(self.leases.release(self.id, owner, self.model.fence - older)) == mine
-            if mine:
+        @rule(older=st.integers(0, 2))
+        def release(self, older: int) -> None:
+            try:
+                wait(sessions.update(self.id, fence=self.model.fence - older, release=True))
+            except Conflict:
+                assert older or self.model.owner is None
+            else:
+                assert older == 0 and self.model.owner is not None
                 self.model = Model(None, 0, self.model.fence)
 
         @rule(older=st.integers(-1, 2), name=st.text("xyz", min_size=1, max_size=5))
@@ -187,9 +189,9 @@ async def test_many_race_and_one_has_it(two: list[Database], base: SessionRecord
             await store.update("sbx-1", fence=fence, end_reason=owner)
             record = await store.get("sbx-1")
             assert record is not None and (record.lease_owner, record.end_reason) == (owner, owner)
-            assert await leases.renew("sbx-1", owner, fence, 60)
+            assert await leases.renew_all(owner, 60) == {"sbx-1": fence}
             holding.remove(owner)
-            assert await leases.release("sbx-1", owner, fence)
+            await store.update("sbx-1", fence=fence, release=True)
             released.set()
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:

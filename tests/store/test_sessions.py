@@ -70,7 +70,6 @@ async def test_touch_never_moves_back(store: SessionStore, base: SessionRecord) 
 
 async def test_states(store: SessionStore, base: SessionRecord) -> None:
     await store.insert(base)
-    assert await store.count([State.CREATING]) == 1
     assert await store.in_states([State.RUNNING]) == []
     assert [record.id for record in await store.in_states([State.CREATING, State.RUNNING])] == ["sbx-1"]
 
@@ -81,7 +80,7 @@ async def test_what_a_stale_fence_may_not_do(database: Database, store: SessionS
     fence = await leases.acquire("sbx-1", "a", 60)
     assert fence == 1
     await store.update("sbx-1", fence=fence, state=State.RUNNING)
-    assert await leases.release("sbx-1", "a", fence)
+    await store.update("sbx-1", fence=fence, release=True)
     for taken in (False, True):
         if taken:
             assert await leases.acquire("sbx-1", "b", 60) == 2
@@ -120,4 +119,4 @@ async def test_many_at_once(store: SessionStore, base: SessionRecord) -> None:
     done = await asyncio.gather(*(store.insert(record) for record in made), return_exceptions=True)
     assert sum(result is None for result in done) == 1
     assert all(result is None or isinstance(result, Conflict) for result in done)
-    assert await store.count(list(State)) == 1
+    assert len(await store.in_states(list(State))) == 1

@@ -52,9 +52,6 @@ class Fatal(Remote):
     def get_range(self, name: str, start: int, length: int) -> bytes:
         return self._call(lambda: self._inner.get_range(name, start, length))
 
-    def size(self, name: str) -> int | None:
-        return self._call(lambda: self._inner.size(name))
-
     def entries(self, prefix: str) -> Iterator[Entry]:
         return self._call(lambda: self._inner.entries(prefix))
 

@@ -58,7 +58,7 @@ def _asks(remote: Remote, source: Path) -> list[CarrelError]:
         lambda: remote.put_file("a", str(source)),
         lambda: remote.get("a"),
         lambda: remote.get_range("a", 0, 1),
-        lambda: remote.size("a"),
+        lambda: remote.get_file("a", f"{source}.got"),
         lambda: list(remote.list("a")),
         lambda: remote.delete(["a"]),
     ):

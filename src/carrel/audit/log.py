@@ -21,7 +21,7 @@ from carrel.audit.export import ExportStore, Stored, export
 from carrel.audit.heads import Head, Headlike
 from carrel.audit.keys import SigningKey
 from carrel.audit.plan import Batch, Chain, Hold, Item, Plan, Tip
-from carrel.audit.records import Ending, Entry, arguments_hash, context_of, row, server_chain
+from carrel.audit.records import Ending, Entry, arguments_hash, row, server_chain
 from carrel.audit.search import Filter, SearchStore, search
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import AuditPage
@@ -82,11 +82,6 @@ class Unfinished:
     actor: str
     kind: str
     name: str
-
-    @property
-    def context_id(self) -> str | None:
-        """The context it was done in."""
-        return context_of(self.chain)
 
 
 class Ticket:

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Insert, Select, delete, func, insert, select
+from sqlalchemy import Insert, Select, delete, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
@@ -140,11 +140,6 @@ class AuditStore(AuditSearch):
             return count
 
         return await self._database.write(run)
-
-    async def count(self) -> int:
-        """How many records there are."""
-        query = select(func.count()).select_from(records)
-        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def _stored(self, query: Select[Any]) -> list[AuditStored]:
         return [(seq, bytes(hashed), body) for seq, hashed, body in await self._rows(query)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, or_, select, update
 from sqlalchemy.engine import Connection
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
@@ -27,7 +28,10 @@ class Lease:
 
 
 class LeaseStore:
-    """Takes, keeps and gives back leases. `owner` names a server of which only one process can run at a time."""
+    """Takes and keeps leases; `SessionStore.update` gives one back.
+
+    `owner` names a server of which only one process can run at a time.
+    """
 
     def __init__(self, database: Database, clock: Callable[[], ColumnElement[float]] = database_clock):
         self._database = database
@@ -52,18 +56,7 @@ class LeaseStore:
             )
             .returning(sessions.c.fence)
         )
-
-        def run(connection: Connection) -> int | None:
-            found = connection.execute(statement).scalar_one_or_none()
-            return None if found is None else int(found)
-
-        return await self._database.write(run)
-
-    async def renew(self, session_id: str, owner: str, fence: int, seconds: float) -> bool:
-        """Extend a lease; False when it has ended, even if nobody took it since: it must be acquired anew."""
-        now = self._clock()
-        statement = self._held(session_id, owner, fence).where(sessions.c.lease_until > now)
-        return await self._changed(statement.values(lease_until=now + seconds))
+        return await self._fence(statement)
 
     async def renew_all(self, owner: str, seconds: float) -> dict[str, int]:
         """Extend every lease of an owner that has not ended; the sessions that it has, with their fences."""
@@ -80,10 +73,6 @@ class LeaseStore:
 
         return await self._database.write(run)
 
-    async def release(self, session_id: str, owner: str, fence: int) -> bool:
-        """Give a lease back at once; False when it is another's by now."""
-        return await self._changed(self._held(session_id, owner, fence).values(lease_owner=None, lease_until=None))
-
     async def revoke(self, session_id: str, fence: int) -> int | None:
         """Make a lease that has ended worthless to its owner, whose name stays on it; the new fence, or None."""
         statement = (
@@ -92,16 +81,16 @@ class LeaseStore:
             .values(fence=sessions.c.fence + 1)
             .returning(sessions.c.fence)
         )
-
-        def run(connection: Connection) -> int | None:
-            found = connection.execute(statement).scalar_one_or_none()
-            return None if found is None else int(found)
-
-        return await self._database.write(run)
+        return await self._fence(statement)
 
     async def hand_back(self, session_id: str, owner: str, fence: int, to: str) -> None:
         """Undo the taking of a lease that had ended: it shows its owner of before again, as ended."""
-        await self._changed(self._held(session_id, owner, fence).values(lease_owner=to, lease_until=0.0))
+        statement = (
+            update(sessions)
+            .where(sessions.c.id == session_id, sessions.c.lease_owner == owner, sessions.c.fence == fence)
+            .values(lease_owner=to, lease_until=0.0)
+        )
+        await self._database.write(lambda connection: connection.execute(statement).close())
 
     async def get(self, session_id: str) -> Lease | None:
         """The lease on a session, ended or not; None when it was given back or never taken."""
@@ -112,13 +101,8 @@ class LeaseStore:
         """The leases that had ended `grace` seconds before `now` (the database's clock), the longest ended first."""
         return await self._select(sessions.c.lease_until <= (self._clock() if now is None else now) - grace)
 
-    def _held(self, session_id: str, owner: str, fence: int) -> Update:
-        return update(sessions).where(
-            sessions.c.id == session_id, sessions.c.lease_owner == owner, sessions.c.fence == fence
-        )
-
-    async def _changed(self, statement: Update) -> bool:
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+    async def _fence(self, statement: ReturningUpdate[int]) -> int | None:
+        return await self._database.write(lambda connection: connection.execute(statement).scalar_one_or_none())
 
     async def _select(self, condition: ColumnElement[bool]) -> list[Lease]:
         columns = (sessions.c.id, sessions.c.lease_owner, sessions.c.lease_until, sessions.c.fence)

@@ -244,12 +244,6 @@ class SessionStore:
         """Every record in one of these states."""
         return await self._all(select(sessions).where(sessions.c.state.in_([state.value for state in states])))
 
-    async def count(self, states: Iterable[State]) -> int:
-        """How many records are in these states."""
-        query = select(func.count()).select_from(sessions)
-        query = query.where(sessions.c.state.in_([state.value for state in states]))
-        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
-
     async def counts(self) -> dict[State, int]:
         """How many records are in each state that is not terminated."""
         query = select(sessions.c.state, func.count()).where(sessions.c.state != State.TERMINATED.value)

@@ -73,10 +73,6 @@ class Remote(ABC):
         """Some of the bytes, fewer where there are no more; `NotFound`."""
 
     @abstractmethod
-    def size(self, name: str) -> int | None:
-        """How many bytes there are; None when there is no such name."""
-
-    @abstractmethod
     def entries(self, prefix: str) -> Iterator[Entry]:
         """Everything beneath `prefix`, which ends where a `/` would follow; sorted by name."""
 

@@ -13,7 +13,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from carrel.errors import ArchiveUnavailable, InvalidRequest, NotFound
+from carrel.errors import ArchiveUnavailable, InvalidRequest
 from carrel.workspaces.remote import SEGMENT, Entry, Remote, bad_url, check_remote_name, missing, reading, writing
 from carrel.workspaces.volumes.objects import write_whole
 
@@ -96,9 +96,9 @@ class Bucket(Remote):
 
     def get_file(self, name: str, path: str) -> None:
         """In ranges."""
-        size = self.size(name)
-        if size is None:
-            raise missing(name)
+        check_remote_name(name)
+        with self._asking(name):
+            size = obstore.head(self._store, name)["size"]
         with writing(path) as fd:
             # In ranges, because a request may last only so long: a big object over a slow line must still arrive.
             for start in range(0, size, _PART):
@@ -116,15 +116,6 @@ class Bucket(Remote):
                 if _code(error) == "InvalidRange":
                     return b""
                 raise
-
-    def size(self, name: str) -> int | None:
-        """One request."""
-        check_remote_name(name)
-        try:
-            with self._asking(name):
-                return obstore.head(self._store, name)["size"]
-        except NotFound:
-            return None
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """Page by page."""

@@ -108,15 +108,6 @@ class Directory(Remote):
         with self._opened(name) as fd, self._storing():
             return _read(fd, start, length)
 
-    def size(self, name: str) -> int | None:
-        """As the file system says."""
-        path = self._path(name)
-        with self._storing():
-            try:
-                return os.stat(path).st_size
-            except FileNotFoundError:
-                return None
-
     def entries(self, prefix: str) -> Iterator[Entry]:
         """Folder by folder."""
         top = self._path(prefix)
