@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from carrel.cli.failures import note
 from carrel.cli.importing import importing
 
 
@@ -46,7 +47,6 @@ def agent(
     carrel agent
     carrel agent --model openai:gpt-5.5 --database postgresql://localhost/agents
     """
-    from carrel.cli.failures import note
     from carrel.client import data_dir, locate
     from carrel.client.locate import is_loopback
 

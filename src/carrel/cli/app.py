@@ -9,14 +9,14 @@ import typer
 
 _COMMANDS = {
     "serve": ("Server", "server.serve"),
-    "doctor": ("Server", "host.doctor"),
-    "version": ("Server", "host.version"),
+    "doctor": ("Server", "server.doctor"),
+    "version": ("Server", "server.version"),
     "agent": ("Server", "agent.agent"),
     "mcp": ("Server", "mcp.mcp"),
     "run": ("Commands", "commands.run"),
     "exec": ("Commands", "commands.execute"),
     "python": ("Commands", "python.python"),
-    "sh": ("Commands", "terminals.sh"),
+    "sh": ("Commands", "commands.sh"),
     "logs": ("Commands", "commands.logs"),
     "ls": ("Files", "files.ls"),
     "cp": ("Files", "files.cp"),

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import connected
+from carrel.cli.failures import note, tell
+from carrel.cli.printing import age, coloured, plain, print_json, print_line, print_table
 from carrel.errors import ServerUnreachable
 
 if TYPE_CHECKING:
@@ -52,11 +55,7 @@ def approvals(
     """
     if context_.invoked_subcommand is not None:
         return
-    from carrel.cli.failures import note
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         if watch:
             for info in client.approvals.watch():
                 if context in {None, info.context_id}:
@@ -64,7 +63,7 @@ def approvals(
             raise ServerUnreachable("the server ended, and with it the watch", hint="watch again once it is back")
         found = list(client.approvals.list(state=None if every else "pending", context_id=context))
     if json:
-        print_json([info.model_dump(mode="json") for info in found])
+        print_json(found)
     elif found:
         _show(found)
     else:
@@ -82,13 +81,10 @@ def show(
     carrel approvals show apr-1f2e3d4c5b6a7988
     carrel approvals show apr-1f2e3d4c5b6a7988 --json
     """
-    from carrel.cli.shown import plain, print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         info = client.approvals.get(name)
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
         return
     for line in _whole(info):
         print(plain(line))
@@ -136,9 +132,7 @@ def deny(ids: Ids = None, message: Message = None, json: options.Json = False) -
 def _decide(
     ids: list[str] | None, *, approve: bool, scope: str, rule: str | None, message: str | None, json: bool
 ) -> None:
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         if not ids:
             decisions = _asked(client.approvals.list(state="pending"), json=json)
         else:
@@ -156,9 +150,6 @@ def _decide(
 
 def _asked(pending: Iterator[ApprovalInfo], *, json: bool) -> dict[bool, list[str]]:
     """What the person at the terminal says to each of them: the ids to approve, and the ids to deny."""
-    from carrel.cli.failures import note
-    from carrel.cli.shown import plain
-
     if json or not sys.stdin.isatty():
         raise typer.BadParameter("name what you decide: `carrel approvals` shows the ids", param_hint="ID")
     waiting = list(pending)
@@ -179,11 +170,8 @@ def _asked(pending: Iterator[ApprovalInfo], *, json: bool) -> dict[bool, list[st
 
 
 def _told(result: ApprovalBatchResult, json: bool) -> None:
-    from carrel.cli.failures import tell
-    from carrel.cli.shown import plain, print_json
-
     if json:
-        print_json(result.model_dump(mode="json"))
+        print_json(result)
         return
     for info in result.decided:
         print(f"{info.state} {info.id} {plain(info.summary)}")
@@ -193,10 +181,8 @@ def _told(result: ApprovalBatchResult, json: bool) -> None:
 
 def _tell(info: ApprovalInfo, json: bool) -> None:
     """One line that can be read, or parsed, as it comes."""
-    from carrel.cli.shown import plain, print_line
-
     if json:
-        print_line(info.model_dump(mode="json"))
+        print_line(info)
         return
     where = info.context_id or info.sandbox_id
     what = f"{info.created_at.astimezone():%H:%M:%S} {info.state} {info.id} {where} {info.requested_by}: {info.summary}"
@@ -205,8 +191,6 @@ def _tell(info: ApprovalInfo, json: bool) -> None:
 
 
 def _show(found: list[ApprovalInfo]) -> None:
-    from carrel.cli.shown import age, coloured, print_table
-
     rows: list[list[str | Text]] = [
         [
             info.id,

@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import connected
+from carrel.cli.failures import note, tell
+from carrel.cli.printing import coloured, plain, print_json, print_line, print_table
+from carrel.cli.progress import copying
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -49,9 +53,7 @@ def tail(
     carrel audit tail
     carrel audit tail -f --context conversation-42
     """
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         for records in newest(client, count, follow=follow, context_id=context):
             _show(records, json, follow=follow)
 
@@ -94,9 +96,7 @@ def search(
     carrel audit search --decision deny --since 2d
     carrel audit search "git push" --context conversation-42
     """
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = client.audit.search(
             context_id=context,
             actor=actor,
@@ -124,12 +124,9 @@ def export(
     carrel audit export -o audit.jsonl.zst
     carrel audit export --context conversation-42 -o - | carrel audit verify -
     """
-    from carrel.cli.failures import note
-    from carrel.cli.progress import copying
-    from carrel.client import Client
     from carrel.client._sync.files import save_as
 
-    with Client(administrator=True) as client:
+    with connected() as client:
         pieces = client.audit.export(context_id=context, compress=output.endswith(".zst"))
         if output == "-":
             for piece in pieces:
@@ -161,8 +158,6 @@ def verify(
     carrel audit verify audit.jsonl --earlier last-week.jsonl.zst
     """
     from carrel.audit import public_key
-    from carrel.cli.failures import tell
-    from carrel.cli.shown import print_json
 
     keys = [public_key(each) for each in key or []]
     before = None if earlier is None else _verified(earlier, keys)
@@ -189,14 +184,10 @@ def prune(json: options.Json = False) -> None:
     \b
     carrel audit prune
     """
-    from carrel.cli.failures import note
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         done = client.audit.prune()
     if json:
-        print_json(done.model_dump(mode="json"))
+        print_json(done)
     else:
         note(f"removed {done.records} records of before {done.before:%Y-%m-%d %H:%M} UTC")
 
@@ -208,13 +199,10 @@ def key(json: options.Json = False) -> None:
     \b
     carrel audit key
     """
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = client.audit.key()
     if json:
-        print_json(found.model_dump(mode="json"))
+        print_json(found)
     else:
         print(found.key)
 
@@ -233,9 +221,6 @@ def _verified(file: str, keys: list[str], before: Verdict | None = None) -> Verd
 
 
 def _tell(verdict: Verdict, *, trusted: bool) -> None:
-    from carrel.cli.failures import note
-    from carrel.cli.shown import plain
-
     print(f"ok: {verdict.records} records in {verdict.chains} chains, {verdict.heads} signed heads")
     if verdict.unsigned:
         note(f"{verdict.unsigned} records came after the last head of their chain: only the export is signed for them")
@@ -250,19 +235,14 @@ def _tell(verdict: Verdict, *, trusted: bool) -> None:
 
 def show_json(records: Sequence[AuditRecord], *, follow: bool) -> None:
     """Records as a list, or one a line where more will come."""
-    from carrel.cli.shown import print_json, print_line
-
-    values = [record.model_dump(mode="json") for record in records]
     if not follow:
-        print_json(values)
+        print_json(records)
         return
-    for value in values:
-        print_line(value)
+    for record in records:
+        print_line(record)
 
 
 def _show(records: list[AuditRecord], json: bool, *, follow: bool = False) -> None:
-    from carrel.cli.shown import coloured, print_table
-
     if json:
         show_json(records, follow=follow)
         return

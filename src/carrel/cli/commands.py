@@ -1,17 +1,25 @@
-"""`run`, `exec` and `logs`: commands in sandboxes, with their output where it belongs."""
+"""`run`, `exec`, `sh` and `logs`: commands and terminals in sandboxes, with their output where it belongs."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from carrel.cli import options
-from carrel.errors import ApprovalNeeded, NotFound
+from carrel.cli.connecting import attached, attempt, once_approved
+from carrel.cli.failures import note
+from carrel.cli.printing import print_line
+from carrel.errors import ApprovalNeeded, NotFound, NotRunning, SandboxLost
+
+if TYPE_CHECKING:
+    from carrel.client import AsyncSandbox, AsyncTerminal
 
 Words = Annotated[list[str], typer.Argument(metavar="COMMAND", help="One word is shell text; several run as they are.")]
 Cwd = Annotated[str | None, typer.Option("--cwd", "-C", help="Directory, relative to the workspace.")]
+_END_OF_FILE = b"\x04"
 
 
 @options.makes_sandbox
@@ -40,8 +48,7 @@ def run(
     carrel run -it -- python3
     cat data.csv | carrel run -- wc -l
     """
-    from carrel.cli.failures import note
-    from carrel.cli.reach import single, to_the_end
+    from carrel.cli.running import single, to_the_end
     from carrel.cli.streams import attended
 
     environment, program = options.environment(env), options.program(command)
@@ -85,7 +92,7 @@ def execute(
     carrel exec --wait 300 conversation-42 -- git push
     carrel exec --network allowlist --memory 4g conversation-42 'git log --oneline | head'
     """
-    from carrel.cli.reach import attempt, kept, to_the_end
+    from carrel.cli.running import kept, to_the_end
     from carrel.cli.streams import attended
 
     environment, program = options.environment(env), options.program(command)
@@ -115,6 +122,72 @@ def execute(
     raise typer.Exit(code)
 
 
+@options.makes_sandbox
+def sh(
+    context: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONTEXT",
+            help="Its sandbox; else one that is gone afterwards.",
+            autocompletion=options.contexts,
+        ),
+    ] = None,
+    *,
+    wanted: options.Wanted,
+    command: Annotated[str | None, typer.Option("--command", "-c", help="Run this instead of a shell.")] = None,
+    approval: options.Approval = None,
+    wait: options.Wait = None,
+) -> None:
+    """Open an interactive terminal in a sandbox.
+
+    \b
+    carrel sh
+    carrel sh --network allowlist
+    carrel sh conversation-42
+    carrel sh conversation-42 -c 'vim notes.md'
+    """
+    from carrel.cli.running import ephemeral, kept, to_the_end
+
+    async def work() -> int:
+        async with kept(context, wanted) if context is not None else ephemeral(wanted) as box:
+            if box.unsafe:
+                note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
+            return await _attend(attempt(box, approval, wait), command)
+
+    with once_approved():
+        raise typer.Exit(to_the_end(work()))
+
+
+async def _attend(box: AsyncSandbox, command: str | None) -> int:
+    import asyncio
+
+    from carrel.cli.streams import exit_code, following_size, raw_mode, terminal_size, write_out
+
+    rows, columns = terminal_size()
+    async with await box.terminal(rows, columns, command) as terminal:
+        with raw_mode(), following_size(terminal.resize):
+            typing = asyncio.ensure_future(_type(terminal))
+            try:
+                async for data in terminal:
+                    await asyncio.to_thread(write_out, "stdout", data)
+            finally:
+                typing.cancel()
+                await asyncio.gather(typing, return_exceptions=True)
+    if terminal.exit is None:
+        raise SandboxLost("the terminal was closed by the server", hint="is the sandbox still running?")
+    return exit_code(terminal.exit)
+
+
+async def _type(terminal: AsyncTerminal) -> None:
+    from carrel.cli.streams import standard_input
+
+    with contextlib.suppress(NotRunning):
+        async for data in standard_input():
+            await terminal.send(data)
+        # A pipe that ends is what Ctrl-D is at a keyboard.
+        await terminal.send(_END_OF_FILE)
+
+
 def logs(
     context: options.Context,
     command_id: Annotated[str | None, typer.Argument(help="A command of `carrel ps CONTEXT`; else the newest.")] = None,
@@ -128,12 +201,10 @@ def logs(
     carrel logs conversation-42
     carrel logs conversation-42 -f
     """
-    from carrel.cli.shown import print_line
     from carrel.cli.streams import write_out
-    from carrel.client import Client, Output
+    from carrel.client import Output
 
-    with Client(administrator=True) as client:
-        box = client.attach(client.find(context))
+    with attached(context) as box:
         if command_id is None:
             known = box.commands.list()
             if not known:

@@ -8,6 +8,8 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.audit import Context, newest, show_json
+from carrel.cli.connecting import connected
+from carrel.cli.printing import coloured, print_table, size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,9 +40,7 @@ def tail(
     carrel egress tail
     carrel egress tail -f --context conversation-42
     """
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         for records in newest(client, count, follow=follow, context_id=context, kind="network"):
             if json:
                 show_json(records, follow=follow)
@@ -49,8 +49,6 @@ def tail(
 
 
 def _show(records: list[AuditRecord]) -> None:
-    from carrel.cli.shown import coloured, print_table, size
-
     colours = {"allow": "green", "deny": "red", "ask": "yellow"}
     rows: list[list[str | Text]] = []
     for record in records:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import attached, connected
+from carrel.cli.failures import note
+from carrel.cli.printing import age, plain, print_done, print_json, print_table, size
 
 if TYPE_CHECKING:
     from carrel.models import EnvironmentInfo
@@ -37,13 +40,10 @@ def ls(json: options.Json = False) -> None:
     \b
     carrel envs ls
     """
-    from carrel.cli.shown import age, print_json, print_table, size
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = client.envs.list()
     if json:
-        print_json([each.model_dump(mode="json") for each in found])
+        print_json(found)
         return
     rows = [
         [
@@ -74,9 +74,7 @@ def build(
     \b
     carrel envs build pandas 'numpy<2' --name data-analysis
     """
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         info = client.envs.build(requirements, name=name, python=python, index=index, progress=None if json else _note)
     _tell(info, json)
 
@@ -103,10 +101,7 @@ def attach(
     carrel envs attach conversation-42 -r pandas matplotlib
     carrel envs attach conversation-42
     """
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        box = client.attach(client.find(context))
+    with attached(context) as box:
         wanted = env and (env if requirements or len(env) > 1 else env[0])
         info = box.envs.attach(wanted, python=python, index=index, venv=venv, progress=None if json else _note)
     _tell(info, json)
@@ -121,28 +116,20 @@ def rm(
     \b
     carrel envs rm data-analysis
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         client.envs.delete(name)
     if json:
         print_done(removed=name)
 
 
 def _tell(info: EnvironmentInfo, json: bool) -> None:
-    from carrel.cli.shown import print_json
-
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
     else:
         print(info.path)
 
 
 def _note(line: str) -> None:
-    from carrel.cli.failures import note
-    from carrel.cli.shown import plain
-
     note(plain(line))
 
 

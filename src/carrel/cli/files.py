@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import attempt, connected, existing, made
+from carrel.cli.failures import note
+from carrel.cli.printing import coloured, print_done, print_json, print_table, size
+from carrel.cli.progress import copying
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -47,17 +51,13 @@ def ls(
     carrel ls conversation-42
     carrel ls conversation-42 output --recursive
     """
-    from carrel.cli.failures import note
-    from carrel.cli.reach import attempt, existing
-    from carrel.cli.shown import coloured, print_json, print_table, size
-    from carrel.client import Client
     from carrel.models import FileKind
 
-    with Client(administrator=True) as client:
+    with connected() as client:
         box = attempt(existing(client, context), None, wait)
         found = box.files.list(path, recursive=recursive, limit=limit)
     if json:
-        print_json([info.model_dump(mode="json") for info in found])
+        print_json(found)
     else:
         rows = []
         for info in found:
@@ -90,10 +90,6 @@ def cp(
     carrel cp conversation-42:output ./results
     carrel cp conversation-42:output/report.txt - | less
     """
-    from carrel.cli.reach import attempt, existing, made
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
     if json and destination == "-":
         raise typer.BadParameter("standard output has the file already", param_hint="--json")
 
@@ -105,7 +101,7 @@ def cp(
         )
     if to_context is not None and from_path != "-" and not os.path.lexists(from_path):
         raise InvalidRequest(f"there is no local file '{from_path}'", field="SRC")
-    with Client(administrator=True) as client:
+    with connected() as client:
         if to_context is not None:
             _upload(attempt(made(client, to_context, wanted), None, wait), from_path, to_path)
         elif from_context is not None:
@@ -115,8 +111,6 @@ def cp(
 
 
 def _upload(box: Sandbox, local: str, path: str) -> None:
-    from carrel.cli.progress import copying
-
     if local == "-":
         if path.endswith(("/", ".")):
             raise InvalidRequest("standard input needs the name of a file", field="DST", hint="CONTEXT:dir/name")
@@ -130,8 +124,6 @@ def _upload(box: Sandbox, local: str, path: str) -> None:
 
 
 def _download(box: Sandbox, path: str, local: str) -> None:
-    from carrel.cli.progress import copying
-
     if local == "-":
         box.files.download(path, sys.stdout.buffer)
         sys.stdout.buffer.flush()

@@ -10,6 +10,10 @@ from typing import Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import attached, connected
+from carrel.cli.failures import note
+from carrel.cli.printing import plain, print_done, print_json, print_table, size
+from carrel.cli.progress import copying, waiting
 from carrel.errors import InvalidRequest
 
 app = typer.Typer(
@@ -32,18 +36,13 @@ def sync(
     carrel sync conversation-42
     carrel sync conversation-42 --push
     """
-    from carrel.cli.failures import note
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import plain, print_json, size
-    from carrel.client import Client
-
     if push and pull:
         raise typer.BadParameter("without either, both are done", param_hint="--push --pull")
     direction = "push" if push else "pull" if pull else "both"
-    with Client(administrator=True) as client, waiting(f"syncing {context}", quiet=json):
-        done = client.attach(client.find(context)).sync(direction)
+    with waiting(f"syncing {context}", quiet=json), attached(context) as box:
+        done = box.sync(direction)
     if json:
-        print_json(done.model_dump(mode="json"))
+        print_json(done)
         return
     parts = []
     if not pull:
@@ -67,13 +66,10 @@ def list_files(
     carrel filespace ls conversation-42
     carrel filespace ls conversation-42 data/
     """
-    from carrel.cli.shown import print_json, print_table, size
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = list(client.filespace(context).list(path))
     if json:
-        print_json([each.model_dump(mode="json") for each in found])
+        print_json(found)
         return
     rows = [[each.mode, size(each.size), f"{each.updated_at:%Y-%m-%d %H:%M}", each.path] for each in found]
     print_table(["MODE", "SIZE", "UPDATED", "PATH"], rows)
@@ -92,13 +88,11 @@ def get(
     carrel filespace get conversation-42 output/report.txt
     carrel filespace get conversation-42 output/report.txt report.txt
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
     from carrel.client._sync.files import save_as
 
     if json and local == "-":
         raise typer.BadParameter("standard output has the file already", param_hint="--json")
-    with Client(administrator=True) as client:
+    with connected() as client:
         pieces = client.filespace(context).stream(path)
         if local == "-":
             for piece in pieces:
@@ -126,11 +120,7 @@ def put(
     carrel filespace put conversation-42 data/in.csv in.csv
     echo hello | carrel filespace put conversation-42 greeting.txt
     """
-    from carrel.cli.progress import copying
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         filespace = client.filespace(context)
         if local == "-":
             made = filespace.write(path, sys.stdin.buffer)
@@ -143,7 +133,7 @@ def put(
             except OSError as error:
                 raise InvalidRequest(f"cannot read {local}: {error.strerror}", field="FILE") from None
     if json:
-        print_json(made.model_dump(mode="json"))
+        print_json(made)
 
 
 @app.command("rm")
@@ -161,26 +151,14 @@ def remove(
     carrel filespace rm conversation-42 --all
     carrel filespace rm conversation-42 --all --yes
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
     if (path is None) is not everything:
         raise InvalidRequest("name one file, or say --all", field="PATH", hint="see `carrel filespace rm --help`")
     if everything and not yes:
-        _confirm(context)
-    with Client(administrator=True) as client:
+        options.confirm(f"Delete every file of the filespace of {plain(context)}, for good?")
+    with connected() as client:
         if path is None:
             client.filespace(context).delete_all()
         else:
             client.filespace(context).delete(path)
     if json:
         print_done(removed=path)
-
-
-def _confirm(context: str) -> None:
-    from carrel.cli.shown import plain
-
-    if not sys.stdin.isatty():
-        raise typer.BadParameter("nobody is here to confirm it; give --yes if it is meant", param_hint="--yes")
-    if not typer.confirm(f"Delete every file of the filespace of {plain(context)}, for good?", err=True):
-        raise typer.Exit(1)

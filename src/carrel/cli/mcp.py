@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.failures import note
 from carrel.cli.importing import importing
 from carrel.errors import InvalidRequest
 
@@ -127,8 +128,6 @@ def _serve_stdio(workspaces: Workspaces) -> None:
 
     from mcp.server.stdio import stdio_server
 
-    from carrel.cli.failures import note
-
     if sys.stdin.isatty():
         note("carrel: this is for MCP clients, which start it themselves. Ctrl-C ends it")
         # What reads the terminal cannot be interrupted otherwise before the next line.
@@ -158,7 +157,6 @@ def _listening(host: str, port: int) -> socket.socket:
 def _serve_http(workspaces: Workspaces, context: str | None, host: str, port: int, names: list[str]) -> None:
     import uvicorn
 
-    from carrel.cli.failures import note
     from carrel.client.locate import is_loopback
     from carrel.connections import Connections, connections_allowed, http_protocol
     from carrel.integrations.mcp.http import application, url_of

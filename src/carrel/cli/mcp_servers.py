@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import attached, attempt, connected, once_approved
+from carrel.cli.failures import note
+from carrel.cli.printing import plain, print_done, print_json, print_line, print_table
 from carrel.errors import InvalidRequest
 
 app = typer.Typer(help="MCP servers that run inside the sandbox of a context.", no_args_is_help=True)
@@ -24,13 +27,10 @@ def ls(context: options.Context, json: options.Json = False) -> None:
     \b
     carrel mcp-servers ls conversation-42
     """
-    from carrel.cli.shown import print_json, print_table
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        found = client.attach(client.find(context)).mcp.list()
+    with attached(context) as box:
+        found = box.mcp.list()
     if json:
-        print_json([each.model_dump(mode="json") for each in found])
+        print_json(found)
         return
     rows = [
         [
@@ -69,21 +69,16 @@ def add(
     carrel mcp-servers add -r mcp-server-time conversation-42 clock mcp-server-time
     carrel mcp-servers add -s API_KEY conversation-42 search python3 search.py
     """
-    from carrel.cli.failures import note
-    from carrel.cli.shown import plain, print_json
-    from carrel.client import Client
-
     if server.startswith("-"):
         raise typer.BadParameter(f"'{server}' is no name; options come before the context", param_hint="SERVER")
-    with Client(administrator=True) as client:
-        box = client.attach(client.find(context))
+    with attached(context) as box:
         info = box.mcp.add(
             server, options.apart(command), variables=_pairs(variables, "--env"),
             secret_variables=_pairs([each if "=" in each else f"{each}={each}" for each in secrets or ()], "--secret"),
             requirements=requirements or None, npm=npm or None, cwd=cwd,
         )  # fmt: skip
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
         return
     if info.discovery_error is not None:
         note(f"it could not be asked: {plain(info.discovery_error)}")
@@ -103,12 +98,7 @@ def tools(
     carrel mcp-servers tools conversation-42
     carrel mcp-servers tools conversation-42 clock --refresh
     """
-    from carrel.cli.failures import note
-    from carrel.cli.shown import plain, print_json, print_table
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        box = client.attach(client.find(context))
+    with attached(context) as box:
         if refresh:
             for each in [server] if server else [known.name for known in box.mcp.list()]:
                 asked = box.mcp.refresh(each)
@@ -116,7 +106,7 @@ def tools(
                     note(f"{each}: {plain(asked.error)}")
         found = box.mcp.tools(server)
     if json:
-        print_json([each.model_dump(mode="json") for each in found])
+        print_json(found)
     elif found:
         rows = [[each.qualified, (each.description or each.title or "-").partition("\n")[0][:80]] for each in found]
         print_table(["TOOL", "WHAT IT SAYS OF ITSELF"], rows)
@@ -138,21 +128,17 @@ def call(
     \b
     carrel mcp-servers call conversation-42 clock get_current_time '{"timezone": "Europe/Berlin"}'
     """
-    from carrel.cli.reach import attempt, once_approved
-    from carrel.cli.shown import plain, print_json
-    from carrel.client import Client
-
     try:
         given = encoding.loads(arguments)
     except ValueError:
         given = None
     if not isinstance(given, dict):
         raise InvalidRequest("the arguments must be a JSON object", field="JSON", hint="""such as '{"city": "Bonn"}'""")
-    with Client(administrator=True) as client, once_approved():
+    with connected() as client, once_approved():
         box = attempt(client.attach(client.find(context)), approval, wait)
         result = box.mcp.request(server, tool, given, timeout=timeout)
     if json:
-        print_json(result.model_dump(mode="json"))
+        print_json(result)
     else:
         for each in result.content:
             print(_lines(str(each.get("text"))) if each.get("type") == "text" else plain(f"[{each.get('type')}]"))
@@ -167,13 +153,10 @@ def start(context: options.Context, server: Name, json: options.Json = False) ->
     \b
     carrel mcp-servers start conversation-42 clock
     """
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        info = client.attach(client.find(context)).mcp.start(server)
+    with attached(context) as box:
+        info = box.mcp.start(server)
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
     else:
         print(info.state)
 
@@ -185,11 +168,8 @@ def stop(context: options.Context, server: Name, json: options.Json = False) -> 
     \b
     carrel mcp-servers stop conversation-42 clock
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        client.attach(client.find(context)).mcp.stop(server)
+    with attached(context) as box:
+        box.mcp.stop(server)
     if json:
         print_done(stopped=server)
 
@@ -201,15 +181,11 @@ def log(context: options.Context, server: Name, json: options.Json = False) -> N
     \b
     carrel mcp-servers log conversation-42 clock
     """
-    from carrel.cli.shown import print_line
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        box = client.attach(client.find(context))
+    with attached(context) as box:
         offset = 0
         while (page := box.mcp.log(server, offset)).text:
             if json:
-                print_line(page.model_dump(mode="json"))
+                print_line(page)
             else:
                 sys.stdout.write(_lines(page.text))
             offset = page.next
@@ -222,18 +198,13 @@ def rm(context: options.Context, server: Name, json: options.Json = False) -> No
     \b
     carrel mcp-servers rm conversation-42 clock
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        client.attach(client.find(context)).mcp.remove(server)
+    with attached(context) as box:
+        box.mcp.remove(server)
     if json:
         print_done(removed=server)
 
 
 def _lines(text: str) -> str:
-    from carrel.cli.shown import plain
-
     return "\n".join(plain(line) for line in text.split("\n"))
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -100,6 +101,14 @@ def environment(given: list[str] | None) -> dict[str, str]:
     return env
 
 
+def confirm(question: str) -> None:
+    """Ask the person at the terminal; exit unless the answer is yes."""
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("nobody is here to confirm it; give --yes if it is meant", param_hint="--yes")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+
+
 def apart(words: list[str]) -> list[str]:
     """A program and its arguments, without the dashes that set them apart from our own options: the parser leaves those
     that come after a context.
@@ -131,6 +140,10 @@ class Wanted:
     def __bool__(self) -> bool:
         """Whether anything is asked for."""
         return self != Wanted()
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `Client.sandbox`."""
+        return {**vars(self), "limits": self.limits or None}
 
 
 def _wanted(

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import connected
+from carrel.cli.failures import note, tell
+from carrel.cli.printing import coloured, plain, print_done, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -42,8 +45,6 @@ def check(
     carrel policy check settings.json sources.json
     carrel policy check --template data-science
     """
-    from carrel.cli.failures import tell
-    from carrel.cli.shown import print_json
     from carrel.errors import CarrelError
 
     reports: list[dict[str, object]] = []
@@ -109,9 +110,7 @@ def explain(
     else:
         verdict = _decided(command, _policy(settings or [], sources or [], context or _EXAMPLE, template), shell)
     if json:
-        from carrel.cli.shown import print_json
-
-        print_json(verdict.model_dump(mode="json"))
+        print_json(verdict)
     else:
         _show(verdict)
     raise typer.Exit(0 if verdict.verdict == "allow" else 1)
@@ -124,9 +123,7 @@ def get(context: options.Context, json: options.Json = False) -> None:
     \b
     carrel policy get conversation-42
     """
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         info = client.policy(context).get()
     _shown(info, json)
 
@@ -146,12 +143,11 @@ def set_(
     \b
     carrel policy set conversation-42 --settings settings.json --sources sources.json
     """
-    from carrel.client import Client
     from carrel.client.requests import UNCHANGED
 
     if settings is None and sources is None:
         raise typer.BadParameter("give --settings or --sources", param_hint="--settings")
-    with Client(administrator=True) as client:
+    with connected() as client:
         info = client.policy(context).put(
             settings=UNCHANGED if settings is None else _given(settings),
             sources=UNCHANGED if sources is None else _given(sources),
@@ -167,10 +163,7 @@ def rm(context: options.Context, json: options.Json = False) -> None:
     \b
     carrel policy rm conversation-42
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         client.policy(context).delete()
     if json:
         print_done(removed=context)
@@ -178,14 +171,11 @@ def rm(context: options.Context, json: options.Json = False) -> None:
 
 def _held(context: str, command: str) -> Explanation:
     """What holds in a context: all layers, as the server has them."""
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         return client.policy(context).explain(command)
 
 
 def _decided(command: str, policy: Policy, shell: str | None) -> Explanation:
-    from carrel.cli.failures import note
     from carrel.policy.rules.decide import decide_shell
     from carrel.policy.verdict import explained
 
@@ -205,11 +195,8 @@ def _given(file: Path) -> dict[str, object]:
 
 
 def _shown(info: PolicyInfo, json: bool) -> None:
-    from carrel.cli.failures import note
-    from carrel.cli.shown import plain, print_json
-
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
         return
     print_json({"settings": info.settings, "sources": info.sources})
     if info.updated_at is not None:
@@ -303,16 +290,12 @@ def _read_here(path: str) -> str | None:
 
 
 def _tell_warnings(file: str, kind: str, warnings: list[dict[str, str]]) -> None:
-    from carrel.cli.shown import plain
-
     typer.echo(f"{plain(file)}: {kind}, valid" + (f", {len(warnings)} to look at" if warnings else ""))
     for each in warnings:
         typer.echo(f"  {plain(each['rule'])}: {plain(each['text'])}")
 
 
 def _show(verdict: Explanation) -> None:
-    from carrel.cli.shown import coloured, print_table
-
     rows: list[list[str | Text]] = []
     for part in verdict.parts:
         text = f"{part.text} (by {' > '.join(part.via)})" if part.via else part.text

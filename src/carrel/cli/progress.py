@@ -21,7 +21,7 @@ def copying(title: str, total: int | None = None) -> Iterator[Callable[[int], ob
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-    from carrel.cli.shown import plain
+    from carrel.cli.printing import plain
 
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -57,7 +57,7 @@ def _spin(title: str, over: threading.Event) -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from carrel.cli.shown import plain
+    from carrel.cli.printing import plain
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as line:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.failures import note
+from carrel.cli.connecting import attempt, connected, made, once_approved
+from carrel.cli.failures import TIMED_OUT, note
+from carrel.cli.printing import print_json
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -59,9 +61,8 @@ def python(
     carrel python conversation-42 --cell analysis -c 'x = 41'
     carrel python conversation-42 --cell analysis -c 'x + 1'
     """
-    from carrel.cli.reach import attempt, ephemeral, kept, made, once_approved, to_the_end
+    from carrel.cli.running import ephemeral, kept, to_the_end
     from carrel.cli.streams import followed
-    from carrel.client import Client
 
     words = [word for word in (context, file) if word is not None] + (args or [])
     if code is None and cell is None and words and _is_file(words[0]):
@@ -79,10 +80,10 @@ def python(
     if not context and (cell is not None or approval is not None or wait is not None):
         raise InvalidRequest("code contexts, --approval and --wait need a context", field="context", hint="name one")
     if not context and code is not None and not wanted and not variables and not words:
-        with Client(administrator=True) as client:
+        with connected() as client:
             raise typer.Exit(_stateless(client, text, environment, timeout, json=json))
     if context and cell is not None:
-        with Client(administrator=True) as client, once_approved():
+        with connected() as client, once_approved():
             box = attempt(made(client, context, wanted), approval, wait)
             raise typer.Exit(_cell(box, cell, text, environment, variables, timeout, json=json))
     fed = (code is not None or source not in {None, "-"}) and not sys.stdin.closed and not sys.stdin.isatty()
@@ -118,13 +119,11 @@ def _read(file: str | None) -> str:
 
 
 def _stateless(client: Client, text: str, env: str | None, timeout: float | None, *, json: bool) -> int:
-    from carrel.cli.failures import TIMED_OUT
-    from carrel.cli.shown import print_json
     from carrel.cli.streams import signal_number, write_out
 
     done = client.python.run(text, env=env, timeout=timeout)
     if json:
-        print_json(done.model_dump(mode="json"))
+        print_json(done)
     else:
         write_out("stdout", done.output.encode(errors="replace"))
         write_out("stderr", done.stderr.encode(errors="replace"))
@@ -143,7 +142,6 @@ def _cell(
     *,
     json: bool,
 ) -> int:
-    from carrel.cli.shown import print_json
     from carrel.cli.streams import write_out
 
     stream = box.python.context(name, env=env, variables=variables).stream(
@@ -154,7 +152,7 @@ def _cell(
             write_out(chunk.stream, chunk.data)
     result = stream.result()
     if json:
-        print_json(result.model_dump(mode="json"))
+        print_json(result)
         return 0 if result.ok else 1
     for shown in result.results:
         if shown.text is not None:

@@ -5,13 +5,16 @@ end and start again.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import attached, connected
+from carrel.cli.failures import note, tell
+from carrel.cli.printing import age, coloured, plain, print_json, print_table, size
+from carrel.cli.progress import waiting
 from carrel.errors import CarrelError, Denied, NotFound
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from carrel.models import SandboxInfo, WorkspaceUsage
 
 _AT_ONCE = 16
+Chosen = TypeVar("Chosen")
+Result = TypeVar("Result")
 
 
 def ps(
@@ -46,8 +51,6 @@ def ps(
     import asyncio
 
     found = asyncio.run(_sandboxes(all_states=all_states))
-    from carrel.cli.shown import print_json
-
     if json:
         print_json([{**info.model_dump(mode="json"), "commands": count} for info, count in found])
     else:
@@ -56,9 +59,6 @@ def ps(
 
 def _show(found: Sequence[tuple[SandboxInfo, int | None]], *, files: bool = False) -> None:
     """Print sandboxes as a table, and notices below it. `files` adds a column: do terminated ones still have files?"""
-    from carrel.cli.failures import note
-    from carrel.cli.shown import age, coloured, plain, print_table
-
     colours = {"running": "green", "error": "red", "terminated": "dim", "stopped": "dim"}
     rows: list[list[str | Text]] = []
     for info, count in found:
@@ -115,13 +115,10 @@ async def _running_commands(client: AsyncClient, info: SandboxInfo, gate: asynci
 
 
 def _commands(context: str, *, json: bool) -> None:
-    from carrel.cli.shown import age, print_json, print_table, size
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        items = client.attach(client.find(context)).commands.list()
+    with attached(context) as box:
+        items = box.commands.list()
     if json:
-        print_json([item.model_dump(mode="json") for item in items])
+        print_json(items)
         return
     rows = []
     for item in items:
@@ -145,27 +142,16 @@ def stop(
     carrel stop conversation-42
     carrel exec conversation-42 -- ls
     """
-    from carrel.cli.failures import note, tell
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    failed = False
-    stopped = []
-    with Client(administrator=True) as client:
-        for name in dict.fromkeys(contexts):
-            try:
-                with waiting(f"stopping {name}", quiet=json):
-                    stopped.append(client.attach(client.find(name)).stop())
-            except CarrelError as error:
-                tell(f"{name}: {error.detail}", error.hint)
-                failed = True
-                continue
-            if not json:
-                note(f"stopped {name}")
+    with connected() as client:
+        stopped = _to_each(
+            ((name, name) for name in dict.fromkeys(contexts)),
+            lambda name: client.attach(client.find(name)).stop(),
+            ("stopping", "stopped"),
+            json=json,
+        )
     if json:
-        print_json([info.model_dump(mode="json") for info in stopped])
-    raise typer.Exit(1 if failed else 0)
+        print_json(stopped)
+    raise typer.Exit(0 if len(stopped) == len(set(contexts)) else 1)
 
 
 def resume(context: options.Context, json: options.Json = False) -> None:
@@ -174,14 +160,10 @@ def resume(context: options.Context, json: options.Json = False) -> None:
     \b
     carrel resume conversation-42
     """
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client, waiting(f"resuming {context}", quiet=json):
-        info = client.attach(client.find(context)).resume()
+    with waiting(f"resuming {context}", quiet=json), attached(context) as box:
+        info = box.resume()
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
     else:
         _show([(info, None)])
 
@@ -202,8 +184,6 @@ def usage(
     carrel usage --disk --json
     """
     import asyncio
-
-    from carrel.cli.shown import coloured, print_json, print_table, size
 
     if disk:
         _disk(json=json)
@@ -230,13 +210,10 @@ def usage(
 
 
 def _disk(*, json: bool) -> None:
-    from carrel.cli.shown import print_json, print_table, size
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = client.disk()
     if json:
-        print_json(found.model_dump(mode="json"))
+        print_json(found)
         return
     rows = [[part.name, f"{'' if part.complete else 'more than '}{size(part.bytes)}"] for part in found.parts]
     print_table(["ON DISK", "SIZE"], [*rows, ["free", f"{size(found.free_bytes)} of {size(found.capacity_bytes)}"]])
@@ -292,41 +269,29 @@ def rm(
     """
     if bool(contexts) == everything:
         raise typer.BadParameter("name one or more contexts, or give --all", param_hint="CONTEXT")
-    from carrel.cli.failures import note, tell
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
     from carrel.models import State
 
     failed = False
-    removed = []
-    with Client(administrator=True) as client:
-        if everything:
-            chosen = [info for info in client.sandboxes() if info.state is not State.TERMINATED]
-        else:
-            chosen = []
-            for name in dict.fromkeys(contexts or []):
-                try:
-                    chosen.append(_named(client, name, files=files))
-                except CarrelError as error:
-                    tell(error.detail, error.hint)
-                    failed = True
-        if chosen and not yes:
-            _ask([info.context_id or info.id for info in chosen], files=files)
-        for info in chosen:
+    with connected() as client:
+        chosen = [info for info in client.sandboxes() if info.state is not State.TERMINATED] if everything else []
+        for name in dict.fromkeys(contexts or []):
             try:
-                with waiting(f"removing {info.context_id or info.id}", quiet=json):
-                    ended = client.attach(info).terminate(reason=reason, delete_files=files, snapshot=snapshot)
-                removed.append(ended)
+                chosen.append(_named(client, name, files=files))
             except CarrelError as error:
-                tell(f"{info.context_id or info.id}: {error.detail}", error.hint)
+                tell(error.detail, error.hint)
                 failed = True
-                continue
-            if not json:
-                note(f"removed {info.context_id or info.id}")
+        if chosen and not yes:
+            names = [info.context_id or info.id for info in chosen]
+            options.confirm(f"Terminate {_few(names)}{' and delete the files' if files else ''}?")
+        removed = _to_each(
+            ((info.context_id or info.id, info) for info in chosen),
+            lambda info: client.attach(info).terminate(reason=reason, delete_files=files, snapshot=snapshot),
+            ("removing", "removed"),
+            json=json,
+        )
     if json:
-        print_json([info.model_dump(mode="json") for info in removed])
-    raise typer.Exit(1 if failed else 0)
+        print_json(removed)
+    raise typer.Exit(1 if failed or len(removed) < len(chosen) else 0)
 
 
 def forget(
@@ -344,29 +309,37 @@ def forget(
     carrel forget conversation-42
     carrel forget --yes conversation-42 conversation-43
     """
-    from carrel.cli.failures import note, tell
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import plain, print_json
-    from carrel.client import Client
-
     names = list(dict.fromkeys(contexts))
     if not yes:
-        _confirm(f"Delete everything that is kept of {_few(names)}, its policy too?")
-    forgotten = []
-    with Client(administrator=True) as client:
-        for name in names:
-            try:
-                with waiting(f"forgetting {name}", quiet=json):
-                    client.forget(name)
-            except CarrelError as error:
-                tell(f"{name}: {error.detail}", error.hint)
-                continue
-            forgotten.append(name)
-            if not json:
-                note(f"forgot {plain(name)}")
+        options.confirm(f"Delete everything that is kept of {_few(names)}, its policy too?")
+
+    def forget_one(name: str) -> str:
+        client.forget(name)
+        return name
+
+    with connected() as client:
+        forgotten = _to_each(((name, name) for name in names), forget_one, ("forgetting", "forgot"), json=json)
     if json:
         print_json(forgotten)
     raise typer.Exit(0 if len(forgotten) == len(names) else 1)
+
+
+def _to_each(
+    chosen: Iterable[tuple[str, Chosen]], act: Callable[[Chosen], Result], words: tuple[str, str], *, json: bool
+) -> list[Result]:
+    """Do the same to each, one after the other; gives the results. One that fails is told of and stops no other."""
+    doing, done = words
+    results = []
+    for name, each in chosen:
+        try:
+            with waiting(f"{doing} {name}", quiet=json):
+                results.append(act(each))
+        except CarrelError as error:
+            tell(f"{name}: {error.detail}", error.hint)
+            continue
+        if not json:
+            note(f"{done} {plain(name)}")
+    return results
 
 
 def _named(client: Client, name: str, *, files: bool) -> SandboxInfo:
@@ -382,19 +355,6 @@ def _named(client: Client, name: str, *, files: bool) -> SandboxInfo:
         return newest
 
 
-def _ask(names: list[str], *, files: bool) -> None:
-    _confirm(f"Terminate {_few(names)}{' and delete the files' if files else ''}?")
-
-
 def _few(names: list[str]) -> str:
     """Names to show in a question."""
-    from carrel.cli.shown import plain
-
     return ", ".join(plain(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _confirm(question: str) -> None:
-    if not sys.stdin.isatty():
-        raise typer.BadParameter("nobody is here to confirm it; give --yes if it is meant", param_hint="--yes")
-    if not typer.confirm(question, err=True):
-        raise typer.Exit(1)

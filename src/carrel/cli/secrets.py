@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import connected
+from carrel.cli.failures import note
+from carrel.cli.printing import age, print_done, print_json, print_table
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,10 +44,6 @@ def put(
     carrel secret set conversation-42 API_KEY key.txt
     carrel secret set --template data-science API_KEY key.txt
     """
-    from carrel.cli.failures import note
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
     if file == "-":
         value = typer.prompt("value", hide_input=True).encode() if sys.stdin.isatty() else sys.stdin.buffer.read()
     else:
@@ -53,10 +52,10 @@ def put(
                 value = source.read()
         except OSError as error:
             raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
-    with Client(administrator=True) as client:
+    with connected() as client:
         kept = _of(client, owner, template).put(name, value.rstrip(b"\r\n"))
     if json:
-        print_json(kept.model_dump(mode="json"))
+        print_json(kept)
         return
     note(f"{kept.name} is kept, version {kept.version}: /run/secrets/{kept.name}")
 
@@ -68,13 +67,10 @@ def ls(owner: Owner, template: OfTemplate = False, json: options.Json = False) -
     \b
     carrel secret ls conversation-42
     """
-    from carrel.cli.shown import age, print_json, print_table
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = _of(client, owner, template).list()
     if json:
-        print_json([each.model_dump(mode="json") for each in found])
+        print_json(found)
         return
     if found:
         print_table(
@@ -89,10 +85,7 @@ def remove(owner: Owner, name: Name, template: OfTemplate = False, json: options
     \b
     carrel secret rm conversation-42 API_KEY
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         _of(client, owner, template).delete(name)
     if json:
         print_done(removed=name)
@@ -116,8 +109,6 @@ def rekey(
     carrel secret rekey --new-key new.key
     """
     from carrel import config as settings
-    from carrel.cli.failures import note
-    from carrel.cli.shown import print_json
     from carrel.extras import using
 
     with using("server"):

@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import attached
+from carrel.cli.failures import note
+from carrel.cli.printing import age, plain, print_done, print_json, print_table, size
+from carrel.cli.progress import copying, waiting
 
 Context = options.Context
 
@@ -18,14 +22,10 @@ def snapshot(context: Context, json: options.Json = False) -> None:
     \b
     carrel snapshot conversation-42
     """
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import print_json, size
-    from carrel.client import Client
-
-    with Client(administrator=True) as client, waiting(f"taking a snapshot of {context}", quiet=json):
-        made = client.attach(client.find(context)).snapshot()
+    with waiting(f"taking a snapshot of {context}", quiet=json), attached(context) as box:
+        made = box.snapshot()
     if json:
-        print_json(made.model_dump(mode="json"))
+        print_json(made)
     else:
         # A volume that only marks the moment has counted nothing.
         files = [] if made.files is None else [f"{made.files} files"]
@@ -39,13 +39,10 @@ def snapshots(context: Context, json: options.Json = False) -> None:
     \b
     carrel snapshots conversation-42
     """
-    from carrel.cli.shown import age, print_json, print_table, size
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        found = client.attach(client.find(context)).snapshots()
+    with attached(context) as box:
+        found = box.snapshots()
     if json:
-        print_json([each.model_dump(mode="json") for each in found])
+        print_json(found)
         return
     rows = [
         [
@@ -71,15 +68,10 @@ def restore(
     \b
     carrel restore conversation-42 snap-0123456789abcdef
     """
-    from carrel.cli.failures import note
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client, waiting(f"restoring {context}", quiet=json):
-        info = client.attach(client.find(context)).restore(snapshot_id)
+    with waiting(f"restoring {context}", quiet=json), attached(context) as box:
+        info = box.restore(snapshot_id)
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
     else:
         note(f"restored {context} to {snapshot_id}")
 
@@ -97,15 +89,10 @@ def fork(
     carrel fork conversation-42 conversation-43
     carrel fork --no-secrets conversation-42 conversation-43
     """
-    from carrel.cli.failures import note
-    from carrel.cli.progress import waiting
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client, waiting(f"forking {context}", quiet=json):
-        info = client.attach(client.find(context)).fork(new_context, snapshot_id, secrets=not no_secrets).info()
+    with waiting(f"forking {context}", quiet=json), attached(context) as box:
+        info = box.fork(new_context, snapshot_id, secrets=not no_secrets).info()
     if json:
-        print_json(info.model_dump(mode="json"))
+        print_json(info)
     else:
         note(f"forked {context} to {new_context}")
 
@@ -121,13 +108,10 @@ def diff(
     \b
     carrel diff conversation-42 snap-0123456789abcdef snap-fedcba9876543210
     """
-    from carrel.cli.shown import plain, print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
-        changes = client.attach(client.find(context)).diff(before, after)
+    with attached(context) as box:
+        changes = box.diff(before, after)
     if json:
-        print_json([each.model_dump(mode="json") for each in changes])
+        print_json(changes)
         return
     signs = {"added": "+", "removed": "-", "changed": "~"}
     for change in changes:
@@ -148,18 +132,12 @@ def download(
     carrel download conversation-42 snap-0123456789abcdef -o work.tar
     carrel download conversation-42 snap-0123456789abcdef -o - | tar -tv
     """
-    from carrel.cli.failures import note
-    from carrel.cli.progress import copying
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
     if output == "-" and json:
         raise typer.BadParameter("standard output has the archive already", param_hint="--json")
     if output == "-" and sys.stdout.isatty():
         raise typer.BadParameter("a tar archive is nothing for a terminal", param_hint="--output")
     name = output or f"{snapshot_id}.tar"
-    with Client(administrator=True) as client:
-        box = client.attach(client.find(context))
+    with attached(context) as box:
         if name == "-":
             box.download_snapshot(snapshot_id, sys.stdout.buffer)
             sys.stdout.buffer.flush()

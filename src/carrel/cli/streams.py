@@ -124,7 +124,7 @@ async def followed(handle: AsyncCommand | LocalCommand, *, fed: bool = False, js
     if stream.info is None:
         raise SandboxLost("the server did not say how the command ended")
     if json:
-        from carrel.cli.shown import print_json
+        from carrel.cli.printing import print_json
 
         texts = {name: data.decode(errors="replace") for name, data in written.items()}
         print_json({**texts, **stream.info.model_dump(mode="json")})

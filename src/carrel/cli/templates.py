@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from carrel.cli import options
+from carrel.cli.connecting import connected
+from carrel.cli.printing import coloured, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -16,13 +18,10 @@ def templates(json: options.Json = False) -> None:
     \b
     carrel templates
     """
-    from carrel.cli.shown import coloured, print_json, print_table
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = client.templates()
     if json:
-        print_json([each.model_dump(mode="json") for each in found])
+        print_json(found)
         return
     rows: list[list[str | Text]] = []
     for each in found:

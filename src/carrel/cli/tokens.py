@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.connecting import connected
+from carrel.cli.failures import note
+from carrel.cli.printing import age, coloured, print_done, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -41,16 +44,12 @@ def create(
     carrel token create coder --kind agent --scope operate --namespace team --expires 30d
     carrel token create ann --kind person --scope approve
     """
-    from carrel.cli.failures import note
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         made = client.tokens.create(
             name, kind=kind, scopes=scope, namespace=namespace, contexts=context, expires=_duration(expires)
         )
     if json:
-        print_json(made.model_dump(mode="json"))
+        print_json(made)
         return
     print(made.token)
     note(f"{made.id} for {made.kind}:{made.name}; it is not shown again")
@@ -66,13 +65,10 @@ def ls(
     \b
     carrel token ls
     """
-    from carrel.cli.shown import print_json
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         found = [info for info in client.tokens.list() if every or _state(info) == "good"]
     if json:
-        print_json([info.model_dump(mode="json") for info in found])
+        print_json(found)
     elif found:
         _show(found)
 
@@ -87,10 +83,7 @@ def revoke(
     \b
     carrel token revoke tok-1f2e3d4c5b6a7988
     """
-    from carrel.cli.shown import print_done
-    from carrel.client import Client
-
-    with Client(administrator=True) as client:
+    with connected() as client:
         for each in ids:
             client.tokens.revoke(each)
             if not json:
@@ -100,8 +93,6 @@ def revoke(
 
 
 def _show(found: list[TokenInfo]) -> None:
-    from carrel.cli.shown import age, coloured, print_table
-
     rows: list[list[str | Text]] = [
         [
             info.id,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.cli.shown import age, fitting, plain, print_table, size
+from carrel.cli.printing import age, fitting, plain, print_table, size
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from carrel.cli.connecting import existing, made
 from carrel.cli.failures import Terminated
 from carrel.cli.options import Wanted
-from carrel.cli.reach import ephemeral, existing, kept, made, to_the_end
+from carrel.cli.running import ephemeral, kept, to_the_end
 from carrel.client import AsyncClient, Client
 from carrel.errors import InvalidRequest, NotFound, ServerUnreachable
 from carrel.models import State

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from rich.text import Text
 
 _GAP = 2
@@ -18,8 +19,8 @@ _NAME_WIDTH = 24
 
 
 def print_json(value: object) -> None:
-    """A value as readable JSON."""
-    print(json.dumps(value, indent=2, ensure_ascii=True))
+    """A value as readable JSON; models in it too."""
+    print(json.dumps(value, indent=2, ensure_ascii=True, default=_fields))
 
 
 def print_done(**what: object) -> None:
@@ -29,7 +30,11 @@ def print_done(**what: object) -> None:
 
 def print_line(value: object) -> None:
     """A value as one line of JSON, at once."""
-    print(json.dumps(value, ensure_ascii=True), flush=True)
+    print(json.dumps(value, ensure_ascii=True, default=_fields), flush=True)
+
+
+def _fields(model: BaseModel) -> dict[str, object]:
+    return model.model_dump(mode="json")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, wrap: bool = False) -> None:

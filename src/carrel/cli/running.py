@@ -1,4 +1,4 @@
-"""Finds sandboxes for the commands: by name on the server, or an ephemeral one that needs no server."""
+"""The sandbox a command runs in, by name on the server or an ephemeral one that needs no server, until it has ended."""
 
 from __future__ import annotations
 
@@ -7,68 +7,22 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
 
-from carrel.cli.failures import Terminated, note
+from carrel.cli.connecting import tell_new
+from carrel.cli.failures import Terminated
 from carrel.client.locate import local_server
-from carrel.errors import ApprovalNeeded, NotFound, ServerUnreachable
+from carrel.errors import NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     from carrel.cli.options import Wanted
-    from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
+    from carrel.client import AsyncClient, AsyncSandbox, Sandbox
     from carrel.local import LocalSandbox
 
 T = TypeVar("T")
 Box = TypeVar("Box", "AsyncSandbox", "Sandbox")
-
-
-def existing(client: Client, name: str) -> Sandbox:
-    """The sandbox of that name; a stopped one is resumed, a missing one is not made."""
-    from carrel.models import State
-
-    info = client.find(name)
-    if info.state is State.RUNNING or info.context_id is None:
-        return client.attach(info)
-    return client.sandbox(info.context_id)
-
-
-def made(client: Client, name: str, wanted: Wanted) -> Sandbox:
-    """The sandbox of that name, made when there is none. What runs must be as it is wanted."""
-    try:
-        info = client.find(name)
-    except NotFound:
-        box = client.sandbox(name, **_asked(wanted))
-        _tell_new(name)
-        return box
-    if info.context_id is None or (info.state == "running" and not wanted):
-        return client.attach(info)
-    return client.sandbox(info.context_id, **_asked(wanted))
-
-
-def _tell_new(name: str) -> None:
-    note(f"carrel: made a sandbox for '{name}'; there was none")
-
-
-def attempt(box: Box, approval: str | None, wait: float | None) -> Box:
-    """The same sandbox for what was approved, or for what waits so long for a person."""
-    view: Box = box if approval is None else box.with_approval(approval)
-    return view if wait is None else view.waiting(wait)
-
-
-@contextmanager
-def once_approved() -> Iterator[None]:
-    """Say how to go on from `ApprovalNeeded` with the option of the command."""
-    try:
-        yield
-    except ApprovalNeeded as error:
-        if error.approval is not None:
-            error.hint = (
-                f"somebody else lets it with `carrel approve {error.approval}`; "
-                f"then the same again with `--approval {error.approval}`"
-            )
-        raise
 
 
 @asynccontextmanager
@@ -80,14 +34,14 @@ async def kept(name: str, wanted: Wanted) -> AsyncIterator[AsyncSandbox]:
         try:
             info = await client.find(name)
         except NotFound:
-            box = await client.sandbox(name, **_asked(wanted))
-            _tell_new(name)
+            box = await client.sandbox(name, **wanted.arguments())
+            tell_new(name)
             yield box
             return
         if info.context_id is None or (info.state == "running" and not wanted):
             yield client.attach(info)
         else:
-            yield await client.sandbox(info.context_id, **_asked(wanted))
+            yield await client.sandbox(info.context_id, **wanted.arguments())
 
 
 @asynccontextmanager
@@ -100,7 +54,7 @@ async def ephemeral(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[Asyn
         async with AsyncClient(administrator=True) as client:
             box: AsyncSandbox | None = None
             try:
-                box = await _made(client, wanted)
+                box = await client.sandbox(**wanted.arguments())
             except ServerUnreachable:
                 if named or keep:
                     raise
@@ -115,7 +69,7 @@ async def ephemeral(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[Asyn
         raise ServerUnreachable(
             "a sandbox can only be kept by a server, and none runs here", hint="start one with `carrel serve`"
         )
-    async with _own_server(wanted) as client, await _made(client, wanted) as made:
+    async with _own_server(wanted) as client, await client.sandbox(**wanted.arguments()) as made:
         yield made
 
 
@@ -125,25 +79,12 @@ async def single(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[AsyncSa
     if not keep and not os.environ.get("CARREL_URL") and local_server() is None:
         from carrel.local import local_sandbox
 
-        async with local_sandbox({}, limits=wanted.limits, **_plain(wanted)) as local:
+        async with local_sandbox({}, **wanted.arguments()) as local:
             if local is not None:
                 yield local
                 return
     async with ephemeral(wanted, keep=keep) as box:
         yield box
-
-
-async def _made(client: AsyncClient, wanted: Wanted) -> AsyncSandbox:
-    return await client.sandbox(**_asked(wanted))
-
-
-def _asked(wanted: Wanted) -> dict[str, Any]:
-    """The arguments of `Client.sandbox`."""
-    return {**_plain(wanted), "limits": wanted.limits or None}
-
-
-def _plain(wanted: Wanted) -> dict[str, Any]:
-    return {name: getattr(wanted, name) for name in ("template", "provider", "trust", "network")}
 
 
 @asynccontextmanager
