@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from tests.support.refusals import Contract, refused
 
-from carrel.control.operations.door import PlainDoor
 from carrel.models.bundles import END, MEDIA_TYPE, Part
 from carrel.policy.verdict import Verdict
 from carrel.server import Running
@@ -140,7 +140,7 @@ async def test_policy_can_deny_every_operation_on_a_sandbox(
     http: httpx.AsyncClient, server: Running, box: str, contract: Contract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decision = Verdict("deny", "nothing is allowed here", "everything", "a test", "ask nobody")
-    monkeypatch.setattr(server.plane.operations, "_outer", PlainDoor(lambda _: decision))
+    monkeypatch.setattr(server.plane.policies, "decide", AsyncMock(return_value=decision))
     for method, path, operation in contract.operations():
         # What an MCP client does by the URL of a server is decided as what it does, not as connecting.
         changes = "{id}" in path and method != "GET"

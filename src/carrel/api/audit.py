@@ -12,9 +12,8 @@ from carrel.api.guard import Router, require, who
 from carrel.api.parts import NDJSON, Plane, Stream, as_json, known_query
 from carrel.api.problems import problems
 from carrel.audit import Filter, chain_of
-from carrel.control.operations.door import Kind
 from carrel.models import AuditKey, AuditPage, AuditPruned, Moment
-from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, SEARCH_AUDIT
+from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, SEARCH_AUDIT, Kind
 
 router = Router(prefix="/v1/audit", tags=["audit"], dependencies=[Depends(known_query)])
 

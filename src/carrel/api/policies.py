@@ -32,7 +32,7 @@ async def get_policy(context_id: Context, plane: Plane) -> Response:
 async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -> Response:
     """Refused whole when a rule cannot be read. It holds from the next operation on."""
     arguments = body.model_dump(mode="json", exclude_unset=True)
-    async with plane.operations.session_door("put_policy", arguments, "", "", context_id):
+    async with plane.operations.admit(PUT_POLICY, arguments, "", "", context_id):
         return as_json(await plane.policy_changes.put(context_id, body, who().subject))
 
 
@@ -44,7 +44,7 @@ async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -
 )
 async def delete_policy(context_id: Context, plane: Plane) -> Response:
     """The server's own holds from now on."""
-    async with plane.operations.session_door("delete_policy", {}, "", "", context_id):
+    async with plane.operations.admit(DELETE_POLICY, {}, "", "", context_id):
         await plane.policy_changes.delete(context_id)
     return Response(status_code=204)
 

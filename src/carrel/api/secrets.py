@@ -35,7 +35,7 @@ async def list_secrets(context_id: Context, plane: Plane) -> Response:
 )
 async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane) -> Response:
     """It is the file `/run/secrets/NAME` of the context's sandbox; a running one has it at once."""
-    async with plane.operations.session_door("put_secret", {"name": name}, "", "", context_id):
+    async with plane.operations.admit(PUT_SECRET, {"name": name}, "", "", context_id):
         return as_json(await plane.secrets.put(context_id, name, body.bytes()))
 
 
@@ -47,6 +47,6 @@ async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: 
 )
 async def delete_secret(context_id: Context, name: Name, plane: Plane) -> Response:
     """A running sandbox loses it at once."""
-    async with plane.operations.session_door("delete_secret", {"name": name}, "", "", context_id):
+    async with plane.operations.admit(DELETE_SECRET, {"name": name}, "", "", context_id):
         await plane.secrets.delete(context_id, name)
     return Response(status_code=204)

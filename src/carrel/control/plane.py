@@ -26,8 +26,7 @@ from carrel.control.mcp.installing import Installing
 from carrel.control.mcp.links import McpLinks
 from carrel.control.mcp.platform import PlatformServers, read_platform
 from carrel.control.mcp.servers import McpServers
-from carrel.control.operations.admission import Governor
-from carrel.control.operations.door import Door
+from carrel.control.operations.admission import Admission
 from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_builds import Builder, shared
 from carrel.control.python.environment_holds import EnvironmentHolds
@@ -110,7 +109,6 @@ class ControlPlane:
         upstreams: Sequence[Upstream],
         platform: PlatformServers,
         token: str | None,
-        door: Door | None,
     ):
         # what it stands on
         self.settings = settings
@@ -147,7 +145,7 @@ class ControlPlane:
             keep_days=settings.approvals.keep_days,
             node=node,
         )
-        admission = door or Governor(policies, approvals, audit, redact=values.clean, live=live)
+        admission = Admission(policies, approvals, audit, metrics, values, live)
 
         # attachments: what makes a workspace of a bare sandbox
         snapshot_store, filespace_store = SnapshotStore(database), FilespaceStore(database)
@@ -194,7 +192,7 @@ class ControlPlane:
             settings, store, workspaces, leases, live, providers, templates, attachments, audit
         )
         self.operations = operations = Operations(
-            sessions, admission, metrics, values, policies.longest, CodeContextStore(database)
+            sessions, admission, values, policies.longest, CodeContextStore(database)
         )
         self.policy_changes = changes = PolicyChanges(policies, live, attachments, sessions)
         self.decisions = ApprovalDecisions(approvals, admission, changes, values.clean)
@@ -272,10 +270,9 @@ class ControlPlane:
         *,
         providers: Mapping[str, Provider] | None = None,
         token: str | None = None,
-        door: Door | None = None,
     ) -> ControlPlane:
         """Open the data directory, take over what runs, start the upkeep. `token` is the administrator's; None when
-        none is asked for. `door` replaces admission by policy.
+        none is asked for.
         """
         layout = Layout(settings.data_dir)
         await asyncio.to_thread(layout.prepare)
@@ -312,7 +309,6 @@ class ControlPlane:
                 upstreams=upstreams,
                 platform=platform,
                 token=token,
-                door=door,
             )
             stack.pop_all()
         try:

@@ -44,6 +44,11 @@ class ApprovalRecord:
     run_on: str | None = None
     run_in: str | None = None
 
+    @property
+    def owner(self) -> str | None:
+        """The context it is for, or the sandbox that has none."""
+        return self.context_id or self.sandbox_id or None
+
     def info(self) -> ApprovalInfo:
         """The record as the API shows it."""
         values = {name: value for name, value in asdict(self).items() if name not in _INNER}

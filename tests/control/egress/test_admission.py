@@ -8,12 +8,13 @@ import pytest
 from tests.support.sandboxes import until
 
 from carrel.audit import Filter, chain_of
-from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.door import Operation
+from carrel.control.operations.call import Call
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, Denied
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalState, PolicyDocuments
+from carrel.models.operations import CONNECT
 from carrel.policy.verdict import Verdict
 
 PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
@@ -25,9 +26,8 @@ ALLOW = PolicyDocuments(settings={"permissions": {"allow": ["network(outbound:a.
 
 async def connect(plane: ControlPlane, wait_s: float = 0.0) -> str | None:
     """Ask for a connection to a host as the proxy does; the approval that it may open under."""
-    caller.set(Caller(SANDBOX, wait_s=wait_s))
     arguments = {"host": "a.example", "port": 443}
-    call = Operation("network", "connect", arguments, SANDBOX.subject, "sbx-1", "c", proxy_verdict=ASKS)
+    call = Call(CONNECT, arguments, Caller(SANDBOX, wait_s=wait_s), "sbx-1", "c", proxy_verdict=ASKS)
     async with plane.egress._admission.admit(call) as admitted:
         return admitted.approval
 

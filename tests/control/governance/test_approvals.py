@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tests.support.calls import call, caller_named
 from tests.support.sandboxes import until
 
 from carrel.control.governance.approvals import Approvals, Redact, digest, summary
 from carrel.control.governance.decisions import ApprovalDecisions
+from carrel.control.operations.admission import Admission
+from carrel.control.operations.call import Call, Traffic
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.operations.checks import edited
-from carrel.control.operations.door import Operation, Traffic
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound, PlatformError
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
@@ -23,7 +25,7 @@ from carrel.store import Database
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
 ASK = Verdict("ask", reason="no rule covers 'git push'")
-PUSH = Operation("shell", "run_command", {"command": "git  push\norigin"}, "agent:coder", "sbx-1", "c")
+PUSH = call("shell", "run_command", {"command": "git  push\norigin"}, "agent:coder", "sbx-1", "c")
 PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
 AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
 BY_RULE = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
@@ -57,7 +59,7 @@ class Kept:
         self.added: list[tuple[str, str, str]] = []
         self.verdict = verdict
 
-    async def decide(self, operation: Operation) -> Verdict:
+    async def decide(self, operation: Call) -> Verdict:
         return Verdict(self.verdict)
 
     async def check_rule(self, context_id: str, rule: str) -> None:
@@ -68,11 +70,14 @@ class Kept:
         self.added.append((context_id, rule, by))
 
 
-class Open:
+class Open(Admission):
     """Admission that lets everything in."""
 
+    def __init__(self) -> None:
+        pass
+
     @asynccontextmanager
-    async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
+    async def admit(self, call: Call) -> AsyncIterator[Traffic]:
         yield Traffic()
 
 
@@ -122,21 +127,23 @@ def _agent() -> Iterator[None]:
     caller.reset(token)
 
 
-async def _use_now(approvals: Inbox, operation: Operation, verdict: Verdict) -> str:
+async def _use_now(approvals: Inbox, operation: Call, verdict: Verdict) -> str:
     """Run an operation that takes no time; the approval that it ran under."""
-    leave = await approvals.leave(operation, verdict)
+    """Ask as whoever the call is by, else as the caller of this task, who also says how long to wait."""
+    who = caller.get() if operation.caller is None else replace(caller.get(), identity=operation.caller.identity)
+    leave = await approvals.leave(replace(operation, caller=who), verdict)
     await approvals.ended(leave, used=True)
     return leave.approval
 
 
-async def _ask(approvals: Inbox, operation: Operation = PUSH) -> str:
+async def _ask(approvals: Inbox, operation: Call = PUSH) -> str:
     with pytest.raises(ApprovalNeeded) as caught:
         await _use_now(approvals, operation, ASK)
     assert caught.value.approval is not None
     return caught.value.approval
 
 
-async def _with(approvals: Inbox, handle: str, operation: Operation = PUSH) -> str:
+async def _with(approvals: Inbox, handle: str, operation: Call = PUSH) -> str:
     token = caller.set(Caller(AGENT, approval=handle))
     try:
         return await _use_now(approvals, operation, ASK)
@@ -165,9 +172,9 @@ async def test_a_handle_is_for_exactly_what_was_asked(approvals: Inbox) -> None:
     handle = await _ask(approvals)
     await approvals.decide(handle, YES, PERSON)
     for other in (
-        Operation("shell", "run_command", {"command": "git push --force"}, "agent:coder", "sbx-1", "c"),
-        Operation("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-1", "d"),
-        Operation("file", "run_command", PUSH.arguments, "agent:coder", "sbx-1", "c"),
+        call("shell", "run_command", {"command": "git push --force"}, "agent:coder", "sbx-1", "c"),
+        call("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-1", "d"),
+        call("file", "run_command", PUSH.arguments, "agent:coder", "sbx-1", "c"),
     ):
         with pytest.raises(Conflict, match="another operation"):
             await _with(approvals, handle, other)
@@ -178,7 +185,7 @@ async def test_a_handle_is_for_exactly_what_was_asked(approvals: Inbox) -> None:
 
 @pytest.mark.parametrize("kind", ["shell", "mcp"])
 async def test_approval_belongs_to_the_one_who_asked(approvals: Inbox, kind: Literal["shell", "mcp"]) -> None:
-    operation = Operation(kind, "run_command", PUSH.arguments, "", "sbx-1", "c")
+    operation = call(kind, "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
     other = Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))
     token = caller.set(Caller(other))
@@ -194,7 +201,7 @@ async def test_approval_belongs_to_the_one_who_asked(approvals: Inbox, kind: Lit
 
 
 async def test_approval_for_a_context_is_for_everybody_there(approvals: Inbox) -> None:
-    operation = Operation("shell", "run_command", PUSH.arguments, "", "sbx-1", "c")
+    operation = call("shell", "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
     token = caller.set(Caller(Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))))
@@ -229,7 +236,7 @@ async def test_for_the_context_it_need_not_be_asked_again(approvals: Inbox) -> N
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
     for _ in range(3):
         assert await _use_now(approvals, PUSH, ASK) == handle
-    await _ask(approvals, Operation("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-2", "other"))
+    await _ask(approvals, call("shell", "run_command", PUSH.arguments, "agent:coder", "sbx-2", "other"))
 
 
 async def test_as_a_rule(approvals: Inbox) -> None:
@@ -243,7 +250,7 @@ async def test_as_a_rule(approvals: Inbox) -> None:
     assert (await approvals.get(handle)).state is ApprovalState.PENDING
     assert (await approvals.decide(handle, wanted, PERSON)).rule == "shell(git push:*)"
     assert kept.added == [("c", "shell(git push:*)", "person:ann")]
-    fleeting = Operation("shell", "run_command", PUSH.arguments, "agent:coder", "eph-1", None)
+    fleeting = call("shell", "run_command", PUSH.arguments, "agent:coder", "eph-1", None)
     with pytest.raises(InvalidRequest, match="no context"):
         await approvals.decide(await _ask(approvals, fleeting), wanted, PERSON)
 
@@ -290,7 +297,7 @@ async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals
     handle = await _ask(approvals)
     with pytest.raises(Denied):
         await approvals.decide(handle, YES, AGENT)
-    mine = Operation("shell", "run_command", {"command": "x"}, PERSON.subject, "sbx-1", "c")
+    mine = call("shell", "run_command", {"command": "x"}, PERSON.subject, "sbx-1", "c")
     with pytest.raises(Denied, match="own request"):
         await approvals.decide(await _ask(approvals, mine), YES, PERSON)
     assert (await approvals.get(handle)).state is ApprovalState.PENDING
@@ -390,7 +397,7 @@ async def test_another_server_sees_and_decides_what_waits(approvals: Inbox, stor
 
 async def test_many_are_decided_at_once(approvals: Inbox) -> None:
     handles = [
-        await _ask(approvals, Operation("shell", "run_command", {"command": str(n)}, "agent:coder", "s", "c"))
+        await _ask(approvals, call("shell", "run_command", {"command": str(n)}, "agent:coder", "s", "c"))
         for n in range(5)
     ]
     await approvals.decide(handles[0], NO, PERSON)
@@ -415,7 +422,8 @@ async def test_watching_shows_what_comes_and_what_becomes_of_it(approvals: Inbox
 @pytest.mark.parametrize("kind", ["shell", "network"])
 async def test_one_who_asks_from_another_sandbox_each_time(approvals: Inbox, kind: str) -> None:
     """Calls without a context: what was approved in one sandbox is used in the next, once, and by nobody else."""
-    asked = [replace(PUSH, kind=kind, sandbox_id=f"eph-{number}", context_id=None, asks_as="a") for number in range(3)]
+    push = call(kind, "run_command", PUSH.arguments, "agent:coder")
+    asked = [replace(push, sandbox_id=f"eph-{number}", asks_as="a") for number in range(3)]
     handle = await _ask(approvals, asked[0])
     assert await _ask(approvals, asked[1]) == handle, "it is the same question"
     assert await _ask(approvals, replace(asked[1], asks_as="b")) != handle
@@ -434,10 +442,10 @@ async def test_one_who_asks_from_another_sandbox_each_time(approvals: Inbox, kin
 
 def test_names_and_lines() -> None:
     assert digest(PUSH) == digest(PUSH)
-    assert summary(Operation("file", "write", {"path": "/etc/x"}, "", "s", None)) == "write /etc/x"
+    assert summary(call("file", "write", {"path": "/etc/x"}, "", "s", None)) == "write /etc/x"
     changed = edited(EditRequest(path="a.py", old="one", new="two"))
-    assert summary(Operation("file", "edit", changed, "", "s", None)) == "edit a.py two one"
-    assert summary(Operation("shell", "run_command", {"command": ["a", "b c"]}, "", "s", None)) == "a 'b c'"
+    assert summary(call("file", "edit", changed, "", "s", None)) == "edit a.py two one"
+    assert summary(call("shell", "run_command", {"command": ["a", "b c"]}, "", "s", None)) == "a 'b c'"
 
 
 async def test_a_context_does_not_fill_the_inbox(approvals: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +464,7 @@ async def test_a_context_does_not_fill_the_inbox(approvals: Inbox, monkeypatch: 
         await _ask(approvals, replace(each, context_id=None))
     with pytest.raises(Denied, match="3 requests wait"):
         await _use_now(approvals, replace(asked[3], context_id=None), ASK)
-    await _ask(approvals, replace(asked[3], context_id=None, actor="agent:other"))
+    await _ask(approvals, replace(asked[3], context_id=None, caller=caller_named("agent:other")))
 
 
 async def test_what_was_settled_long_ago_is_removed(store: ApprovalStore, clock: Clock) -> None:

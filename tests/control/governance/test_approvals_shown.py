@@ -8,14 +8,14 @@ import unicodedata
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.calls import call
 
 from carrel.control.governance.approvals import LONGEST_SUMMARY, summary, visible
-from carrel.control.operations.door import Operation
 
 
 def shown(arguments: dict[str, object]) -> str:
     """The summary of a command."""
-    return summary(Operation("shell", "run_command", arguments, "", "s", "c"), "apr-1")
+    return summary(call("shell", "run_command", arguments, "", "s", "c"), "apr-1")
 
 
 def test_the_end_of_a_line_is_seen() -> None:
@@ -46,8 +46,8 @@ def test_what_comes_beside_a_command_is_named() -> None:
 
 
 def test_a_call_of_a_tool_is_shown_with_its_arguments() -> None:
-    call = Operation("mcp", "mcp_request", {"server": "s", "tool": "t", "arguments": {"a": "\n\x1b"}}, "", "s", "c")
-    assert summary(call) == "s:t " + json.dumps({"arguments": {"a": "\n\x1b"}})
+    asked = call("mcp", "mcp_request", {"server": "s", "tool": "t", "arguments": {"a": "\n\x1b"}}, "", "s", "c")
+    assert summary(asked) == "s:t " + json.dumps({"arguments": {"a": "\n\x1b"}})
 
 
 @given(st.text("a\n\v\r\t \x1c\xa0\u2003"))

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.calls import call
 
 from carrel.control.governance.deciding import Decider, read_below
-from carrel.control.operations.door import Operation
+from carrel.control.operations.call import Call
 from carrel.policy.documents.settings import Settings
 from carrel.policy.documents.sources import Sources
 from carrel.policy.rules.decide import decide_shell
@@ -22,8 +23,8 @@ def rules() -> Policy:
     return Policy.of([Layer("settings.json", settings, sources)], context_id="c")
 
 
-def _run(command: object) -> Operation:
-    return Operation("shell", "run_command", {"command": command}, "agent", "sbx-1", "c")
+def _run(command: object) -> Call:
+    return call("shell", "run_command", {"command": command}, "agent", "sbx-1", "c")
 
 
 async def test_long_decisions_are_made_in_a_thread_and_short_ones_on_the_loop(

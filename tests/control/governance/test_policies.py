@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.calls import call
 
 from carrel.control.governance.deciding import read_below
 from carrel.control.governance.policies import Policies
-from carrel.control.operations.door import Operation
+from carrel.control.operations.call import Call
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.sessions.templates import Templates
@@ -46,8 +47,8 @@ async def policies(store: PolicyStore) -> Policies:
     return policies
 
 
-def _op(kind: str, name: str, context: str | None = "c", **arguments: object) -> Operation:
-    return Operation(kind, name, arguments, "agent", "sbx-1", context)  # type: ignore[arg-type]
+def _op(kind: str, name: str, context: str | None = "c", **arguments: object) -> Call:
+    return call(kind, name, arguments, "agent", "sbx-1", context)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def _op(kind: str, name: str, context: str | None = "c", **arguments: object) ->
         (_op("shell", "run_command", context=None, command="curl x"), "allow"),
     ],
 )
-async def test_every_kind_of_operation_is_decided(policies: Policies, operation: Operation, verdict: str) -> None:
+async def test_every_kind_of_operation_is_decided(policies: Policies, operation: Call, verdict: str) -> None:
     assert (await policies.decide(operation)).verdict == verdict
 
 

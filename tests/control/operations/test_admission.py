@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.calls import decide_by
 
 from carrel.audit import Filter, chain_of, verify
 from carrel.config import Settings
+from carrel.control.operations.call import SELF, Call
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, Conflict, Denied, NotFound, RunsElsewhere
@@ -19,7 +22,9 @@ from carrel.models import (
     ExecuteRequest,
     PolicyDocuments,
     SandboxRequest,
+    TerminateRequest,
 )
+from carrel.policy.verdict import Verdict
 
 AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
 PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
@@ -184,3 +189,82 @@ async def test_the_bytes_of_an_operation_are_in_its_record(plane: ControlPlane) 
         ("sync_filespace", 3, 1509),
         ("stat", None, None),
     ]
+
+
+async def test_refusal_names_the_rule_and_each_outcome_is_recorded(plane: ControlPlane) -> None:
+    def decide(asked: Call) -> Verdict:
+        if asked.arguments.get("command") == "curl x":
+            return Verdict("deny", "curl is denied for this agent", "shell(curl:*)", "settings.json", "use pip")
+        return Verdict("ask") if asked.kind == "file" else Verdict()
+
+    caller.set(Caller(AGENT))
+    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", trust="high"))
+    decide_by(plane, decide)
+    with pytest.raises(Denied) as caught:
+        await plane.operations.run_command("c", CommandRequest(command="curl x"))
+    problem = caught.value.problem()
+    expected = {
+        "code": "denied_by_policy",
+        "operation": "shell",
+        "rule": "shell(curl:*)",
+        "source": "settings.json",
+        "reason": "curl is denied for this agent",
+        "retry": False,
+        "approval": None,
+        "hint": "use pip",
+    }
+    assert {key: problem[key] for key in expected} == expected
+    with pytest.raises(ApprovalNeeded):
+        await plane.operations.write_file("c", "x", b"")
+    await plane.operations.run_command("c", CommandRequest(command="true"))
+    assert await _records(plane) == [
+        ("run_command", "deny", "denied_by_policy"),
+        ("write", "ask", "approval_needed"),
+        ("run_command", "allow", "ok"),
+    ]
+
+
+async def test_starting_and_ending_sessions_is_admitted_too(plane: ControlPlane) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def decide(asked: Call) -> Verdict:
+        assert "s3cret" not in str(asked.arguments), "the values of variables are not for the record"
+        seen.append((asked.name, asked.context_id))
+        return Verdict("deny") if asked.context_id == "secret" else Verdict()
+
+    decide_by(plane, decide)
+    with pytest.raises(Denied):
+        await plane.operations.deploy_or_resume(SandboxRequest(context_id="secret"))
+    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", env={"KEY": "s3cret"}, trust="high"))
+    await plane.operations.terminate("c", TerminateRequest())
+    with pytest.raises(NotFound):
+        await plane.operations.terminate("c", TerminateRequest())
+    assert plane.sessions.live() == []
+    assert seen == [("deploy_or_resume", "secret"), ("deploy_or_resume", "c"), ("terminate", "c")]
+    assert [(name, result) for name, _, result in await _records(plane)] == [
+        ("deploy_or_resume", "ok"),
+        ("terminate", "ok"),
+    ]
+
+
+async def test_each_operation_is_counted_once_with_the_outcome_that_is_recorded(plane: ControlPlane) -> None:
+    await _governed(plane)
+    with pytest.raises(Denied):
+        await plane.operations.run_command("c", CommandRequest(command="curl x"))
+    with pytest.raises(NotFound):
+        await plane.operations.stat_file("c", "absent")
+    await plane.operations.health("c", SELF)
+    shown = plane.metrics.render()[0].decode()
+    counted = {
+        (match["kind"], match["name"], match["outcome"]): float(match["count"])
+        for match in re.finditer(
+            r'carrel_operation_seconds_count{kind="(?P<kind>\w+)",name="(?P<name>\w+)",'
+            r'outcome="(?P<outcome>\w+)"} (?P<count>\S+)',
+            shown,
+        )
+    }
+    assert counted == {
+        ("session", "deploy_or_resume", "ok"): 1.0,
+        ("shell", "run_command", "denied_by_policy"): 1.0,
+        ("file", "stat", "file_not_found"): 1.0,
+    }

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from tests.support.sandboxes import until
 
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings
-from carrel.control.operations.door import Operation, PlainDoor, Traffic
+from carrel.control.operations.call import Call
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, Denied, Unsupported
 from carrel.models import (
@@ -24,6 +22,7 @@ from carrel.models import (
     TerminateRequest,
     Trust,
 )
+from carrel.policy.verdict import Verdict
 
 
 async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -> None:
@@ -157,31 +156,24 @@ async def test_what_policy_denies_outright_is_masked_too(plane: ControlPlane) ->
         assert result.stdout.count("denied_by_policy") + result.stderr.count("denied_by_policy") == 5
 
 
-class _Moving(PlainDoor):
-    """A door at which somebody moves a label while an attach is decided."""
-
-    move: Callable[[], Awaitable[object]]
-
-    @asynccontextmanager
-    async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
-        if operation.name == "attach_env" and operation.arguments["env"] == "tools":
-            await self.move()
-        async with super().admit(operation) as traffic:
-            yield traffic
-
-
 async def test_what_was_decided_is_what_is_attached(settings: Settings) -> None:
     async with stocked() as index:
         file = Path(settings.data_dir, "sources.json")
         file.write_text(json.dumps(sources(index)))
-        door = _Moving()
         policy = settings.policy.model_copy(update={"sources_file": str(file)})
-        plane = await ControlPlane.open(settings.model_copy(update={"policy": policy}), door=door)
+        plane = await ControlPlane.open(settings.model_copy(update={"policy": policy}))
         try:
             await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
             decided = await plane.envs.build(EnvironmentBuild(requirements=["nail"], name="tools"))
             other = await plane.envs.build(EnvironmentBuild(requirements=["plank"]))
-            door.move = lambda: plane.environments.label(plane.environments.find(other.name), "tools")
+            decide = plane.policies.decide
+
+            async def move_label(asked: Call, workspace: str | None = None) -> Verdict:
+                if asked.name == "attach_env" and asked.arguments["env"] == "tools":
+                    await plane.environments.label(plane.environments.find(other.name), "tools")
+                return await decide(asked, workspace)
+
+            plane.policies.decide = move_label  # type: ignore[method-assign]
             assert (await plane.envs.attach("c", EnvironmentAttach(env="tools"))).name == decided.name
             assert plane.environments.find("tools").name == other.name
         finally:

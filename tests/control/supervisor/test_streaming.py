@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from carrel.control.operations.door import Traffic
+from carrel.control.operations.call import Traffic
 from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.streaming import written
 from carrel.models import CommandRequest, SandboxRequest

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.calls import decide_by
 
 from carrel.config import Settings
-from carrel.control.operations.door import Operation, PlainDoor
+from carrel.control.operations.call import Call
 from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.filespaces import NOTICE
 from carrel.errors import (
@@ -253,13 +254,14 @@ async def test_many_syncs_at_once_go_one_after_the_other(plane: ControlPlane) ->
 async def test_everything_passes_the_door(settings: Settings) -> None:
     seen: list[tuple[str, str, object]] = []
 
-    def decide(operation: Operation) -> Verdict:
+    def decide(operation: Call) -> Verdict:
         if operation.kind == "file" or operation.name == "sync_filespace":
             seen.append((operation.kind, operation.name, operation.arguments.get("path")))
             return Verdict("deny", reason="not today")
         return Verdict()
 
-    plane = await ControlPlane.open(settings, door=PlainDoor(decide))
+    plane = await ControlPlane.open(settings)
+    decide_by(plane, decide)
     try:
         await plane.sessions.deploy_or_resume(SandboxRequest(context_id="d"))
         for work in (

@@ -20,9 +20,9 @@ from carrel.audit import AuditLog
 from carrel.control.egress.client import EgressClient
 from carrel.control.egress.log import AccessLog
 from carrel.control.egress.plans import Plans, shut
-from carrel.control.operations.admission import Redact
-from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.door import Door, Operation
+from carrel.control.operations.admission import Admission, Redact
+from carrel.control.operations.call import Call
+from carrel.control.operations.caller import Caller
 from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandbox
 from carrel.egress.channel import ChannelClosed, Message, memory_file
@@ -30,6 +30,7 @@ from carrel.egress.plan import Plan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
 from carrel.identity import Identity, Kind
 from carrel.metrics import Metrics
+from carrel.models.operations import CONNECT
 from carrel.policy.verdict import Verdict
 
 log = logging.getLogger("carrel.egress")
@@ -72,7 +73,7 @@ class Egress(Attachment):
         run_dir: str,
         arguments: list[str],
         plans: Plans,
-        admission: Door,
+        admission: Admission,
         audit: AuditLog,
         metrics: Metrics,
         *,
@@ -308,11 +309,9 @@ class Egress(Attachment):
         """Pass an outbound connection through admission, as every other operation. The proxy's log records it."""
         record = box.record
         actor, arguments = f"sandbox:{record.id}", {"host": host, "port": port}
-        call = Operation(
-            "network", "connect", arguments, actor, record.id, record.context_id, box.asks_as, proxy_verdict=asks
-        )
         # Programs in a sandbox have no token: they cannot decide approvals.
-        caller.set(Caller(identity=Identity(actor, Kind.AGENT, frozenset()), wait_s=self._ask_wait_s))
+        who = Caller(identity=Identity(actor, Kind.AGENT, frozenset()), wait_s=self._ask_wait_s)
+        call = Call(CONNECT, arguments, who, record.id, record.context_id, box.asks_as, proxy_verdict=asks)
         try:
             async with self._admission.admit(call) as admitted:
                 return Verdict("allow", "a person allowed it", source="approvals", approval=admitted.approval)

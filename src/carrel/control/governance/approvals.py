@@ -20,8 +20,8 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.door import Operation
+from carrel.control.operations.call import Call
+from carrel.control.operations.caller import Caller
 from carrel.control.sessions.attachments import Attachment
 from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, NotFound
 from carrel.models import (
@@ -52,7 +52,7 @@ LOOK_EVERY_S = 1.0
 class Rules(Protocol):
     """The policies, as far as approvals need them."""
 
-    async def decide(self, operation: Operation) -> Verdict:
+    async def decide(self, call: Call) -> Verdict:
         """The verdict on an operation by the rules there are now."""
 
 
@@ -68,23 +68,19 @@ class Leave:
     run: str | None = None
 
 
-def digest(operation: Operation) -> str:
+def digest(call: Call) -> str:
     """The name of an operation exactly as it was asked for, in its context."""
-    asker = operation.context_id or operation.asks_as or operation.sandbox_id
-    value = [operation.kind, operation.name, asker, operation.arguments]
+    asker = call.context_id or call.asks_as or call.sandbox_id
+    value = [call.kind, call.name, asker, call.arguments]
     text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
     return str(blake3(text.encode()).hexdigest())
 
 
-def _subject(operation: Operation, who: Caller) -> str:
-    return operation.actor or who.identity.subject
-
-
-def _asker(operation: Operation, who: Caller) -> str | None:
+def _asker(call: Call) -> str | None:
     """The one subject that may use an approval of an operation, or wait for it. None for outbound connections: they
     come from the context's sandbox, which has another id after each start.
     """
-    return None if operation.kind == "network" else _subject(operation, who)
+    return None if call.kind == "network" else call.subject
 
 
 def _path_first(key: str) -> tuple[bool, str]:
@@ -106,10 +102,10 @@ def _written_out(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def summary(operation: Operation, approval_id: str = "") -> str:
+def summary(call: Call, approval_id: str = "") -> str:
     """What is asked for, in one line. What it leaves out is named, and where it is shown."""
-    arguments, beside = operation.arguments, []
-    if operation.kind == "mcp":
+    arguments, beside = call.arguments, []
+    if call.kind == "mcp":
         given = {key: value for key, value in arguments.items() if key not in {"server", "tool"}}
         text = f"{arguments.get('server')}:{arguments.get('tool')} {json.dumps(given, default=str)}"
     elif "command" in arguments:
@@ -118,7 +114,7 @@ def summary(operation: Operation, approval_id: str = "") -> str:
         beside = [key for key in sorted(arguments) if key not in _SAYS_NOTHING]
     else:
         shown = [str(arguments[key]) for key in sorted(arguments, key=_path_first) if key != "digest"]
-        text = " ".join([operation.name, *shown])
+        text = " ".join([call.name, *shown])
     all_of_it = _one_line(text)
     line = _written_out(all_of_it[:_READ])
     left = max(0, len(line) - LONGEST_SUMMARY) + max(0, len(all_of_it) - _READ)
@@ -157,23 +153,24 @@ class Approvals(Attachment):
 
     # the agent's side
 
-    async def leave(self, operation: Operation, decision: Verdict) -> Leave:
+    async def leave(self, call: Call, decision: Verdict) -> Leave:
         """Leave to do the operation now; else `ApprovalNeeded` or `Denied`. Say `ended` when it is over.
 
         Of several who wait for the same, the first gets what was approved once. The others ask again, for as long as
         they wait; where a rule was given that covers it, they need not.
         """
-        who, name = caller.get(), digest(operation)
+        who, name = call.caller, digest(call)
+        assert who is not None, "upkeep asks nobody"
         if who.approval is not None:
             record = await self.known(who.approval)
-            asker = _asker(operation, who)
+            asker = _asker(call)
             if asker is not None and record.requested_by != asker:
                 raise Conflict(
                     f"approval '{record.id}' was asked for by another caller",
                     field="approval",
                     hint="ask without the handle: what a person approved once is for the one who asked",
                 )
-            leave = await self._use(record, name, operation)
+            leave = await self._use(record, name, call)
             if leave is None:
                 raise Conflict(
                     f"approval '{record.id}' was used already: it runs its operation once",
@@ -183,38 +180,38 @@ class Approvals(Attachment):
             return leave
         until = time.monotonic() + who.wait_s
         while True:
-            record = await self._found(operation, decision, name, who)
+            record = await self._found(call, decision, name)
             if record.state is ApprovalState.PENDING and who.wait_s > 0:
                 record = await self._wait(record, who, until)
             if record.state is ApprovalState.PENDING or who.gone():
-                raise self._needed(record, operation)
-            leave = await self._use(record, name, operation)
+                raise self._needed(record, call)
+            leave = await self._use(record, name, call)
             if leave is not None:
                 return leave
-            if record.scope is ApprovalScope.RULE and await self._covered(operation):
+            if record.scope is ApprovalScope.RULE and await self._covered(call):
                 return Leave(record.id)
 
-    async def _covered(self, operation: Operation) -> bool:
+    async def _covered(self, call: Call) -> bool:
         """Whether the rules, of which one was just given, allow an operation by now."""
-        return (await self._rules.decide(operation)).allows
+        return (await self._rules.decide(call)).allows
 
-    async def _found(self, operation: Operation, decision: Verdict, name: str, who: Caller) -> ApprovalRecord:
+    async def _found(self, call: Call, decision: Verdict, name: str) -> ApprovalRecord:
         """What was approved of the same already, or waits; else a person is asked."""
-        now, asker = self._clock(), _asker(operation, who)
-        if operation.context_id is not None:
-            granted = await self._store.granted(operation.context_id, name)
+        now, asker = self._clock(), _asker(call)
+        if call.context_id is not None:
+            granted = await self._store.granted(call.context_id, name)
             if granted is not None:
                 return granted
-        if operation.kind in {"network", "mcp"}:  # who connects, or an MCP client, can show no handle
-            ready = await self._store.ready(operation.context_id, name, now - self._ttl_s, asker)
+        if call.kind in {"network", "mcp"}:  # who connects, or an MCP client, can show no handle
+            ready = await self._store.ready(call.context_id, name, now - self._ttl_s, asker)
             if ready is not None:
                 return ready
-        if (waiting := await self._store.pending(operation.context_id, name, now, asker)) is not None:
+        if (waiting := await self._store.pending(call.context_id, name, now, asker)) is not None:
             return waiting
-        record = await self._draft(operation, decision, name, who)  # may take long, and nobody waits for it
+        record = await self._draft(call, decision, name)  # may take long, and nobody waits for it
         async with self._asking:  # two who ask for the same at once wait for the same decision
-            waiting = await self._store.pending(operation.context_id, name, record.created_at, asker)
-            return waiting or await self._ask(operation, record)
+            waiting = await self._store.pending(call.context_id, name, record.created_at, asker)
+            return waiting or await self._ask(call, record)
 
     async def ended(self, leave: Leave, *, used: bool) -> None:
         """What leave was given for is over; or it was not begun, and the approval can be used again."""
@@ -225,37 +222,36 @@ class Approvals(Attachment):
         except CarrelError as error:  # the next start asks the sandbox
             log.warning("that approval %s was used could not be written down: %s", leave.approval, error)
 
-    async def _draft(self, operation: Operation, decision: Verdict, name: str, who: Caller) -> ApprovalRecord:
+    async def _draft(self, call: Call, decision: Verdict, name: str) -> ApprovalRecord:
         """What a person would be asked."""
-        owner = operation.context_id or operation.sandbox_id or None
-        arguments = await self._redact(owner, operation.arguments)
-        why = await self._redact(owner, {"reason": decision.reason or "no rule covers it"})
+        arguments = await self._redact(call.owner, call.arguments)
+        why = await self._redact(call.owner, {"reason": decision.reason or "no rule covers it"})
         approval_id, now = f"apr-{secrets.token_hex(8)}", self._clock()
         return ApprovalRecord(
             id=approval_id,
-            context_id=operation.context_id,
-            sandbox_id=operation.sandbox_id,
-            kind=operation.kind,
-            operation=operation.name,
-            summary=summary(replace(operation, arguments=arguments), approval_id),
+            context_id=call.context_id,
+            sandbox_id=call.sandbox_id,
+            kind=call.kind,
+            operation=call.name,
+            summary=summary(replace(call, arguments=arguments), approval_id),
             arguments=arguments,
             digest=name,
             reason=visible(str(why["reason"])),
-            requested_by=_subject(operation, who),
+            requested_by=call.subject,
             created_at=now,
             expires_at=now + self._ttl_s,
         )
 
-    async def _ask(self, operation: Operation, record: ApprovalRecord) -> ApprovalRecord:
+    async def _ask(self, call: Call, record: ApprovalRecord) -> ApprovalRecord:
         if await self._store.waiting(record.context_id, record.requested_by, record.created_at) >= MOST_WAITING:
-            raise self._too_many(operation)
+            raise self._too_many(call)
         await self._store.insert(record)
         self.wake()
         if self._on_created is not None:
             self._on_created(record.info())
         return record
 
-    async def _use(self, record: ApprovalRecord, name: str, operation: Operation) -> Leave | None:
+    async def _use(self, record: ApprovalRecord, name: str, call: Call) -> Leave | None:
         """Leave by an approval that was given; None when another has used it up."""
         if record.digest != name:
             raise Conflict(
@@ -265,16 +261,16 @@ class Approvals(Attachment):
             )
         record = self._aged(record)
         if record.state is ApprovalState.PENDING:
-            raise self._needed(record, operation)
+            raise self._needed(record, call)
         if record.state is not ApprovalState.APPROVED:
-            raise self._refused(record, operation)
+            raise self._refused(record, call)
         if record.scope is ApprovalScope.CONTEXT:
             return Leave(record.id)
         if record.decided_at is not None and record.decided_at + self._ttl_s < self._clock():
-            raise self._refused(replace(record, state=ApprovalState.EXPIRED), operation)
+            raise self._refused(replace(record, state=ApprovalState.EXPIRED), call)
         leave = Leave(record.id, run := secrets.token_hex(16))
         try:
-            taken = await self._store.use(record.id, self._clock(), run=run, node=self._node, place=operation.runs_in)
+            taken = await self._store.use(record.id, self._clock(), run=run, node=self._node, place=call.runs_in)
         except BaseException:  # who asked went away, or the database: it may be taken all the same
             await self.ended(leave, used=False)
             raise
@@ -299,11 +295,11 @@ class Approvals(Attachment):
         return record
 
     @staticmethod
-    def _needed(record: ApprovalRecord, operation: Operation) -> ApprovalNeeded:
+    def _needed(record: ApprovalRecord, call: Call) -> ApprovalNeeded:
         return ApprovalNeeded(
             f"a person has to decide: {record.reason}",
             hint=f"wait for approval '{record.id}', then ask again with it; meanwhile do something else",
-            operation=operation.kind,
+            operation=call.kind,
             rule=None,
             source=None,
             reason=record.reason,
@@ -313,12 +309,12 @@ class Approvals(Attachment):
         )
 
     @staticmethod
-    def _too_many(operation: Operation) -> Denied:
+    def _too_many(call: Call) -> Denied:
         words = f"{MOST_WAITING} requests wait for a person already"
         return Denied(
             words,
             hint="ask again when some of them are decided",
-            operation=operation.kind,
+            operation=call.kind,
             rule=None,
             source="approvals",
             reason=words,
@@ -327,7 +323,7 @@ class Approvals(Attachment):
         )
 
     @staticmethod
-    def _refused(record: ApprovalRecord, operation: Operation) -> Denied:
+    def _refused(record: ApprovalRecord, call: Call) -> Denied:
         if record.state is ApprovalState.EXPIRED:
             words, hint = (
                 "it was not decided, or not used, in time",
@@ -338,7 +334,7 @@ class Approvals(Attachment):
         return Denied(
             words,
             hint=hint,
-            operation=operation.kind,
+            operation=call.kind,
             rule=None,
             source=f"decided by {record.decided_by}" if record.decided_by else "approvals",
             reason=words,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from carrel.control.governance.approvals import Approvals, Redact
-from carrel.control.operations.door import Door, Operation
+from carrel.control.operations.admission import Admission
+from carrel.control.operations.call import asked_now
 from carrel.errors import CarrelError, InvalidRequest
 from carrel.identity import Identity, may_decide
 from carrel.models import (
@@ -15,6 +16,7 @@ from carrel.models import (
     ApprovalInfo,
     ApprovalScope,
 )
+from carrel.models.operations import DECIDE_APPROVAL
 from carrel.store.approvals import ApprovalRecord
 
 
@@ -31,7 +33,7 @@ class RuleChanges(Protocol):
 class ApprovalDecisions:
     """Approves and denies."""
 
-    def __init__(self, approvals: Approvals, admission: Door, rules: RuleChanges, redact: Redact):
+    def __init__(self, approvals: Approvals, admission: Admission, rules: RuleChanges, redact: Redact):
         self._approvals = approvals
         self._admission = admission
         self._rules = rules
@@ -41,8 +43,8 @@ class ApprovalDecisions:
         """Approve or deny; `Denied` for a caller who may not, `Conflict` when it is decided or has expired."""
         record = await self._approvals.known(approval_id)
         arguments = {"approval": approval_id, **decision.model_dump(mode="json", exclude_none=True)}
-        operation = Operation("session", "decide_approval", arguments, "", record.sandbox_id, record.context_id)
-        async with self._admission.admit(operation):
+        call = asked_now(DECIDE_APPROVAL, arguments, record.sandbox_id, record.context_id)
+        async with self._admission.admit(call):
             return await self._decide(record, decision, by)
 
     async def _decide(self, record: ApprovalRecord, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
@@ -58,7 +60,7 @@ class ApprovalDecisions:
             raise InvalidRequest("this scope needs a rule", field="rule", hint="for example shell(git push:*)")
         if rule is not None:
             await self._rules.check_rule(record.context_id or "", rule)
-        shown = await self._redact(record.context_id or record.sandbox_id or None, {"message": decision.message})
+        shown = await self._redact(record.owner, {"message": decision.message})
         message = None if decision.message is None else str(shown["message"])
         found = await self._approvals.settle_decision(record.id, decision, by.subject, rule, message)
         try:

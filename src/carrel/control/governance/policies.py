@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.governance.deciding import Decider
+from carrel.control.operations.call import Call
 from carrel.control.operations.caller import caller
-from carrel.control.operations.door import Operation
 from carrel.control.python.environment_checks import INDEX_LABEL, building_layer
 from carrel.control.sessions.masks import unmasked
 from carrel.control.sessions.owners import discovers, whose
@@ -130,22 +130,25 @@ class Policies:
             known = self._shared[id(layer)] = (layer, self._compile(None, layer, None))
         return known[1]
 
-    async def decide(self, operation: Operation, workspace: str | None = None) -> Verdict:
-        """What the policy of its context says of an operation. `workspace` is where its files lie on this server."""
-        if operation.kind == "session":
-            return await self._of_start(operation)
-        policy = await self.of(operation.context_id, operation.sandbox_id)
+    async def decide(self, call: Call, workspace: str | None = None) -> Verdict:
+        """What the policy of its context says of a call. `workspace` is where its files lie on this server."""
+        decides = call.operation.decides
+        if decides == "nothing":
+            return ALLOWED
+        if decides == "variables":
+            return await self._decide_variables(call)
+        policy = await self.of(call.context_id, call.sandbox_id)
         if not policy.governed and not policy.sources:
             return ALLOWED
-        return await self._decider.decide(policy, operation, workspace)
+        return await self._decider.decide(policy, call, workspace)
 
-    async def _of_start(self, operation: Operation) -> Verdict:
+    async def _decide_variables(self, call: Call) -> Verdict:
         """The variables a sandbox is started with are those of every command in it, and decided like theirs."""
-        env, template = operation.arguments.get("env"), operation.arguments.get("template")
-        if operation.name != "deploy_or_resume" or not isinstance(env, Mapping):
+        env, template = call.arguments.get("env"), call.arguments.get("template")
+        if not isinstance(env, Mapping):
             return ALLOWED
-        named = await self._templates.meant(operation.context_id, template if isinstance(template, str) else None)
-        return decide_environment(await self._of(operation.context_id, named), env)
+        named = await self._templates.meant(call.context_id, template if isinstance(template, str) else None)
+        return decide_environment(await self._of(call.context_id, named), env)
 
     async def longest(self, record: SessionRecord) -> float | None:
         """The longest that a command of a session may take by its policy; None where the policy has no such limit."""

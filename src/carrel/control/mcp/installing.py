@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from carrel.control.mcp.request_checks import NPM_PLACE, declared
-from carrel.control.operations.door import SELF
+from carrel.control.operations.call import SELF
 from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_checks import Asker, requirements_of
 from carrel.control.python.environments import Environments

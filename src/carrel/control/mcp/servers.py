@@ -59,6 +59,19 @@ from carrel.models import (
     SandboxRequest,
     State,
 )
+from carrel.models.operations import (
+    ADD_MCP_SERVER,
+    ENABLE_MCP_SERVER,
+    GET_MCP_CATALOGUE,
+    GET_MCP_LOG,
+    GET_MCP_SERVER,
+    LIST_MCP_SERVERS,
+    MCP_REQUEST,
+    REFRESH_MCP_SERVER,
+    REMOVE_MCP_SERVER,
+    START_MCP_SERVER,
+    STOP_MCP_SERVER,
+)
 from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord, McpServerStore
 
@@ -114,7 +127,7 @@ class McpServers:
         if server in self._platform:
             raise Conflict(f"the operator runs an MCP server '{server}'", field="server", hint="choose another name")
         arguments = decided(server, request)
-        door = self._operations.session_door("add_mcp_server", arguments, actor, session.id, context, kind="shell")
+        door = self._operations.admit(ADD_MCP_SERVER, arguments, actor, session.id, context)
         async with door:
             _room(len([each for each in await self._store.list(context) if each.name != server]))
             environment = await self._installing.python(session, request)
@@ -144,7 +157,7 @@ class McpServers:
     async def remove(self, name: str, server: str, actor: str = "") -> None:
         """End a server and forget it. What npm installed for it goes when its sandbox runs."""
         session, context = await self._durable(name)
-        async with self._operations.session_door("remove_mcp_server", {"server": server}, actor, session.id, context):
+        async with self._operations.admit(REMOVE_MCP_SERVER, {"server": server}, actor, session.id, context):
             record = await self._known(context, server)
             await self._store.delete(context, server)
             self._declarations.changed(context, server)
@@ -156,7 +169,7 @@ class McpServers:
     async def start(self, name: str, server: str, actor: str = "") -> McpServerInfo:
         """Let a server be used, and start it now."""
         session, context = await self._durable(name)
-        async with self._operations.session_door("enable_mcp_server", {"server": server}, actor, session.id, context):
+        async with self._operations.admit(ENABLE_MCP_SERVER, {"server": server}, actor, session.id, context):
             record = await self._known(context, server)
             async with self._in_use(session) as box:
                 await self._conversation(box, record, actor, starting=True)
@@ -167,7 +180,7 @@ class McpServers:
     async def stop(self, name: str, server: str, actor: str = "") -> McpServerInfo:
         """End a server; it stays so until it is started again."""
         session, context = await self._durable(name)
-        async with self._operations.session_door("stop_mcp_server", {"server": server}, actor, session.id, context):
+        async with self._operations.admit(STOP_MCP_SERVER, {"server": server}, actor, session.id, context):
             await self._known(context, server)
             await self._store.enable(context, server, enabled=False)
             self._declarations.changed(context, server)
@@ -179,7 +192,7 @@ class McpServers:
     async def list(self, name: str, actor: str = "") -> McpServerList:
         """The servers of a context and those the operator runs, by name, with what their processes do now."""
         session, context = await self._durable(name)
-        async with self._operations.session_door("list_mcp_servers", {}, actor, session.id, context):
+        async with self._operations.admit(LIST_MCP_SERVERS, {}, actor, session.id, context):
             told, redactor = await self._told(session), await self._redactor(context)
             own = [each for each in await self._store.list(context) if each.name not in self._platform]
             found = [shown(context, each, told.get(each.name), redactor) for each in own]
@@ -190,7 +203,7 @@ class McpServers:
     async def get(self, name: str, server: str, actor: str = "") -> McpServerInfo:
         """One of them."""
         session, context = await self._durable(name)
-        async with self._operations.session_door("get_mcp_server", {"server": server}, actor, session.id, context):
+        async with self._operations.admit(GET_MCP_SERVER, {"server": server}, actor, session.id, context):
             if server in self._platform:
                 record = await self._store.get(PLATFORM, server)
                 return shown_platform(context, server, record, await self._redactor(context))
@@ -200,7 +213,7 @@ class McpServers:
         """What a server wrote to its standard error in the sandbox that runs now."""
         session, context = await self._durable(name)
         arguments = {"server": server, "offset": offset}
-        async with self._operations.session_door("get_mcp_log", arguments, actor, session.id, context) as traffic:
+        async with self._operations.admit(GET_MCP_LOG, arguments, actor, session.id, context) as traffic:
             await self._known(context, server)
             box, redactor = await self._sessions.find(session.id), await self._redactor(context)
             behind = min(offset, redactor.lookbehind, LOG_KEPT)
@@ -218,7 +231,7 @@ class McpServers:
     async def catalogue(self, name: str, server: str, actor: str = "") -> McpCatalogue:
         """What a server offers, as it is known; nothing is started for it."""
         session, context = await self._durable(name)
-        async with self._operations.session_door("get_mcp_catalogue", {"server": server}, actor, session.id, context):
+        async with self._operations.admit(GET_MCP_CATALOGUE, {"server": server}, actor, session.id, context):
             return await self._catalogue(context, server)
 
     async def offered(self, name: str, server: str) -> McpCatalogue:
@@ -239,7 +252,7 @@ class McpServers:
     async def refresh(self, name: str, server: str, actor: str = "") -> McpCatalogue:
         """Ask a server what it offers now, in a sandbox of its own."""
         session, context = await self._durable(name)
-        async with self._operations.session_door("refresh_mcp_server", {"server": server}, actor, session.id, context):
+        async with self._operations.admit(REFRESH_MCP_SERVER, {"server": server}, actor, session.id, context):
             if server in self._platform:
                 await self._ask_platform(self._platform.get(server))
             else:
@@ -298,7 +311,7 @@ class McpServers:
         began = time.monotonic()
         outcome = OK
         arguments = {"server": server, "tool": tool, **given}
-        door = self._operations.session_door("mcp_request", arguments, actor, session.id, context, kind="mcp")
+        door = self._operations.admit(MCP_REQUEST, arguments, actor, session.id, context)
         try:
             async with door as traffic:
                 traffic.took(size_in)
@@ -353,9 +366,7 @@ class McpServers:
         arguments.pop("install", None)
         session = box.record
         with _first_decision():
-            door = self._operations.session_door(
-                "start_mcp_server", arguments, actor, session.id, session.context_id, kind="shell"
-            )
+            door = self._operations.admit(START_MCP_SERVER, arguments, actor, session.id, session.context_id)
             async with door:
                 record = await self._ready(session, record)
                 return await self._links.open(box, record.name, launch(record, record.environment), check)

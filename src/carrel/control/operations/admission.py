@@ -1,7 +1,7 @@
-"""The door with a policy: an operation is decided, waits for a person where it must, and is written to the audit log
-before it is dispatched and when it has ended.
+"""Admission: the one function that every operation passes, whichever way it came.
 
-There is no operation without its record: what cannot be written is not dispatched.
+Policy decides, a person approves where policy says so, and the audit log gets a record before the operation is
+dispatched and when it has ended. What cannot be recorded is not dispatched.
 """
 
 from __future__ import annotations
@@ -14,119 +14,120 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 from carrel.audit import AuditLog
+from carrel.audit.log import Ticket
 from carrel.audit.records import Ending, Entry, chain_of
 from carrel.control.governance.approvals import Approvals, Leave
 from carrel.control.governance.policies import Policies
-from carrel.control.operations.caller import caller
-from carrel.control.operations.door import SELF, Operation, Traffic, refusal
+from carrel.control.operations.call import Call, Traffic, refusal
+from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.supervisor.connection import run
-from carrel.errors import Denied
-from carrel.metrics import OK, outcome_of
+from carrel.errors import CarrelError, Denied
+from carrel.metrics import OK, Metrics, outcome_of
 from carrel.policy.verdict import Verdict, strictest
 
-log = logging.getLogger("carrel.governor")
+log = logging.getLogger("carrel.admission")
 
 Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]]
-"""What may be shown of the arguments of an operation in a context, or in an ephemeral sandbox."""
+"""Takes the secrets of a context, or of an ephemeral sandbox, out of the arguments of an operation."""
 
 
-class Governor:
-    """Decides, asks, records."""
+class Admission:
+    """Decides, asks, records and counts."""
 
     def __init__(
-        self, policies: Policies, approvals: Approvals, audit: AuditLog, *, redact: Redact, live: LiveSandboxes
+        self,
+        policies: Policies,
+        approvals: Approvals,
+        audit: AuditLog,
+        metrics: Metrics,
+        secrets: SecretValues,
+        live: LiveSandboxes,
     ):
         self._policies = policies
         self._approvals = approvals
         self._audit = audit
-        self._redact = redact
+        self._metrics = metrics
+        self._secrets = secrets
         self._live = live
 
     @asynccontextmanager
-    async def admit(self, operation: Operation) -> AsyncIterator[Traffic]:
-        """See `Door`."""
-        traffic = Traffic()
-        if operation.actor == SELF:
-            yield traffic
-            return
-        began = time.monotonic()
-        verdict = await self._decide(operation)
+    async def admit(self, call: Call) -> AsyncIterator[Traffic]:
+        """Let a call in for as long as the block lasts, or raise `Denied`. What the block raises and counts is
+        recorded; the secrets of the call's owner are taken out of what it raises.
+        """
+        traffic, began, outcome, outer_run = Traffic(), time.monotonic(), OK, run.get()
+        verdict: Verdict | None = None
         leave: Leave | None = None
-        if verdict.asks:
-            try:
-                leave = await self._approvals.leave(operation, verdict)
-            except Denied as error:
-                await self._refused(operation, verdict, error, began)
-                raise
-        dispatched = False
+        ticket: Ticket | None = None
+        admitted = False
         try:
-            if leave is not None:
-                traffic.approval = leave.approval
-                now = await self._decide(operation)
-                if now.denies:  # since it was asked for: no approval is worth more than a rule
-                    verdict = now
-            if verdict.denies:
-                refused = refusal(operation, verdict)
-                await self._refused(operation, verdict, refused, began)
-                raise refused
-            ticket = None
-            if operation.proxy_verdict is None:
-                ticket = await self._audit.begin(await self._entry(operation, verdict, traffic.approval))
-            dispatched, outcome, outer = True, OK, run.get()
-            if leave is not None and leave.run is not None:
-                run.set(leave.run)  # whatever is asked of a sandbox from now on is part of it
-            try:
-                yield traffic
-            except BaseException as error:
-                outcome = outcome_of(error)
-                if isinstance(error, asyncio.CancelledError):
-                    log.debug("%s was broken off by its caller", operation.name)
-                raise
-            finally:
-                run.set(outer)
-                took_ms = (time.monotonic() - began) * 1000
-                if ticket is not None:
-                    ticket.end(Ending(outcome, took_ms, traffic.bytes_in, traffic.bytes_out))
+            if call.caller is not None:
+                verdict = await self._decide(call)
+                if verdict.asks:
+                    leave = await self._approvals.leave(call, verdict)
+                    traffic.approval = leave.approval
+                    now = await self._decide(call)
+                    if now.denies:  # a rule that was changed while a person was asked is stronger than the approval
+                        verdict = now
+                if verdict.denies:
+                    raise refusal(call.kind, verdict)
+                if call.proxy_verdict is None:
+                    ticket = await self._audit.begin(await self._entry(call, verdict, traffic.approval))
+                admitted = True
+                if leave is not None and leave.run is not None:
+                    run.set(leave.run)  # every request to a supervisor from now on is part of it
+            yield traffic
+        except BaseException as error:
+            outcome = outcome_of(error)
+            if verdict is not None and not admitted and isinstance(error, Denied):
+                await self._record_refusal(call, verdict, error, began)
+            if isinstance(error, CarrelError):
+                await self._secrets.clean_error(call.owner, error)
+            elif isinstance(error, asyncio.CancelledError):
+                log.debug("the caller of %s went away", call.name)
+            raise
         finally:
+            seconds = time.monotonic() - began
+            if ticket is not None:
+                ticket.end(Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out))
+            if call.caller is not None and call.proxy_verdict is None:
+                self._metrics.operated(call.kind, call.name, outcome, seconds)
             if leave is not None:
-                await self._approvals.ended(leave, used=dispatched)
+                run.set(outer_run)
+                await self._approvals.ended(leave, used=admitted)
 
-    async def _decide(self, operation: Operation) -> Verdict:
-        verdict = await self._policies.decide(operation, self._place(operation.sandbox_id))
-        if operation.proxy_verdict is None:
+    async def _decide(self, call: Call) -> Verdict:
+        box = self._live.get(call.sandbox_id)
+        verdict = await self._policies.decide(call, None if box is None else box.workspace)
+        if call.proxy_verdict is None:
             return verdict
-        return strictest((operation.proxy_verdict, verdict)) or verdict
+        return strictest((call.proxy_verdict, verdict)) or verdict
 
-    def _place(self, sandbox_id: str) -> str | None:
-        """Where the workspace of a sandbox lies on this server."""
-        box = self._live.get(sandbox_id)
-        return None if box is None else box.workspace
-
-    async def _refused(self, operation: Operation, verdict: Verdict, error: Denied, began: float) -> None:
-        if operation.proxy_verdict is not None:
+    async def _record_refusal(self, call: Call, verdict: Verdict, error: Denied, began: float) -> None:
+        if call.proxy_verdict is not None:
             return
-        shown = await self._redact(operation.context_id or operation.sandbox_id or None, {"reason": error.detail})
+        shown = await self._secrets.clean(call.owner, {"reason": error.detail})
         ending = Ending(error.code, (time.monotonic() - began) * 1000, reason=str(shown["reason"])[:500])
         approval = error.extra.get("approval")
-        named = approval if isinstance(approval, str) else None
-        self._audit.record(await self._entry(operation, verdict, named), ending)
+        self._audit.record(await self._entry(call, verdict, approval if isinstance(approval, str) else None), ending)
 
-    async def _entry(self, operation: Operation, verdict: Verdict, approval: str | None) -> Entry:
-        who = caller.get()
+    async def _entry(self, call: Call, verdict: Verdict, approval: str | None) -> Entry:
         # A rule may quote what it is about, and a caller may name its request as it likes.
-        said = {"arguments": operation.arguments, "rule": verdict.rule, "request": who.request_id}
-        shown = await self._redact(operation.context_id or operation.sandbox_id or None, said)
+        request_id = None if call.caller is None else call.caller.request_id
+        shown = await self._secrets.clean(
+            call.owner, {"arguments": call.arguments, "rule": verdict.rule, "request": request_id}
+        )
         return Entry(
-            chain=chain_of(operation.context_id, operation.sandbox_id),
-            actor=who.identity.subject,
-            kind=operation.kind,
-            name=operation.name,
+            chain=chain_of(call.context_id, call.sandbox_id),
+            actor=call.subject,
+            kind=call.kind,
+            name=call.name,
             decision=verdict.verdict,
             rule=cast("str | None", shown["rule"]),
             source=verdict.source,
             arguments=cast(Mapping[str, object], shown["arguments"]),
-            arguments_hash=self._audit.hash_arguments(operation.arguments),
+            arguments_hash=self._audit.hash_arguments(call.arguments),
             approval=approval,
             request=cast("str | None", shown["request"]),
         )

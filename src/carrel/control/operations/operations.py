@@ -1,5 +1,4 @@
-"""The one door: every operation is decided, dispatched to the supervisor, and recorded here, whichever way it
-came.
+"""What can be done in a running sandbox: each operation is admitted and handed to the supervisor here.
 
 There is no second path to a supervisor. Answers come from inside a sandbox and are checked before they are
 believed.
@@ -7,12 +6,13 @@ believed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
 from carrel.control.governance.redaction import apart, clean_info, clean_result
+from carrel.control.operations.admission import Admission
+from carrel.control.operations.call import SELF, Call, Traffic, asked_now
 from carrel.control.operations.caller import caller
 from carrel.control.operations.checks import (
     GRACE,
@@ -34,7 +34,6 @@ from carrel.control.operations.checks import (
     segment_of,
     size_of,
 )
-from carrel.control.operations.door import SELF, Door, Kind, Operation, Traffic
 from carrel.control.operations.tools import TOOLS, create_file, python_exec
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
@@ -46,8 +45,7 @@ from carrel.control.supervisor.connection import Download, Json
 from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import written
-from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, NotFound, SandboxLost
-from carrel.metrics import OK, Metrics, outcome_of
+from carrel.errors import InvalidRequest, LimitExceeded, NotFound, SandboxLost
 from carrel.models import (
     MAX_OUTPUT_BYTES,
     CommandInfo,
@@ -71,6 +69,33 @@ from carrel.models import (
     ToolRequest,
     ToolResult,
 )
+from carrel.models.operations import (
+    COMMAND_OUTPUT,
+    COMMAND_RESULT,
+    DELETE_COMMAND,
+    DELETE_FILE,
+    DEPLOY_OR_RESUME,
+    EDIT_FILE,
+    EMPTY,
+    EXECUTE,
+    GET_COMMAND,
+    HEALTH,
+    LIST_COMMANDS,
+    LIST_FILES,
+    MAKE_DIRECTORY,
+    MOVE_FILE,
+    READ_FILE,
+    RESIZE_TERMINAL,
+    RUN_COMMAND,
+    SEND_INPUT,
+    SIGNAL_COMMAND,
+    START_COMMAND,
+    STAT_FILE,
+    STOP,
+    TERMINATE,
+    WRITE_FILE,
+    Operation,
+)
 from carrel.store import SessionRecord
 from carrel.store.code_contexts import CodeContextStore
 
@@ -91,34 +116,41 @@ class Operations:
     def __init__(
         self,
         sessions: Sessions,
-        door: Door,
-        metrics: Metrics,
+        admission: Admission,
         secrets: SecretValues,
         longest: Longest,
         code_contexts: CodeContextStore,
     ):
         self._sessions = sessions
         self._longest = longest
-        self._secrets = secrets
         self._redactor = redactor = secrets.redactor
-        self._outer = door
-        self._metrics = metrics
-        self.python = PythonOperations(self._door, redactor, self._result)
+        self._admission = admission
+        self.python = PythonOperations(self._enter, redactor, self._result)
         self.settled: Callable[[LiveSandbox], Awaitable[None]] = _nothing
         """Waits a little where what a command may need is on its way."""
-        self.code_contexts = CodeContextOperations(self._door, redactor, self.python.environment, code_contexts)
+        self.code_contexts = CodeContextOperations(self._enter, redactor, self.python.environment, code_contexts)
+
+    def admit(
+        self,
+        operation: Operation,
+        arguments: Mapping[str, object],
+        actor: str,
+        sandbox_id: str,
+        context_id: str | None = None,
+    ) -> AbstractAsyncContextManager[Traffic]:
+        """Admit an operation on a whole session, or beside its sandbox."""
+        return self._admission.admit(asked_now(operation, arguments, sandbox_id, context_id, actor))
 
     @asynccontextmanager
-    async def _door(
-        self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str
+    async def _enter(
+        self, name: str, operation: Operation, arguments: Mapping[str, object], actor: str
     ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
+        """Admit an operation on a running sandbox, which counts as in use meanwhile. One that is lost is ended."""
         box = await self._sessions.find(name)
         require_open(box, actor)
-        record = box.record
-        operation = Operation(
-            kind, operation_name, arguments, actor, record.id, record.context_id, box.asks_as, box.instance
-        )
-        async with self._admitted(operation) as traffic:
+        record, who = box.record, None if actor == SELF else caller.get()
+        call = Call(operation, arguments, who, record.id, record.context_id, box.asks_as, box.instance)
+        async with self._admission.admit(call) as traffic:
             box.in_flight += 1
             if actor != SELF:  # upkeep is no activity of the agent
                 box.touch()
@@ -132,22 +164,6 @@ class Operations:
                 if actor != SELF:
                     box.touch()
 
-    @asynccontextmanager
-    async def _admitted(self, operation: Operation) -> AsyncIterator[Traffic]:
-        began = time.monotonic()
-        outcome = OK
-        try:
-            async with self._outer.admit(operation) as traffic:
-                yield traffic
-        except BaseException as error:
-            outcome = outcome_of(error)
-            if isinstance(error, CarrelError):
-                await self._secrets.clean_error(operation.context_id or operation.sandbox_id or None, error)
-            raise
-        finally:
-            if operation.actor != SELF:
-                self._metrics.operated(operation.kind, operation.name, outcome, time.monotonic() - began)
-
     # sessions
 
     async def deploy_or_resume(
@@ -157,13 +173,13 @@ class Operations:
         arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
         if variables := await self._sessions.new_variables(request):
             arguments["env"] = variables
-        async with self.session_door("deploy_or_resume", arguments, actor, "", request.context_id):
+        async with self.admit(DEPLOY_OR_RESUME, arguments, actor, "", request.context_id):
             return await self._sessions.deploy_or_resume(request, caller.get().own(idempotency_key))
 
     async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
         """End a session for good."""
         record = await self._sessions.record(name)
-        async with self.session_door("terminate", request.model_dump(), actor, record.id, record.context_id):
+        async with self.admit(TERMINATE, request.model_dump(), actor, record.id, record.context_id):
             return await self._sessions.terminate(
                 name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
             )
@@ -171,21 +187,8 @@ class Operations:
     async def stop(self, name: str, actor: str = "") -> SandboxInfo:
         """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
         record = await self._sessions.record(name)
-        async with self.session_door("stop", {}, actor, record.id, record.context_id):
+        async with self.admit(STOP, {}, actor, record.id, record.context_id):
             return await self._sessions.stop(name, "stopped on request")
-
-    def session_door(
-        self,
-        name: str,
-        arguments: Mapping[str, object],
-        actor: str,
-        sandbox_id: str,
-        context_id: str | None = None,
-        *,
-        kind: Kind = "session",
-    ) -> AbstractAsyncContextManager[Traffic]:
-        """The door for what is done to a whole session or beside its sandbox."""
-        return self._admitted(Operation(kind, name, arguments, actor, sandbox_id, context_id))
 
     # commands
 
@@ -197,7 +200,7 @@ class Operations:
                 field="interactive",
                 hint="start it, then send input",
             )
-        async with self._door(name, "shell", "run_command", asked(request), actor) as (box, traffic):
+        async with self._enter(name, RUN_COMMAND, asked(request), actor) as (box, traffic):
             if actor != SELF:
                 await self.settled(box)
             body, timeout = command_body(request, box.record.limits.timeout_s)
@@ -218,7 +221,7 @@ class Operations:
         """Start a command in the background. `attended` says that the caller reads its output until it ends: a request
         without a deadline then gets that of the sandbox, and else none but the policy's.
         """
-        async with self._door(name, "shell", "start_command", asked(request), actor) as (box, traffic):
+        async with self._enter(name, START_COMMAND, asked(request), actor) as (box, traffic):
             if actor != SELF:
                 await self.settled(box)
             default = box.record.limits.timeout_s
@@ -232,7 +235,7 @@ class Operations:
 
     async def list_commands(self, name: str, actor: str = "") -> CommandList:
         """The commands the sandbox remembers."""
-        async with self._door(name, "shell", "list_commands", {}, actor) as (box, _):
+        async with self._enter(name, LIST_COMMANDS, {}, actor) as (box, _):
             found = check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
             redactor = await self._redactor(box.record.owner)
             for info in found.items:
@@ -242,13 +245,13 @@ class Operations:
     async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
         """One command."""
         path = f"/commands/{segment_of(command_id)}"
-        async with self._door(name, "shell", "get_command", {"id": command_id}, actor) as (box, _):
+        async with self._enter(name, GET_COMMAND, {"id": command_id}, actor) as (box, _):
             return await self._told(box, await self._ask(box, "GET", path))
 
     async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
         """Wait for the end of a command."""
         path = f"/commands/{segment_of(command_id)}/result"
-        async with self._door(name, "shell", "command_result", {"id": command_id}, actor) as (box, traffic):
+        async with self._enter(name, COMMAND_RESULT, {"id": command_id}, actor) as (box, traffic):
             answer = await box.connection.request("GET", path, deadline=None, max_bytes=LARGEST_RESULT)
             return await self._result(box, traffic, checked_result(answer, CommandResult))
 
@@ -258,7 +261,7 @@ class Operations:
         """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         segment = segment_of(command_id)
         arguments = {"id": command_id, "offset": offset}
-        async with self._door(name, "shell", "command_output", arguments, actor) as (box, traffic):
+        async with self._enter(name, COMMAND_OUTPUT, arguments, actor) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             chunks = written(box, traffic, current, f"/commands/{segment}/output", offset, follow=follow)
             async with aclosing(chunks):
@@ -271,7 +274,7 @@ class Operations:
         """Bytes for the standard input of a command."""
         path = f"/commands/{segment_of(command_id)}/stdin{query_of(close=close)}"
         arguments = {"id": command_id, "bytes": len(data)}
-        async with self._door(name, "shell", "send_input", arguments, actor) as (box, traffic):
+        async with self._enter(name, SEND_INPUT, arguments, actor) as (box, traffic):
             traffic.took(len(data))
             await box.connection.request("POST", path, data, deadline=86_400, max_bytes=SMALL)
 
@@ -279,19 +282,19 @@ class Operations:
         """A signal for a command."""
         path = f"/commands/{segment_of(command_id)}/signal"
         arguments = {"id": command_id, "signal": request.signal}
-        async with self._door(name, "shell", "signal_command", arguments, actor) as (box, _):
+        async with self._enter(name, SIGNAL_COMMAND, arguments, actor) as (box, _):
             await self._ask(box, "POST", path, request.model_dump())
 
     async def resize_terminal(self, name: str, command_id: str, size: TerminalSize, actor: str = "") -> None:
         """A new size for the terminal of a command."""
         path = f"/commands/{segment_of(command_id)}/resize"
-        async with self._door(name, "shell", "resize_terminal", {"id": command_id}, actor) as (box, _):
+        async with self._enter(name, RESIZE_TERMINAL, {"id": command_id}, actor) as (box, _):
             await self._ask(box, "POST", path, size.model_dump())
 
     async def delete_command(self, name: str, command_id: str, actor: str = "") -> None:
         """Kill a command with its whole tree and forget it."""
         path = f"/commands/{segment_of(command_id)}"
-        async with self._door(name, "shell", "delete_command", {"id": command_id}, actor) as (box, _):
+        async with self._enter(name, DELETE_COMMAND, {"id": command_id}, actor) as (box, _):
             await self._ask(box, "DELETE", path)
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
@@ -302,7 +305,7 @@ class Operations:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments: dict[str, object] = {"command": request.code} | brought(request.files)
         arguments |= request.model_dump(include={"timeout"}, exclude_defaults=True)
-        async with self._door(name, "shell", "execute", arguments, actor) as (box, traffic):
+        async with self._enter(name, EXECUTE, arguments, actor) as (box, traffic):
             await self.settled(box)
             if request.files:
                 _room(box)
@@ -325,7 +328,7 @@ class Operations:
     ) -> AsyncIterator[int | bytes | None]:
         """First the number of bytes to come (None when unknown), then the bytes of a file."""
         query = query_of(path=checked_path(path), offset=offset or None, length=length)
-        async with self._door(name, "file", "read", {"path": path}, actor) as (box, traffic):
+        async with self._enter(name, READ_FILE, {"path": path}, actor) as (box, traffic):
             stream: Download = await box.connection.download(f"/files/content{query}")
             try:
                 yield stream.length
@@ -353,7 +356,7 @@ class Operations:
             )
         target = f"/files/content{query_of(path=checked_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
         arguments = {"path": path} | ({} if mode is None else {"mode": mode})
-        async with self._door(name, "file", "write", arguments, actor) as (box, traffic):
+        async with self._enter(name, WRITE_FILE, arguments, actor) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
                 traffic.took(len(content))
@@ -364,7 +367,7 @@ class Operations:
     async def stat_file(self, name: str, path: str, actor: str = "") -> FileInfo:
         """What is at a path; a symlink itself, not where it points."""
         query = query_of(path=checked_path(path))
-        async with self._door(name, "file", "stat", {"path": path}, actor) as (box, _):
+        async with self._enter(name, STAT_FILE, {"path": path}, actor) as (box, _):
             return check(FileInfo, await self._ask(box, "GET", f"/files/stat{query}"))
 
     async def list_files(
@@ -372,7 +375,7 @@ class Operations:
     ) -> FileList:
         """The entries of a directory."""
         query = query_of(path=checked_path(path), recursive=recursive, limit=limit)
-        async with self._door(name, "file", "list", {"path": path}, actor) as (box, _):
+        async with self._enter(name, LIST_FILES, {"path": path}, actor) as (box, _):
             listing = check(FileList, await self._ask(box, "GET", f"/files/list{query}", limit=LIST))
             if len(listing.items) > limit:
                 raise SandboxLost("the sandbox listed more files than were asked for")
@@ -381,7 +384,7 @@ class Operations:
     async def edit_file(self, name: str, request: EditRequest, actor: str = "") -> EditResult:
         """Replace text in a file."""
         checked_path(request.path)
-        async with self._door(name, "file", "edit", edited(request), actor) as (box, traffic):
+        async with self._enter(name, EDIT_FILE, edited(request), actor) as (box, traffic):
             _room(box)
             traffic.took(size_of(request.new))
             return check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump(exclude_none=True)))
@@ -391,13 +394,13 @@ class Operations:
         checked_path(request.source, "source")
         checked_path(request.destination, "destination")
         arguments = {"path": request.source, "destination": request.destination}
-        async with self._door(name, "file", "move", arguments, actor) as (box, _):
+        async with self._enter(name, MOVE_FILE, arguments, actor) as (box, _):
             return check(FileInfo, await self._ask(box, "POST", "/files/move", request.model_dump()))
 
     async def make_directory(self, name: str, request: MkdirRequest, actor: str = "") -> FileInfo:
         """Make a directory and its parents."""
         checked_path(request.path)
-        async with self._door(name, "file", "mkdir", {"path": request.path}, actor) as (box, _):
+        async with self._enter(name, MAKE_DIRECTORY, {"path": request.path}, actor) as (box, _):
             _room(box)
             return check(FileInfo, await self._ask(box, "POST", "/files/mkdir", request.model_dump()))
 
@@ -405,7 +408,7 @@ class Operations:
         """Delete a file, or with `recursive` a tree."""
         query = query_of(path=checked_path(path), recursive=recursive)
         arguments = {"path": path} | ({"recursive": True} if recursive else {})
-        async with self._door(name, "file", "delete", arguments, actor) as (box, _):
+        async with self._enter(name, DELETE_FILE, arguments, actor) as (box, _):
             await self._ask(box, "DELETE", f"/files{query}", deadline=600.0)
 
     # tools and health
@@ -427,12 +430,12 @@ class Operations:
 
     async def health(self, name: str, actor: str = "") -> SupervisorHealth:
         """What the supervisor says of itself."""
-        async with self._door(name, "session", "health", {}, actor) as (box, _):
+        async with self._enter(name, HEALTH, {}, actor) as (box, _):
             return check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
 
     async def empty(self, name: str) -> Emptied:
         """Make a sandbox as new; the first time, let it remember what that is. carrel's own upkeep."""
-        async with self._door(name, "session", "empty", {}, SELF) as (box, _):
+        async with self._enter(name, EMPTY, {}, SELF) as (box, _):
             found = check(Emptied, await self._ask(box, "POST", "/empty"))
             if found.clean:
                 box.over_quota = None

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from carrel.control.governance.redaction import clean_info
+from carrel.control.operations.call import Traffic
 from carrel.control.operations.checks import (
     GRACE,
     SMALL,
@@ -22,7 +23,6 @@ from carrel.control.operations.checks import (
     result_size,
     size_of,
 )
-from carrel.control.operations.door import Kind, Traffic
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
 from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
@@ -37,6 +37,7 @@ from carrel.models import (
     PythonRequest,
     PythonResult,
 )
+from carrel.models.operations import RUN_PYTHON, START_PYTHON, Operation
 from carrel.redaction.redact import Redactor
 
 SHORT = 30.0
@@ -54,10 +55,10 @@ Attach = Callable[[str, EnvironmentAttach, str], Awaitable[EnvironmentInfo]]
 
 
 class Enter(Protocol):
-    """The door to a running sandbox, by its name."""
+    """Admits an operation on a running sandbox, which is named by its id or its context."""
 
     def __call__(
-        self, name: str, kind: Kind, operation_name: str, arguments: Mapping[str, object], actor: str, /
+        self, name: str, operation: Operation, arguments: Mapping[str, object], actor: str, /
     ) -> AbstractAsyncContextManager[tuple[LiveSandbox, Traffic]]:
         """Decide, record, and let in."""
 
@@ -89,8 +90,8 @@ async def _no_environments(_name: str, _request: EnvironmentAttach, _actor: str)
 class PythonOperations:
     """Calls of Python."""
 
-    def __init__(self, door: Enter, redactor: Redactors, conclude: Conclude):
-        self._door = door
+    def __init__(self, enter: Enter, redactor: Redactors, conclude: Conclude):
+        self._enter = enter
         self._redactor = redactor
         self._conclude = conclude
         self.attach: Attach = _no_environments
@@ -104,7 +105,7 @@ class PythonOperations:
             raise InvalidRequest(
                 "an interactive call runs in the background", field="interactive", hint="start it, then send input"
             )
-        async with self._door(name, "shell", "python_exec", _asked(request), actor) as (box, traffic):
+        async with self._enter(name, RUN_PYTHON, _asked(request), actor) as (box, traffic):
             body, timeout = await self._body(box, request, traffic, actor)
             answer = await box.connection.request(
                 "POST",
@@ -119,7 +120,7 @@ class PythonOperations:
 
     async def start(self, name: str, request: PythonRequest, actor: str = "") -> CommandInfo:
         """Start a code in the background: from then on it is a command like any other."""
-        async with self._door(name, "shell", "start_python", _asked(request), actor) as (box, traffic):
+        async with self._enter(name, START_PYTHON, _asked(request), actor) as (box, traffic):
             body, _ = await self._body(box, request, traffic, actor)
             answer = await box.connection.request("POST", "/python", body, deadline=SHORT + START_S, max_bytes=SMALL)
             redactor = await self._redactor(box.record.owner)

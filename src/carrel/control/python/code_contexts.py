@@ -33,6 +33,17 @@ from carrel.models import (
     CommandInfo,
     RichResult,
 )
+from carrel.models.operations import (
+    CELL_OUTPUT,
+    DELETE_CODE_CONTEXT,
+    GET_CELL,
+    GET_CODE_CONTEXT,
+    INTERRUPT_CODE_CONTEXT,
+    LIST_CODE_CONTEXTS,
+    RESTART_CODE_CONTEXT,
+    RUN_CELL,
+    Operation,
+)
 from carrel.redaction.redact import Redactor
 from carrel.store.code_contexts import CodeContextStore
 
@@ -54,12 +65,12 @@ class CodeContextOperations:
 
     def __init__(
         self,
-        door: Enter,
+        enter: Enter,
         redactor: Redactors,
         environment: FindEnvironment,
         store: CodeContextStore,
     ):
-        self._door = door
+        self._enter = enter
         self._redactor = redactor
         self._environment = environment
         self._store = store
@@ -67,7 +78,7 @@ class CodeContextOperations:
     async def run_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CellResult:
         """Run a cell to its end, after those that came before it."""
         _checked(context)
-        async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, traffic):
+        async with self._enter(name, RUN_CELL, _asked(context, request), actor) as (box, traffic):
             body, env = await self._body(box, context, request, actor)
             # It may wait for all the cells before it: only the sandbox knows for how long.
             answer = await box.connection.request(
@@ -79,7 +90,7 @@ class CodeContextOperations:
     async def start_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
         _checked(context)
-        async with self._door(name, "shell", "run_cell", _asked(context, request), actor) as (box, _):
+        async with self._enter(name, RUN_CELL, _asked(context, request), actor) as (box, _):
             body, env = await self._body(box, context, request, actor)
             path = f"/contexts/{context}/cells"
             answer = await box.connection.request("POST", path, body, deadline=SHORT + START_S, max_bytes=SMALL)
@@ -93,7 +104,7 @@ class CodeContextOperations:
         """What a cell prints, from `offset` on."""
         path = f"/contexts/{context}/cells/{segment_of(cell_id)}/output"
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
-        async with self._door(name, "shell", "cell_output", arguments, actor) as (box, traffic):
+        async with self._enter(name, CELL_OUTPUT, arguments, actor) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             chunks = written(box, traffic, current, path, offset, follow=follow)
             async with aclosing(chunks):
@@ -104,41 +115,41 @@ class CodeContextOperations:
         """The result of a cell, once there is one."""
         path = f"/contexts/{context}/cells/{segment_of(cell_id)}"
         arguments = {"code_context": context, "cell": cell_id}
-        async with self._door(name, "shell", "get_cell", arguments, actor) as (box, traffic):
+        async with self._enter(name, GET_CELL, arguments, actor) as (box, traffic):
             answer = await box.connection.request("GET", path, deadline=None, max_bytes=MOST_RESULT)
             return await self._shown(box, answer, traffic.gave)
 
     async def list(self, name: str, actor: str = "") -> CodeContextList:
         """The code contexts of a sandbox."""
-        async with self._door(name, "shell", "list_code_contexts", {}, actor) as (box, _):
+        async with self._enter(name, LIST_CODE_CONTEXTS, {}, actor) as (box, _):
             answer = await box.connection.request_json("GET", "/contexts", deadline=SHORT, max_bytes=LIST)
             return check(CodeContextList, answer)
 
     async def get(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
         """One code context."""
-        return await self._told(name, "get_code_context", "GET", context, "", actor)
+        return await self._told(name, GET_CODE_CONTEXT, "GET", context, "", actor)
 
     async def interrupt(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
         """Interrupt the cell that runs; the variables stay."""
-        return await self._told(name, "interrupt_code_context", "POST", context, "/interrupt", actor)
+        return await self._told(name, INTERRUPT_CODE_CONTEXT, "POST", context, "/interrupt", actor)
 
     async def restart(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
         """Begin anew without the variables."""
-        return await self._told(name, "restart_code_context", "POST", context, "/restart", actor)
+        return await self._told(name, RESTART_CODE_CONTEXT, "POST", context, "/restart", actor)
 
     async def delete(self, name: str, context: str, actor: str = "") -> None:
         """End a code context and forget its cells."""
         arguments = {"code_context": context}
-        async with self._door(name, "shell", "delete_code_context", arguments, actor) as (box, _):
+        async with self._enter(name, DELETE_CODE_CONTEXT, arguments, actor) as (box, _):
             await self._remember(box, context, None)
             await box.connection.request("DELETE", f"/contexts/{context}", deadline=SHORT, max_bytes=SMALL)
 
     # inner
 
     async def _told(
-        self, name: str, operation: str, method: str, context: str, action: str, actor: str
+        self, name: str, operation: Operation, method: str, context: str, action: str, actor: str
     ) -> CodeContextInfo:
-        async with self._door(name, "shell", operation, {"code_context": context}, actor) as (box, _):
+        async with self._enter(name, operation, {"code_context": context}, actor) as (box, _):
             path = f"/contexts/{context}{action}"
             answer = await box.connection.request_json(method, path, deadline=GRACE + START_S, max_bytes=SMALL)
             return check(CodeContextInfo, answer)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from packaging.utils import canonicalize_name
 
-from carrel.control.operations.door import SELF
+from carrel.control.operations.call import SELF
 from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_checks import INDEX_LABEL, Asker, Lock, Wanted, lock_of
 from carrel.control.sessions.sessions import Sessions

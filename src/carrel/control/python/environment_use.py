@@ -4,7 +4,7 @@ they stand for.
 
 from __future__ import annotations
 
-from carrel.control.operations.door import SELF
+from carrel.control.operations.call import SELF
 from carrel.control.operations.operations import Operations, require_open
 from carrel.control.python.environment_checks import Asker, requirements_of
 from carrel.control.python.environments import Environments, Say
@@ -21,6 +21,7 @@ from carrel.models import (
     EnvironmentRequest,
     State,
 )
+from carrel.models.operations import ATTACH_ENV, BUILD_ENV, DETACH_ENV
 from carrel.providers.base import Capability
 from carrel.store import SessionRecord
 from carrel.store.environments import EnvironmentRecord
@@ -41,7 +42,7 @@ class EnvironmentUse:
         """Build an environment under the policy of the server, and call it by its label."""
         asked = requirements_of(request.requirements)  # before it is decided: none of them is an option
         arguments = {"command": ["pip", "install", *asked], "name": request.name}
-        async with self._operations.session_door("build_env", arguments, actor, "", None, kind="shell"):
+        async with self._operations.admit(BUILD_ENV, arguments, actor, "", None):
             record = await self._environments.ensure(request, Asker(), say)
             if request.name is not None:
                 record = await self._environments.label(record, request.name)
@@ -76,8 +77,8 @@ class EnvironmentUse:
             )
             return await self._environments.ensure(wanted, asker, say)
 
-        record, door = box.record, self._operations.session_door
-        async with door("attach_env", arguments, actor, record.id, record.context_id, kind="shell"):
+        record, door = box.record, self._operations.admit
+        async with door(ATTACH_ENV, arguments, actor, record.id, record.context_id):
             box.in_flight += 1  # a sandbox that waits for its environment is not idle
             try:
                 found = await self._environments.hold(find, holder)
@@ -100,7 +101,7 @@ class EnvironmentUse:
         running = [each for each in self._sessions.live() if each.record.id == record.id]
         for box in running:
             require_open(box, actor)
-        door = self._operations.session_door("detach_env", {"env": env}, actor, record.id, record.context_id)
+        door = self._operations.admit(DETACH_ENV, {"env": env}, actor, record.id, record.context_id)
         async with door:
             await self._environments.release(env, record.owner)
             for box in running:

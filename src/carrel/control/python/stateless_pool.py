@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 from carrel.config import RouterSettings
+from carrel.control.operations.call import SELF
 from carrel.control.operations.caller import caller
-from carrel.control.operations.door import SELF
 from carrel.control.operations.operations import Operations
 from carrel.control.python.stateless_callers import LABEL, Load, Owner, Place, RoutingTable, Wish
 from carrel.control.sessions.live import LiveSandbox
@@ -27,6 +27,7 @@ from carrel.control.workspaces.bundles import Large, contents
 from carrel.errors import CarrelError, LimitExceeded, NotFound, NotRunning, PlatformError
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import ExecuteRequest, SandboxInfo, SandboxRequest, StatelessRequest, StatelessResult
+from carrel.models.operations import DEPLOY_OR_RESUME
 
 log = logging.getLogger("carrel.router")
 
@@ -227,7 +228,7 @@ class Router:
             place.state = "busy"
         elif not place.entered:
             arguments = request.model_dump(mode="json", exclude_defaults=True)
-            async with self._operations.session_door("deploy_or_resume", arguments, "", place.id):
+            async with self._operations.admit(DEPLOY_OR_RESUME, arguments, "", place.id):
                 pass
         place.entered = True
 

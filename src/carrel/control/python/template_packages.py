@@ -12,8 +12,8 @@ import logging
 import time
 from collections.abc import Sequence
 
+from carrel.control.operations.call import SELF
 from carrel.control.operations.checks import SMALL
-from carrel.control.operations.door import SELF
 from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_checks import Asker, requirements_of
 from carrel.control.python.environments import Environments, Say

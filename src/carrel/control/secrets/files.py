@@ -8,13 +8,15 @@ from base64 import b64encode
 from collections.abc import Mapping
 
 from carrel.control.egress.plans import Plans
+from carrel.control.operations.admission import Admission
+from carrel.control.operations.call import asked_now
 from carrel.control.operations.checks import SMALL
-from carrel.control.operations.door import Door, Operation
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachment, Fork
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.control.sessions.owners import is_agent
 from carrel.errors import Unsupported
+from carrel.models.operations import COPY_SECRETS
 from carrel.providers.base import Capability
 from carrel.store import SecretInfo
 from carrel.store.secrets import Mark
@@ -27,7 +29,7 @@ DELIVERY_S = 30.0
 class SecretFiles(Attachment):
     """Gives sandboxes their secrets."""
 
-    def __init__(self, values: SecretValues, plans: Plans, admission: Door, live: LiveSandboxes):
+    def __init__(self, values: SecretValues, plans: Plans, admission: Admission, live: LiveSandboxes):
         self._values = values
         self._plans = plans
         self._admission = admission
@@ -79,7 +81,7 @@ class SecretFiles(Attachment):
         given: list[SecretInfo] = []
         fork.undo.push_async_callback(self._values.take_back, fork.context_id, given)
         arguments = {"from": fork.origin, "names": names}
-        async with self._admission.admit(Operation("session", "copy_secrets", arguments, "", "", fork.context_id)):
+        async with self._admission.admit(asked_now(COPY_SECRETS, arguments, "", fork.context_id)):
             await self._values.copy(fork.origin, fork.context_id, names, given)
 
     async def forget(self, context_id: str) -> None:

@@ -13,6 +13,7 @@ from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.filespace_files import FilespaceFiles
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import NotFound
+from carrel.models.operations import FORGET_CONTEXT
 from carrel.store import SessionStore
 
 
@@ -41,7 +42,7 @@ class Forgetting:
 
     async def forget(self, context_id: str) -> None:
         """End the session of a context and delete all that is kept of it; `NotFound` when that is nothing."""
-        async with self._operations.session_door("forget_context", {}, "", "", context_id):
+        async with self._operations.admit(FORGET_CONTEXT, {}, "", "", context_id):
             if not await self._known(context_id):
                 raise NotFound(
                     f"nothing is known of a context '{context_id[:128]}'",

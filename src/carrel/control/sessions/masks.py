@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from carrel.control.operations.door import Operation, refusal
+from carrel.control.operations.call import refusal
 from carrel.errors import InvalidRequest, Unsupported
 from carrel.isolation.masks import MOST, Part, check_program, is_possible, split, unmaskable
 from carrel.isolation.rootfs import WORKSPACE
@@ -45,7 +45,7 @@ def masks_of(policy: Policy, context_id: str | None) -> Masks | None:
         fitting.append(tuple(dict.fromkeys(wanted))[:left])
         left -= len(fitting[-1])
     names, hiding, keeping = fitting
-    refusals = {name: _words(programs[name], context_id) for name in names}
+    refusals = {name: _words(programs[name]) for name in names}
     return Masks(names, hiding, writable, refusals, keeping)
 
 
@@ -212,10 +212,9 @@ def _writable(policy: Policy) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(places))
 
 
-def _words(rule: Rule, context_id: str | None) -> str:
+def _words(rule: Rule) -> str:
     name = rule.words[0].literal or ""
-    operation = Operation("shell", "run_command", {"command": name}, "", "", context_id)
     reason = f"{name} is denied for this agent"
-    problem = refusal(operation, Verdict("deny", reason, rule.text, rule.source)).problem()
+    problem = refusal("shell", Verdict("deny", reason, rule.text, rule.source)).problem()
     kept = ("code", "operation", "rule", "source", "reason", "retry", "approval", "hint")
     return json.dumps({key: problem.get(key) for key in kept})

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 from carrel.audit import AuditLog
 from carrel.config import Settings
-from carrel.control.operations.door import SELF
+from carrel.control.operations.call import SELF
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.leases import LeaseUpkeep
 from carrel.control.sessions.live import LiveSandbox

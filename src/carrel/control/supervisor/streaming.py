@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from carrel.control.governance.redaction import Current, clean_info, clean_output
+from carrel.control.operations.call import Traffic
 from carrel.control.operations.checks import check, json_object, query_of
-from carrel.control.operations.door import Traffic
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory

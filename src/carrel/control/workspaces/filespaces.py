@@ -26,6 +26,14 @@ from carrel.errors import (
     NotFound,
 )
 from carrel.models import FilespaceFile, FilespacePage, SyncDirection, SyncSummary
+from carrel.models.operations import (
+    DELETE_FILESPACE,
+    FORGET_FILESPACE,
+    LIST_FILESPACE,
+    READ_FILESPACE,
+    SYNC_FILESPACE,
+    WRITE_FILESPACE,
+)
 from carrel.store import FilespaceChange, FilespaceEntry, FilespaceStore
 from carrel.workspaces.filespace import NOT_SYNCED, synced
 from carrel.workspaces.filespace_contents import Contents, Draft
@@ -71,7 +79,7 @@ class Filespaces:
         box = await self._sessions.find(name)
         arguments = {"direction": direction.value}
         context = box.record.context_id
-        door = self._operations.session_door("sync_filespace", arguments, actor, box.record.id, context)
+        door = self._operations.admit(SYNC_FILESPACE, arguments, actor, box.record.id, context)
         async with door as traffic:
             if box.record.context_id is None:
                 raise Conflict(
@@ -93,14 +101,14 @@ class Filespaces:
     ) -> FilespacePage:
         """The files in the order of their paths."""
         encode(context, ephemeral=False)
-        async with self._operations.session_door("filespace_list", {"path": prefix}, actor, "", context, kind="file"):
+        async with self._operations.admit(LIST_FILESPACE, {"path": prefix}, actor, "", context):
             found, following = await self._store.page(context, prefix=prefix, limit=limit, cursor=cursor)
             return FilespacePage(items=[_file(entry) for entry in found], next=following)
 
     async def read(self, context: str, path: str, actor: str = "") -> AsyncIterator[int | bytes]:
         """First the number of bytes, then the bytes of a file."""
         contents = self._files.contents(context)
-        door = self._operations.session_door("filespace_read", {"path": path}, actor, "", context, kind="file")
+        door = self._operations.admit(READ_FILESPACE, {"path": path}, actor, "", context)
         async with door as traffic:
             entry = await self._store.get(context, _checked(path))
             if entry is None or entry.deleted or entry.hash is None:
@@ -122,7 +130,7 @@ class Filespaces:
     ) -> FilespaceFile:
         """A file from bytes or from a stream of any length, whole or not at all. It is the last write of its path."""
         contents = self._files.contents(context)
-        door = self._operations.session_door("filespace_write", {"path": path}, actor, "", context, kind="file")
+        door = self._operations.admit(WRITE_FILESPACE, {"path": path}, actor, "", context)
         async with door as traffic:
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
@@ -138,7 +146,7 @@ class Filespaces:
     async def delete(self, context: str, path: str, actor: str = "") -> None:
         """Delete a file; workspaces follow with their next pull."""
         encode(context, ephemeral=False)
-        async with self._operations.session_door("filespace_delete", {"path": path}, actor, "", context, kind="file"):
+        async with self._operations.admit(DELETE_FILESPACE, {"path": path}, actor, "", context):
             stored = await self._store.put(context, [FilespaceChange(_checked(path))])
             if not stored.entries:
                 raise _missing(path)
@@ -146,7 +154,7 @@ class Filespaces:
     async def forget(self, context: str, actor: str = "") -> None:
         """Delete a filespace with everything in it; the workspace stays. May be repeated."""
         encode(context, ephemeral=False)
-        async with self._operations.session_door("filespace_forget", {}, actor, "", context, kind="file"):
+        async with self._operations.admit(FORGET_FILESPACE, {}, actor, "", context):
             await self._files.erase(context)
 
     # inner

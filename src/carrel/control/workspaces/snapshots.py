@@ -11,7 +11,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from carrel.control.operations.caller import caller
-from carrel.control.operations.door import Kind
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.attachments import Attachments, Fork
 from carrel.control.sessions.notes import SessionNotes
@@ -21,6 +20,16 @@ from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import Conflict, NotFound
 from carrel.identity import Scope
 from carrel.models import FileChange, FileChanges, SandboxInfo, SandboxRequest, SnapshotInfo, SnapshotPage
+from carrel.models.operations import (
+    DELETE_SNAPSHOT,
+    DIFF_SNAPSHOTS,
+    EXPORT,
+    EXPORT_BY_ADMINISTRATOR,
+    FORK,
+    LIST_SNAPSHOTS,
+    RESTORE,
+    TAKE_SNAPSHOT,
+)
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 
@@ -49,7 +58,7 @@ class Snapshots:
     async def take(self, name: str, actor: str = "") -> SnapshotInfo:
         """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
         record, context = await self._durable(name)
-        async with self._operations.session_door("snapshot", {}, actor, record.id, context):
+        async with self._operations.admit(TAKE_SNAPSHOT, {}, actor, record.id, context):
             self._sessions.require_here(record)
             return _info(await self._take(record, "request"))
 
@@ -73,14 +82,14 @@ class Snapshots:
     async def page(self, name: str, *, limit: int = 100, cursor: str | None = None, actor: str = "") -> SnapshotPage:
         """The snapshots of a context, newest first."""
         record, context = await self._durable(name)
-        async with self._operations.session_door("list_snapshots", {}, actor, record.id, context):
+        async with self._operations.admit(LIST_SNAPSHOTS, {}, actor, record.id, context):
             records, following = await self._store.page(context, limit=limit, cursor=cursor)
             return SnapshotPage(items=[_info(record) for record in records], next=following)
 
     async def restore(self, name: str, snapshot_id: str, actor: str = "") -> SandboxInfo:
         """Give the workspace the snapshot's files. A running sandbox is stopped for it and started again."""
         record, context = await self._durable(name)
-        async with self._operations.session_door("restore", {"snapshot_id": snapshot_id}, actor, record.id, context):
+        async with self._operations.admit(RESTORE, {"snapshot_id": snapshot_id}, actor, record.id, context):
             async with self._workspaces.keeping.using(snapshot_id):  # the stop takes one more, and older ones go
                 snapshot = await self._ready(snapshot_id, context)
                 async with self._sessions.stopped(record) as (held, ran):
@@ -97,7 +106,7 @@ class Snapshots:
         """
         record, context = await self._durable(name)
         arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
-        async with self._operations.session_door("fork", arguments, actor, record.id, context):
+        async with self._operations.admit(FORK, arguments, actor, record.id, context):
             if snapshot_id is None:
                 self._sessions.require_here(record)
                 snapshot_id = (await self._take(record, "fork")).id
@@ -135,7 +144,9 @@ class Snapshots:
     async def diff(self, name: str, before: str, after: str, actor: str = "") -> FileChanges:
         """What leads from one snapshot to the other."""
         record, context = await self._durable(name)
-        async with self._operations.session_door("diff", {"before": before, "after": after}, actor, record.id, context):
+        async with self._operations.admit(
+            DIFF_SNAPSHOTS, {"before": before, "after": after}, actor, record.id, context
+        ):
             async with self._workspaces.keeping.using(before, after):
                 first, second = await self._ready(before, context), await self._ready(after, context)
                 changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
@@ -160,8 +171,8 @@ class Snapshots:
         """First nothing, once the first piece is there."""
         arguments = {"snapshot_id": snapshot_id}
         # A snapshot has every file: also those that the context's agent may not read.
-        kind: Kind = "session" if caller.get().identity.has(Scope.ADMINISTER) else "file"
-        door = self._operations.session_door("export", arguments, actor, record.id, context, kind=kind)
+        row = EXPORT_BY_ADMINISTRATOR if caller.get().identity.has(Scope.ADMINISTER) else EXPORT
+        door = self._operations.admit(row, arguments, actor, record.id, context)
         async with door as traffic, self._workspaces.keeping.using(snapshot_id):
             snapshot = await self._ready(snapshot_id, context)
             chunks = self._workspaces.stored.tar(snapshot)
@@ -181,7 +192,7 @@ class Snapshots:
         """Delete a snapshot for good."""
         record, context = await self._durable(name)
         arguments = {"snapshot_id": snapshot_id}
-        async with self._operations.session_door("delete_snapshot", arguments, actor, record.id, context):
+        async with self._operations.admit(DELETE_SNAPSHOT, arguments, actor, record.id, context):
             await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:

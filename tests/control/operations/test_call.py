@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+from tests.support.calls import call
+
+from carrel.control.operations.call import SELF, Traffic, asked_now, refusal
+from carrel.control.operations.caller import Caller, caller
+from carrel.errors import Denied, from_problem
+from carrel.identity import Identity, Kind
+from carrel.models.operations import STOP
+from carrel.policy.verdict import Verdict
+
+
+def test_owner_is_the_context_else_the_sandbox() -> None:
+    owners = [call("session", "stop", {}, "agent", *place).owner for place in (("s", "c"), ("s", None), ("", None))]
+    assert owners == ["c", "s", None]
+
+
+async def test_call_carries_the_caller_of_the_task_except_for_upkeep() -> None:
+    who = Caller(Identity("agent:a", Kind.AGENT, frozenset()), request_id="r-1")
+    caller.set(who)
+    assert asked_now(STOP, {}, "s").caller is who and asked_now(STOP, {}, "s").subject == "agent:a"
+    assert asked_now(STOP, {}, "s", actor=SELF).caller is None and asked_now(STOP, {}, actor=SELF).subject == SELF
+
+
+def test_traffic_is_none_until_something_is_counted() -> None:
+    traffic = Traffic()
+    assert (traffic.bytes_in, traffic.bytes_out) == (None, None)
+    traffic.took(0)
+    traffic.gave(2)
+    traffic.gave(3)
+    assert (traffic.bytes_in, traffic.bytes_out) == (0, 5)
+
+
+def test_refusal_says_what_decided_and_survives_the_wire() -> None:
+    error = refusal("shell", Verdict("deny", "no curl", "shell(curl:*)", "settings.json", "use pip"))
+    again = from_problem(error.problem())
+    assert isinstance(again, Denied)
+    assert (again.rule, again.reason, again.hint, again.extra["retry"]) == (
+        "shell(curl:*)",
+        "no curl",
+        "use pip",
+        False,
+    )
+
+
+@pytest.mark.parametrize(("verdict", "word"), [("deny", "policy denies"), ("ask", "approval")])
+def test_refusal_without_a_reason_has_one(verdict: str, word: str) -> None:
+    assert word in refusal("shell", Verdict(verdict)).reason  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""Calls of operations for tests, and policies that a test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from carrel.control.operations.call import Call
+from carrel.control.operations.caller import Caller
+from carrel.control.plane import ControlPlane
+from carrel.identity import Identity, Kind, Scope
+from carrel.models.operations import TABLE, Operation
+from carrel.policy.verdict import Verdict
+
+_KINDS = {"agent": Kind.AGENT, "person": Kind.PERSON}
+
+
+def caller_named(subject: str, **given: Any) -> Caller:
+    """Somebody of that name, such as `agent:coder`."""
+    kind = _KINDS.get(subject.partition(":")[0], Kind.AGENT)
+    return Caller(Identity(subject, kind, frozenset({Scope.OPERATE})), **given)
+
+
+def call(
+    kind: str,
+    name: str,
+    arguments: Mapping[str, object],
+    subject: str = "agent",
+    sandbox_id: str = "sbx-1",
+    context_id: str | None = None,
+) -> Call:
+    """A call by somebody of that name, or by carrel itself. The operation need not be of the kind it has in the table."""
+    row = next((row for row in TABLE if (row.kind, row.name) == (kind, name)), None)
+    if row is None:
+        row = Operation(name, "shell", decides="command") if kind == "shell" else _undeclared(kind, name)
+    return Call(row, arguments, caller_named(subject) if subject else None, sandbox_id, context_id)
+
+
+def _undeclared(kind: str, name: str) -> Operation:
+    same = next(row for row in TABLE if row.kind == kind)
+    return Operation(name, same.kind, decides=same.decides)
+
+
+def decide_by(plane: ControlPlane, decide: Callable[[Call], Verdict]) -> None:
+    """Put a function in the place of a control plane's policies."""
+
+    async def decided(call: Call, _workspace: str | None = None) -> Verdict:
+        return decide(call)
+
+    plane.policies.decide = decided  # type: ignore[method-assign]
