@@ -12,6 +12,7 @@ KINDS = {"store", "redaction", "audit", "metrics", "workspaces", "identity", "se
 ALLOWED = {
     "errors": set(),
     "extras": set(),
+    "threads": set(),
     "models": BASE,
     "policy": BASE | {"models", "config"},
     "config": BASE | {"models", "policy"},
@@ -19,8 +20,8 @@ ALLOWED = {
     "isolation": BASE,
     "supervisor": BASE,
     "providers": BASE | {"isolation", "models"},
-    "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation"},
-    "control": BASE | KINDS | {"models", "policy", "config", "isolation", "providers", "egress"},
+    "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
+    "control": BASE | KINDS | {"threads", "models", "policy", "config", "isolation", "providers", "egress"},
     "connections": BASE,
     "api": BASE | {"control", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},

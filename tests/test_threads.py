@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from carrel.egress.threads import whole
+from carrel.threads import run_to_end
 
 
 async def test_who_gives_up_waits_for_the_work_and_undoes_it() -> None:
@@ -17,7 +17,7 @@ async def test_who_gives_up_waits_for_the_work_and_undoes_it() -> None:
         assert go_on.wait(30)
         return "made"
 
-    waiting = asyncio.ensure_future(whole(work, undone.append))
+    waiting = asyncio.ensure_future(run_to_end(work, undone.append))
     await asyncio.to_thread(begun.wait, 30)
     for _ in range(3):  # again and again
         waiting.cancel()
@@ -32,5 +32,5 @@ async def test_who_gives_up_waits_for_the_work_and_undoes_it() -> None:
 async def test_what_fails_has_nothing_to_undo() -> None:
     undone: list[object] = []
     with pytest.raises(OSError, match="no room"):
-        await whole(lambda: (_ for _ in ()).throw(OSError("no room")), undone.append)
-    assert undone == [] and await whole(lambda: 1) == 1
+        await run_to_end(lambda: (_ for _ in ()).throw(OSError("no room")), undone.append)
+    assert undone == [] and await run_to_end(lambda: 1) == 1

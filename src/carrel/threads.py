@@ -1,4 +1,4 @@
-"""Work in a thread that nobody loses sight of. Knows nothing of what is done."""
+"""Runs blocking work in a thread, and never leaves it behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def whole(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """Work in a thread that is waited for even when nobody wants it any more: it may still use what is closed after it.
-    What it made is then undone.
+async def run_to_end(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+    """Run blocking work in a thread. A caller that is cancelled still waits for its end, because the work may use
+    things that the caller closes afterwards; `undo` is then given the result.
     """
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:

@@ -64,7 +64,7 @@ class Egress:
         self._journal = journal
         self._reporter = Reporter(journal)
         self._gateways: dict[str, tuple[Gateway, Outbound]] = {}
-        self._ways: dict[str, Upstreams] = {}
+        self._dialers: dict[str, Upstreams] = {}
         self._channel: Channel | None = None
         self._questions: dict[str, asyncio.Future[Verdict]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -138,12 +138,12 @@ class Egress:
             self._replan(known[1], plan)
             return
         listener = socket.socket(fileno=fds.pop(0))
-        way = self._ways[plan.sandbox] = Upstreams(plan.upstreams, self._health)
+        dialer = self._dialers[plan.sandbox] = Upstreams(plan.upstreams, self._health)
         try:
             outbound = Outbound(
                 plan,
                 resolve=self._resolver.share(),
-                dial=way,
+                dial=dialer,
                 ask=self._ask,
                 report=self._reporter,
                 front=self._front,
@@ -164,12 +164,12 @@ class Egress:
         self._replan(known[1], plan)
 
     def _replan(self, outbound: Outbound, plan: Plan) -> None:
-        self._ways[plan.sandbox].change(plan.upstreams)
+        self._dialers[plan.sandbox].change(plan.upstreams)
         outbound.change(plan)
 
     def _detach(self, message: Message, _fds: list[int]) -> None:
         known = self._gateways.pop(str(message["sandbox"]), None)
-        self._ways.pop(str(message["sandbox"]), None)
+        self._dialers.pop(str(message["sandbox"]), None)
         if known is not None:
             known[0].close()
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from carrel.egress.access import Refused
 from carrel.egress.outbound.handshakes import (
     Failed,
+    ProxyAddress,
     Unreached,
-    Way,
     connect_by_http,
     connect_by_socks,
     greet_by_http,
-    read_way,
+    read_proxy_address,
 )
 from carrel.egress.plan import Upstream
 from carrel.errors import InvalidRequest
@@ -28,8 +28,8 @@ from carrel.errors import InvalidRequest
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=40)
 
 
-def way(url: str) -> Way:
-    return read_way(Upstream("u", url))
+def proxy(url: str) -> ProxyAddress:
+    return read_proxy_address(Upstream("u", url))
 
 
 async def with_proxy(connect: object, url: str, said: Sequence[bytes], host: str = "a.test") -> tuple[bytes, bytes]:
@@ -51,7 +51,7 @@ async def with_proxy(connect: object, url: str, said: Sequence[bytes], host: str
     with ours, theirs:
         async with asyncio.timeout(10), asyncio.TaskGroup() as group:
             group.create_task(answer())
-            await connect(ours, way(url), host, 443)  # type: ignore[operator]
+            await connect(ours, proxy(url), host, 443)  # type: ignore[operator]
         rest = b""
         try:
             rest = ours.recv(65536)
@@ -64,17 +64,17 @@ async def with_proxy(connect: object, url: str, said: Sequence[bytes], host: str
 def test_credentials_are_what_was_written_with_escapes(user: str, password: str) -> None:
     url = f"{quote(user, safe='')}:{quote(password, safe='')}@proxy.test:3128"
     if ":" not in user:
-        found = way(f"http://{url}")
+        found = proxy(f"http://{url}")
         assert base64.b64decode(found.authorization.removeprefix("Basic ")) == f"{user}:{password}".encode()
-    found = way(f"socks5://{url}/")
+    found = proxy(f"socks5://{url}/")
     assert (found.user, found.password, found.host, found.port) == (user, password, "proxy.test", 3128)
-    assert password not in repr(found) or password in repr(way("socks5://proxy.test:3128"))
+    assert password not in repr(found) or password in repr(proxy("socks5://proxy.test:3128"))
 
 
 @given(st.text(max_size=60) | st.text("htpsock5:/@[]%0123abc.?#", max_size=40).map("http://".__add__))
 def test_any_text_is_read_or_refused(url: str) -> None:
     try:
-        assert way(url).port
+        assert proxy(url).port
     except InvalidRequest as error:
         assert error.field == "upstreams"
 
@@ -101,7 +101,7 @@ def test_any_text_is_read_or_refused(url: str) -> None:
 )
 def test_what_is_wrong_with_a_url_is_said_without_it(url: str) -> None:
     with pytest.raises(InvalidRequest, match="the upstream 'u'") as raised:
-        way(url)
+        proxy(url)
     assert "very-secret" not in str(raised.value.problem())
     assert raised.value.__suppress_context__ or raised.value.__context__ is None
 
@@ -173,7 +173,7 @@ async def test_what_a_socks_proxy_may_say(answer: bytes, kind: type[Exception]) 
 
 
 async def test_any_answer_to_a_greeting_will_do() -> None:
-    async def greet(connection: socket.socket, found: Way, _host: str, _port: int) -> None:
+    async def greet(connection: socket.socket, found: ProxyAddress, _host: str, _port: int) -> None:
         await greet_by_http(connection, found)
 
     heard, _ = await with_proxy(greet, "http://u:very-secret@h:1", [b"HTTP/1.1 407 Say who\r\n\r\n"])

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message
-from carrel.egress.threads import whole
 from carrel.errors import PlatformError
+from carrel.threads import run_to_end
 
 log = logging.getLogger("carrel.egress")
 
@@ -79,7 +79,7 @@ class EgressClient:
             description = await self._known()
             if description is None:
                 # Who gives up waits for it: else another could be started beside it, and nobody would end it.
-                self._open(await whole(self._spawn, socket.socket.close))
+                self._open(await run_to_end(self._spawn, socket.socket.close))
                 description = await self.request("describe")
             self._pid = int(description["pid"])
             return [str(each) for each in description["sandboxes"]]

@@ -19,7 +19,7 @@ from carrel.egress.http.authority import bundle, make_authority
 from carrel.egress.http.credentials import placeholder
 from carrel.egress.index.host import host_index
 from carrel.egress.index.registries import host_registries
-from carrel.egress.outbound.handshakes import read_way
+from carrel.egress.outbound.handshakes import read_proxy_address
 from carrel.egress.plan import HostRegistry, Index, Injected, Plan, Upstream
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network
@@ -66,7 +66,7 @@ def read_upstreams(path: str | None) -> tuple[Upstream, ...]:
         raise InvalidRequest(f"{path} has a name twice", field="egress.upstreams_file")
     upstreams = tuple(Upstream(each.name, each.url, each.remote_names) for each in found)
     for upstream in upstreams:
-        read_way(upstream)  # else it would be found out by the first sandbox
+        read_proxy_address(upstream)  # else it would be found out by the first sandbox
     return upstreams
 
 
@@ -76,7 +76,7 @@ def web_access(policy: Policy) -> list[WebAccess]:
 
 
 def credentials(policy: Policy) -> list[Credential]:
-    """What is put into requests on the way out."""
+    """The credentials that the proxy puts into requests."""
     return [each for web in web_access(policy) for each in web.credentials]
 
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 
 from carrel.control.operations.call import Call
-from carrel.egress.threads import whole
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.policy.rules.decide import (
     decide_environment,
@@ -25,6 +24,7 @@ from carrel.policy.rules.decide import (
 from carrel.policy.rules.layers import Policy
 from carrel.policy.shell import Dialect, size_of
 from carrel.policy.verdict import ALLOWED, Verdict, strictest
+from carrel.threads import run_to_end
 from carrel.workspaces.volumes.kernel import Directories, open_for_reading
 
 DIALECT: Dialect = "sh"
@@ -50,7 +50,7 @@ class Decider:
             with suppress(_WouldBlock):
                 return verdict_of(policy, call, _refuse_to_read)
         async with self._long:
-            return await whole(lambda: verdict_of(policy, call, partial(_read, workspace)))
+            return await run_to_end(lambda: verdict_of(policy, call, partial(_read, workspace)))
 
     async def explain(self, policy: Policy, command: str | list[str], cwd: str | None) -> Verdict:
         """What a policy says of a command, part by part; no file is read."""
@@ -58,7 +58,7 @@ class Decider:
         if _is_quick(policy, [command]):
             return decide_shell(policy, command, cwd=place, dialect=DIALECT)
         async with self._long:
-            return await whole(lambda: decide_shell(policy, command, cwd=place, dialect=DIALECT))
+            return await run_to_end(lambda: decide_shell(policy, command, cwd=place, dialect=DIALECT))
 
 
 class _WouldBlock(Exception):

@@ -21,7 +21,6 @@ from carrel.control.python.environment_checks import INDEX_LABEL, building_layer
 from carrel.control.sessions.masks import unmasked
 from carrel.control.sessions.owners import discovers, whose
 from carrel.control.sessions.templates import Templates
-from carrel.egress.threads import whole
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, PlatformError
 from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
@@ -33,6 +32,7 @@ from carrel.policy.rules.layers import Layer, Policy
 from carrel.policy.verdict import ALLOWED, Verdict, explained
 from carrel.store import SessionRecord
 from carrel.store.policies import PolicyRecord, PolicyStore
+from carrel.threads import run_to_end
 
 FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
@@ -110,7 +110,7 @@ class Policies:
         elif record is None and not _names_context((*self._server, layer)):
             policy = self._without_documents(layer)
         else:
-            policy = await whole(lambda: self._compile(context_id, layer, record))
+            policy = await run_to_end(lambda: self._compile(context_id, layer, record))
             if changes != self._changes:
                 return await self._of(context_id, template)
         self._cache[context_id] = _Compiled(version, layer, policy, now)
@@ -164,7 +164,7 @@ class Policies:
         """The policy of a context as it was given, with what should be known about its rules."""
         record = await self._store.get(context_id)
         layer = await self._layer(context_id)
-        return await whole(lambda: self._info(context_id, record, layer))
+        return await run_to_end(lambda: self._info(context_id, record, layer))
 
     async def write(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
         """Write the documents of a context; refused whole when a rule cannot be read or would defeat it.
@@ -176,7 +176,7 @@ class Policies:
         sources = given.sources if "sources" in fields else before.sources if before else None
         record = PolicyRecord(context_id, settings, sources, 0, time.time(), by)
         layer = await self._layer(context_id)
-        await whole(lambda: self._compile(context_id, layer, record))
+        await run_to_end(lambda: self._compile(context_id, layer, record))
         expected = given.version if given.version is not None else before.version if before else 0
         await self._store.put(context_id, settings, sources, by=by, at=record.updated_at, expected=expected)
         self._forget(context_id)
@@ -227,7 +227,7 @@ class Policies:
                 hint="approve it for the context, or give the context settings first",
             )
         before, layer = await self._store.get(context_id), await self._layer(context_id)
-        await whole(lambda: self._compile(context_id, layer, _with_rule(context_id, before, rule)))
+        await run_to_end(lambda: self._compile(context_id, layer, _with_rule(context_id, before, rule)))
 
     async def add_rule(self, context_id: str, rule: str, by: str) -> None:
         """Allow something in a context from now on."""

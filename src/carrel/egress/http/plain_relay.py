@@ -50,7 +50,7 @@ _PIECE = 64 * 1024
 
 
 @dataclass(slots=True)
-class Way:
+class Connection:
     """A connection to a target, and the access that it was opened for."""
 
     target: Target
@@ -69,14 +69,14 @@ async def read_head(client: socket.socket, patience_s: float = HEAD_S) -> bytes:
 class PlainRelay:
     """The requests of one client's connection."""
 
-    def __init__(self, client: socket.socket, outbound: Outbound, fixed: Way | None = None):
+    def __init__(self, client: socket.socket, outbound: Outbound, fixed: Connection | None = None):
         """`fixed`: the connection is a tunnel, and all requests must be for its target. Its access and its socket
         belong to the caller.
         """
         self._client = client
         self._outbound = outbound
         self._fixed = fixed
-        self._way = fixed
+        self._connection = fixed
         self._begun = False
 
     async def serve(self, head: bytes) -> None:
@@ -106,7 +106,7 @@ class PlainRelay:
     async def _refuse(self, refusal: Refused, bodiless: bool) -> None:
         self._drop()
         if self._begun:
-            return  # an answer is under way: that it is cut is all that can be said
+            return  # an answer has begun: only cutting it can still say that it failed
         with suppress(OSError):
             await send(self._client, answers.refusal(refusal, body=not bodiless))
             if self._fixed is None:
@@ -139,7 +139,7 @@ class PlainRelay:
             raise clear
         return await self._forward(request, access, target, path)
 
-    async def _inside(self, tunnel: Way, request: Request) -> bool:
+    async def _inside(self, tunnel: Connection, request: Request) -> bool:
         """A request inside a tunnel. The first is what the tunnel was opened for, and its own record tells of it; every
         other is decided, counted and logged by itself.
         """
@@ -153,8 +153,8 @@ class PlainRelay:
         access = Access(outbound.plan.sandbox, "http", target, request.method, path)
         await outbound.within(access, target, tunnel.access)
         try:
-            way = Way(target, tunnel.upstream, access, outbound.meter(access))
-            lasting, onward = await self._relay(request, way, request.target)
+            connection = Connection(target, tunnel.upstream, access, outbound.meter(access))
+            lasting, onward = await self._relay(request, connection, request.target)
             return lasting and onward
         except BaseException as error:
             outbound.close(access, error)
@@ -182,14 +182,14 @@ class PlainRelay:
             reused = self._reusable(target)
             if reused is None:
                 upstream = await outbound.open(access, target)
-                way = Way(target, upstream, access, outbound.meter(access))
+                connection = Connection(target, upstream, access, outbound.meter(access))
             else:
                 await outbound.again(access, target, reused.access)
-                way = Way(target, reused.upstream, access, outbound.meter(access))
-            self._way = way
+                connection = Connection(target, reused.upstream, access, outbound.meter(access))
+            self._connection = connection
             onward = False
             try:
-                lasting, onward = await self._relay(request, way, path)
+                lasting, onward = await self._relay(request, connection, path)
                 return lasting
             except (OSError, TimeoutError) as error:
                 outbound.close(access, error)
@@ -207,40 +207,40 @@ class PlainRelay:
                 if not onward:
                     self._drop()
 
-    def _reusable(self, target: Target) -> Way | None:
+    def _reusable(self, target: Target) -> Connection | None:
         """The connection of the request before, when it leads there and is as it should be: silent."""
-        way = self._way
-        if way is not None and way.target == target:
+        connection = self._connection
+        if connection is not None and connection.target == target:
             try:
-                way.upstream.recv(1, socket.MSG_PEEK)
+                connection.upstream.recv(1, socket.MSG_PEEK)
             except BlockingIOError:
-                return way
+                return connection
             except OSError:
                 pass
         self._drop()
         return None
 
     def _drop(self) -> None:
-        way, self._way = self._way, None
-        if way is not None and way is not self._fixed:
-            way.upstream.close()
+        connection, self._connection = self._connection, None
+        if connection is not None and connection is not self._fixed:
+            connection.upstream.close()
 
     # one exchange
 
-    async def _relay(self, request: Request, way: Way, path: str) -> tuple[bool, bool]:
+    async def _relay(self, request: Request, connection: Connection, path: str) -> tuple[bool, bool]:
         """Send the request, pass on the answer. Whether the client's connection and the server's may be used again."""
         headers = request.forwarded()
         if b"upgrade" in request.fields and request.websocket and request.method == "GET" and not request.body:
             headers += _UPGRADE
-        host = str(way.target).removesuffix(f":{_PORT}")
+        host = str(connection.target).removesuffix(f":{_PORT}")
         head = write_request(request.method, path, host, headers, request)
-        way.meter.sent(len(head))
-        await send(way.upstream, head)
+        connection.meter.sent(len(head))
+        await send(connection.upstream, head)
         if not request.body:
-            return await self._receive(request, way)
-        body = asyncio.get_running_loop().create_task(self._send_body(request, way))
+            return await self._receive(request, connection)
+        body = asyncio.get_running_loop().create_task(self._send_body(request, connection))
         try:
-            lasting, onward = await self._receive(request, way)
+            lasting, onward = await self._receive(request, connection)
             return lasting and body.done(), onward and body.done()
         except (OSError, TimeoutError, Refused):
             # What went wrong with the body is why the answer did.
@@ -251,28 +251,28 @@ class PlainRelay:
             body.cancel()
             await asyncio.gather(body, return_exceptions=True)
 
-    async def _send_body(self, request: Request, way: Way) -> None:
+    async def _send_body(self, request: Request, connection: Connection) -> None:
         """The body of a request. When the client does not send it as it must, the server gets no chance to wait."""
         try:
             if request.length is not None:
-                await copy(self._client, way.upstream, way.meter.sent, most=request.length)
+                await copy(self._client, connection.upstream, connection.meter.sent, most=request.length)
             else:
-                async for piece in _unchunked(self._client, way.meter.sent):
-                    await send(way.upstream, chunk(piece))
-                await send(way.upstream, chunk(b""))
+                async for piece in _unchunked(self._client, connection.meter.sent):
+                    await send(connection.upstream, chunk(piece))
+                await send(connection.upstream, chunk(b""))
         except (Refused, Ended, TimeoutError):
             with suppress(OSError):
-                way.upstream.shutdown(socket.SHUT_RDWR)
+                connection.upstream.shutdown(socket.SHUT_RDWR)
             raise
         except OSError:
             # Perhaps the server has heard enough, and has answered.
             with suppress(OSError):
-                way.upstream.shutdown(socket.SHUT_WR)
+                connection.upstream.shutdown(socket.SHUT_WR)
 
-    async def _receive(self, request: Request, way: Way) -> tuple[bool, bool]:
-        response = await self._read_response(request, way)
+    async def _receive(self, request: Request, connection: Connection) -> tuple[bool, bool]:
+        response = await self._read_response(request, connection)
         if response.status == 101:
-            await self._switch(request, response, way)
+            await self._switch(request, response, connection)
             return False, False
         bodiless = response.bodiless(request.method)
         endless = not bodiless and not response.chunked and response.length is None
@@ -285,18 +285,18 @@ class PlainRelay:
         if not lasting:
             headers.append((b"Connection", b"close"))
         head = write_response(response.status, response.reason, headers)
-        await self._pass_on(request, response, way, head, bodiless=bodiless)
+        await self._pass_on(request, response, connection, head, bodiless=bodiless)
         return lasting, response.lasting and not endless
 
-    async def _read_response(self, request: Request, way: Way) -> Response:
+    async def _read_response(self, request: Request, connection: Connection) -> Response:
         """The head of the final answer. Those before it are passed on."""
         for _ in range(_MOST_INTERIM):
             try:
-                head = take(way.upstream, await look(way.upstream, end_of, MOST, IDLE_S, later=True))
+                head = take(connection.upstream, await look(connection.upstream, end_of, MOST, IDLE_S, later=True))
                 response = read_response(head)
             except Refused as refusal:
                 raise Refused(refusal.reason, code="bad_response", status=502) from None
-            way.meter.received(len(head))
+            connection.meter.received(len(head))
             if response.status >= 200 or response.status == 101:
                 return response
             if request.minor == 1:
@@ -304,33 +304,35 @@ class PlainRelay:
                 await send(self._client, head)
         raise Refused("the server sends no final answer", code="bad_response", status=502)
 
-    async def _switch(self, request: Request, response: Response, way: Way) -> None:
+    async def _switch(self, request: Request, response: Response, connection: Connection) -> None:
         """A WebSocket begins."""
         if not (request.websocket and response.websocket and request.method == "GET" and not request.body):
             raise Refused("the server switches to what was not asked for", code="bad_response", status=502)
         self._begun = True
         head = write_response(101, b"Switching Protocols", [*response.forwarded(), *_UPGRADE])
         await send(self._client, head)
-        await tunnel(self._client, way.upstream, way.meter)
+        await tunnel(self._client, connection.upstream, connection.meter)
 
-    async def _pass_on(self, request: Request, response: Response, way: Way, head: bytes, *, bodiless: bool) -> None:
+    async def _pass_on(
+        self, request: Request, response: Response, connection: Connection, head: bytes, *, bodiless: bool
+    ) -> None:
         """Send the head of an answer and the body behind it."""
         if bodiless or response.chunked:
             self._begun = True
             await send(self._client, head)
             if not bodiless:
-                await self._pass_chunks(request, way)
+                await self._pass_chunks(request, connection)
             return
         # What of the body is there already goes with the head: most answers are then one packet.
-        first = _at_hand(way.upstream, _PIECE if response.length is None else min(_PIECE, response.length))
-        way.meter.received(len(first))
+        first = _at_hand(connection.upstream, _PIECE if response.length is None else min(_PIECE, response.length))
+        connection.meter.received(len(first))
         self._begun = True
         await send(self._client, head + first)
         left = None if response.length is None else response.length - len(first)
-        await copy(way.upstream, self._client, way.meter.received, most=left)
+        await copy(connection.upstream, self._client, connection.meter.received, most=left)
 
-    async def _pass_chunks(self, request: Request, way: Way) -> None:
-        async for piece in _unchunked(way.upstream, way.meter.received):
+    async def _pass_chunks(self, request: Request, connection: Connection) -> None:
+        async for piece in _unchunked(connection.upstream, connection.meter.received):
             await send(self._client, chunk(piece) if request.minor == 1 else piece)
         if request.minor == 1:
             await send(self._client, chunk(b""))

@@ -19,7 +19,7 @@ from carrel.egress.index.cache import Cache, Draft, Kept
 from carrel.egress.index.fair_limit import FairLimit, Permit
 from carrel.egress.index.upstream import Fetch, Unreachable
 from carrel.egress.plan import Index
-from carrel.egress.threads import whole
+from carrel.threads import run_to_end
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Download:
     async def run(self) -> None:
         """Take the file from the cache or the index."""
         try:
-            kept = await whole(lambda: self._cache.file(self._name), _close_kept)
+            kept = await run_to_end(lambda: self._cache.file(self._name), _close_kept)
             if kept is not None:
                 self._descriptor, self.written, self.total, self.digest = (
                     kept.descriptor,
@@ -151,7 +151,7 @@ class Download:
             self._close()
 
     async def _get(self) -> None:
-        draft = await whole(self._cache.draft, _close_draft)
+        draft = await run_to_end(self._cache.draft, _close_draft)
         self._descriptor = draft.descriptor
         try:
             checked = hashlib.new(self._wanted.digest[0], usedforsecurity=False) if self._wanted.digest else None
@@ -169,7 +169,7 @@ class Download:
                 self._check_size()
                 self._tell()
                 async for chunk in response.aiter_raw():
-                    await whole(partial(_write, draft, checked, chunk))
+                    await run_to_end(partial(_write, draft, checked, chunk))
                     self.written = draft.size
                     self._check_size()
                     self._tell()
@@ -189,12 +189,12 @@ class Download:
         expected = self._wanted.digest
         if data is None or (expected and hashlib.new(expected[0], data).hexdigest() != expected[1]):
             return False
-        await whole(partial(draft.write, data))
+        await run_to_end(partial(draft.write, data))
         await self._finish(draft)
         return True
 
     async def _finish(self, draft: Draft) -> None:
-        await whole(partial(self._cache.finish, draft, self._name))
+        await run_to_end(partial(self._cache.finish, draft, self._name))
         self.written = self.total = draft.size
         self.digest = draft.digest
 
@@ -291,7 +291,7 @@ class Body:
                 await self._settle()
                 self._settled = True
             ready = self._size if self._settled else min(self._download.written, self._size - 1) - TAIL
-            data = await whole(partial(os.pread, self._descriptor, min(_CHUNK, ready - self._at), self._at))
+            data = await run_to_end(partial(os.pread, self._descriptor, min(_CHUNK, ready - self._at), self._at))
         except BaseException:
             self.close()
             raise

@@ -17,7 +17,7 @@ from typing import Literal
 
 from carrel.egress.access import Access, Refused, Target
 from carrel.egress.http import answers, messages
-from carrel.egress.http.plain_relay import HEAD_S, PlainRelay, Way, authority
+from carrel.egress.http.plain_relay import HEAD_S, Connection, PlainRelay, authority
 from carrel.egress.listener import hello, socks
 from carrel.egress.listener.tunnel import copy, tunnel
 from carrel.egress.outbound.budget import Meter
@@ -235,8 +235,8 @@ class Gateway:
                 await send(client, answers.alert(refusal))
             raise
         if isinstance(greeting, int):
-            way = Way(target, upstream, access, outbound.meter(access))
-            await PlainRelay(client, outbound, way).serve(take(client, greeting))
+            connection = Connection(target, upstream, access, outbound.meter(access))
+            await PlainRelay(client, outbound, connection).serve(take(client, greeting))
         elif inspected:
             access.inspected = True
             await outbound.inspect(client, upstream, target, outbound, access)

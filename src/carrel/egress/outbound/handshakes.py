@@ -46,7 +46,7 @@ class Unreached(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ProxyAddress:
     """An upstream's URL, read."""
 
     name: str
@@ -62,8 +62,8 @@ class Way:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
-def read_way(upstream: Upstream) -> Way:
-    """The way to an upstream. Raises `InvalidRequest`, which says what is wrong and nothing of what the URL says."""
+def read_proxy_address(upstream: Upstream) -> ProxyAddress:
+    """The address of an upstream proxy. Raises `InvalidRequest`, which shows nothing of the URL."""
 
     def wrong(what: str) -> InvalidRequest:
         return InvalidRequest(
@@ -93,7 +93,7 @@ def read_way(upstream: Upstream) -> Way:
             raise wrong("has a user or password that SOCKS5 cannot carry")
         if not socks and ":" in user:
             raise wrong("has a user with a colon")
-    return Way(upstream.name, socks, host, port, user, password)
+    return ProxyAddress(upstream.name, socks, host, port, user, password)
 
 
 async def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -106,23 +106,23 @@ async def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-async def connect_by_http(connection: socket.socket, way: Way, host: str, port: int) -> None:
+async def connect_by_http(connection: socket.socket, proxy: ProxyAddress, host: str, port: int) -> None:
     """CONNECT. Raises `Refused` when the proxy says no."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    proof = "" if way.user is None else f"Proxy-Authorization: {way.authorization}\r\n"
+    proof = "" if proxy.user is None else f"Proxy-Authorization: {proxy.authorization}\r\n"
     status = await _exchange(connection, f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proof}\r\n")
     if 200 <= status < 300:
         return
     said = f"{status} {HTTPStatus(status).phrase}" if status in set(HTTPStatus) else str(status)
     if status in _HTTP_UNREACHED:
         raise Unreached(said)
-    raise _refusal(way, said, credentials=status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED)
+    raise _refusal(proxy, said, credentials=status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED)
 
 
-async def greet_by_http(connection: socket.socket, way: Way) -> None:
+async def greet_by_http(connection: socket.socket, proxy: ProxyAddress) -> None:
     """Any answer will do: a proxy that wants credentials or knows no OPTIONS is there."""
-    host = f"[{way.host}]" if ":" in way.host else way.host
-    await _exchange(connection, f"OPTIONS * HTTP/1.1\r\nHost: {host}:{way.port}\r\n\r\n")
+    host = f"[{proxy.host}]" if ":" in proxy.host else proxy.host
+    await _exchange(connection, f"OPTIONS * HTTP/1.1\r\nHost: {host}:{proxy.port}\r\n\r\n")
 
 
 async def _exchange(connection: socket.socket, request: str) -> int:
@@ -140,9 +140,9 @@ async def _exchange(connection: socket.socket, request: str) -> int:
         raise Failed("it does not answer in HTTP") from None
 
 
-async def greet_by_socks(connection: socket.socket, way: Way) -> int:
+async def greet_by_socks(connection: socket.socket, proxy: ProxyAddress) -> int:
     """The method of authentication that the server chose."""
-    methods = b"\x00" if way.user is None else b"\x00\x02"
+    methods = b"\x00" if proxy.user is None else b"\x00\x02"
     await send(connection, b"\x05" + bytes([len(methods)]) + methods)
     version, method = await _exactly(connection, 2)
     if version != 5:
@@ -150,16 +150,16 @@ async def greet_by_socks(connection: socket.socket, way: Way) -> int:
     return method
 
 
-async def connect_by_socks(connection: socket.socket, way: Way, host: str, port: int) -> None:
+async def connect_by_socks(connection: socket.socket, proxy: ProxyAddress, host: str, port: int) -> None:
     """The whole of RFC 1928. Raises `Refused` when the proxy says no."""
-    method = await greet_by_socks(connection, way)
-    if method == 2 and way.user is not None:
-        user, password = way.user.encode(), way.password.encode()
+    method = await greet_by_socks(connection, proxy)
+    if method == 2 and proxy.user is not None:
+        user, password = proxy.user.encode(), proxy.password.encode()
         await send(connection, b"\x01" + bytes([len(user)]) + user + bytes([len(password)]) + password)
         if (await _exactly(connection, 2))[1] != 0:
-            raise _refusal(way, "user and password are wrong", credentials=True)
+            raise _refusal(proxy, "user and password are wrong", credentials=True)
     elif method != 0:
-        raise _refusal(way, "it wants other credentials", credentials=True)
+        raise _refusal(proxy, "it wants other credentials", credentials=True)
     await send(connection, b"\x05\x01\x00" + _socks_address(host) + port.to_bytes(2))
     version, reply, _, kind = await _exactly(connection, 4)
     if version != 5 or kind not in (1, 3, 4):
@@ -169,7 +169,7 @@ async def connect_by_socks(connection: socket.socket, way: Way, host: str, port:
     if reply in _SOCKS_UNREACHED:
         raise Unreached(_SOCKS_UNREACHED[reply])
     if reply != 0:
-        raise _refusal(way, "its rules do not allow it" if reply == 2 else f"reply {reply}")
+        raise _refusal(proxy, "its rules do not allow it" if reply == 2 else f"reply {reply}")
 
 
 def _socks_address(host: str) -> bytes:
@@ -181,9 +181,9 @@ def _socks_address(host: str) -> bytes:
     return (b"\x01" if isinstance(address, IPv4Address) else b"\x04") + address.packed
 
 
-def _refusal(way: Way, said: str, *, credentials: bool = False) -> Refused:
+def _refusal(proxy: ProxyAddress, said: str, *, credentials: bool = False) -> Refused:
     return Refused(
-        f"the upstream proxy '{way.name}' refused the connection: {said}",
+        f"the upstream proxy '{proxy.name}' refused the connection: {said}",
         code="upstream_refused",
         status=502,
         hint="the operator has to correct the credentials of this upstream" if credentials else None,

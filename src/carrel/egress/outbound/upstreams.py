@@ -20,13 +20,13 @@ from carrel.egress.access import Access, Address, Refused, Target
 from carrel.egress.outbound.handshakes import (
     Doubtful,
     Failed,
+    ProxyAddress,
     Unreached,
-    Way,
     connect_by_http,
     connect_by_socks,
     greet_by_http,
     greet_by_socks,
-    read_way,
+    read_proxy_address,
 )
 from carrel.egress.plan import Upstream
 from carrel.egress.sockets import connect
@@ -116,7 +116,7 @@ def _words(error: OSError) -> str:
 class _State:
     """What is known of an upstream."""
 
-    way: Way
+    proxy: ProxyAddress
     wanted: float = 0.0
     failures: int = 0
     again: float = 0.0
@@ -179,24 +179,24 @@ class Health:
         try:
             async with asyncio.timeout(_REACH_S):
                 if time.monotonic() >= state.looked_up + _KEPT_S:
-                    state.addresses = await _look_up(state.way.host)
+                    state.addresses = await _look_up(state.proxy.host)
                     state.looked_up = time.monotonic()
-                connection, _ = await _race(state.addresses, state.way.port)
+                connection, _ = await _race(state.addresses, state.proxy.port)
         except OSError:  # a TimeoutError too
             self.failed(upstream)
             raise
         return connection
 
-    def way(self, upstream: Upstream) -> Way:
+    def proxy(self, upstream: Upstream) -> ProxyAddress:
         """Its URL, read; from now on it is in use."""
         state = self._state(upstream)
         state.wanted = time.monotonic()
-        return state.way
+        return state.proxy
 
     def _state(self, upstream: Upstream) -> _State:
         state = self._states.get(upstream)
         if state is None:
-            state = self._states[upstream] = _State(read_way(upstream))
+            state = self._states[upstream] = _State(read_proxy_address(upstream))
         return state
 
     async def _watch(self) -> None:
@@ -224,12 +224,12 @@ class Health:
     async def _check(self, upstream: Upstream) -> None:
         """Connect and greet; nothing goes out behind the proxy."""
         state = self._state(upstream)
-        greet: Callable[[socket.socket, Way], Awaitable[object]]
-        greet = greet_by_socks if state.way.socks else greet_by_http
+        greet: Callable[[socket.socket, ProxyAddress], Awaitable[object]]
+        greet = greet_by_socks if state.proxy.socks else greet_by_http
         try:
             with await self.reach(upstream) as connection:
                 async with asyncio.timeout(_REACH_S):
-                    await greet(connection, state.way)
+                    await greet(connection, state.proxy)
         except (OSError, Failed):
             self.failed(upstream)
         else:
@@ -260,7 +260,7 @@ class Upstreams:
     def change(self, upstreams: Sequence[Upstream]) -> None:
         """Others are to be gone through from now on. Raises as making one does, and then changes nothing."""
         for upstream in upstreams:
-            read_way(upstream)
+            read_proxy_address(upstream)
         self._upstreams = tuple(upstreams)
 
     async def __call__(self, target: Target, addresses: Sequence[Address], access: Access) -> socket.socket:
@@ -269,7 +269,7 @@ class Upstreams:
             return await dial_directly(target, addresses, access, timeout_s=self._timeout_s)
         unreached: list[str] = []
         for upstream in self._upstreams:
-            self._health.way(upstream)  # those that are down are in use, too
+            self._health.proxy(upstream)  # those that are down are in use, too
         for upstream in filter(self._health.works, self._upstreams):
             access.upstream, access.address = upstream.name, None
             try:
@@ -309,12 +309,12 @@ class Upstreams:
         raise error
 
     async def _ask(self, upstream: Upstream, host: str, port: int) -> socket.socket:
-        way = self._health.way(upstream)
-        connect = connect_by_socks if way.socks else connect_by_http
+        proxy = self._health.proxy(upstream)
+        connect = connect_by_socks if proxy.socks else connect_by_http
         connection = await self._health.reach(upstream)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await connect(connection, way, host, port)
+                await connect(connection, proxy, host, port)
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError | Failed):
