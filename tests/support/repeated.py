@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import cProfile
 from collections.abc import Callable
-from types import FrameType
 
 FRAGMENTS = (
     "eval ", "eval 'a';", "f(){ f; };", "f(){ a; };", "x(){ y; };y(){ x; };", "f(){ cd a; g; };g(){ a; };f;",
@@ -30,17 +29,6 @@ def repeated(fragment: str, length: int) -> str:
 
 def calls_of(work: Callable[[], object]) -> int:
     """How many functions a piece of work calls, of Python and of C: a cost that no machine changes."""
-    count = 0
-
-    def count_calls(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count
-        if event in {"call", "c_call"}:
-            count += 1
-
-    before = sys.getprofile()
-    sys.setprofile(count_calls)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    return sum(entry.callcount for entry in profile.getstats())

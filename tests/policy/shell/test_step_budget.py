@@ -45,11 +45,11 @@ def test_fragments_together_stay_within_the_bound(fragments: list[str]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "eval " * 12_900,
+        "eval " * 3_000,
         "f(){ f; };" * 6_500,
         "a " + "x" * 60_000 + "{1..999}",
         "[a] " * 16_000,
-        "".join(f"f{n}(){{ a; }};" for n in range(2000)) + "f1;" * 8000,
+        "".join(f"f{n}(){{ a; }};" for n in range(700)) + "f1;" * 2500,
     ],
     ids=["eval", "functions", "braces", "brackets", "calls"],
 )
@@ -63,8 +63,9 @@ def test_text_that_takes_very_many_steps_asks(text: str) -> None:
 
 
 def test_deny_found_before_the_steps_ran_out_stays_a_deny() -> None:
-    verdict = decide_shell(policy(["shell(a:*)"], ["shell(curl:*)"]), "eval 'curl x'; " + "eval " * 12_000)
+    verdict = decide_shell(policy(["shell(a:*)"], ["shell(curl:*)"]), "eval 'curl x'; " + "eval " * 3_000)
     assert verdict.verdict == "deny"
+    assert any("too complex to decide" in part.verdict.reason for part in verdict.parts)
 
 
 def test_ordinary_long_script_is_still_decided() -> None:

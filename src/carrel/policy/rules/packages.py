@@ -22,7 +22,7 @@ ReadFile = Callable[[str], str | None]
 
 MOST_FILES = 50
 MOST_READ, SHORT_LINE = 1 << 20, 50
-"""Cursor of requirements files that are looked through for one decision; what a line counts as at least."""
+"""Characters of requirements files that are looked through for one decision; what a line counts as at least."""
 
 
 def _words(text: str) -> frozenset[str]:

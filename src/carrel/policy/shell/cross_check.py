@@ -21,7 +21,7 @@ _PIECE, _READS = 32, 12
 grammar goes back again and again, which could take seconds, it reads the same pieces many times.
 """
 _WIDE = re.compile("[^\0-\xff]")
-"""Cursor that the scanner of the grammar looks up past the end of a table of libc: some of them end the process."""
+"""Characters that the scanner of the grammar looks up past the end of a table of libc: some of them end the process."""
 
 
 def objections(text: str, starts: Collection[int], budget: StepBudget) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Cursor of shell text and the quotes that end where the text says: the ground words are read on.
+"""A cursor over shell text: the next character, line continuations, quotes, and what no person would see.
 
 Knows nothing of expansions or commands.
 """
@@ -16,7 +16,7 @@ MAX_DEPTH = 40
 _ENDS = frozenset({"", " ", "\t", "\n"})
 _PLAIN = _ENDS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:,+@%^-")
 _JOINS_ON = frozenset("$\\<>{[!#`")
-"""Cursor that mean something else together with what follows."""
+"""Characters that mean something else together with what follows."""
 _BIDI = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _ESCAPES = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _NUMERIC_ESCAPE = re.compile(r"([0-7]{1,3})|x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})")

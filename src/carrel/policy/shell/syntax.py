@@ -21,7 +21,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Cursor of a word that stand for themselves."""
+    """Characters of a word that stand for themselves."""
 
     text: str
     quoted: bool
