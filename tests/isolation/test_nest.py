@@ -72,7 +72,7 @@ def workspaces(tmp_path: Path) -> Path:
 
 
 def run(kind: str, workspaces: Path, body: str) -> None:
-    code = PREPARE + textwrap.dedent(body) + "\nnest.cgroups.close()\n"
+    code = PREPARE + textwrap.dedent(body) + "\nnest.close()\n"
     command = [sys.executable, "-c", code, kind, str(workspaces)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -172,6 +172,7 @@ def test_a_spare_ends_with_whoever_made_it_and_descriptors_are_not_left(kind: st
         kind,
         workspaces,
         """
+        assert bury(nest.hatch(rehearse=True)) == 0  # the first starts the forker
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             assert bury(nest.hatch(rehearse=True)) == 0
@@ -185,5 +186,51 @@ def test_a_spare_ends_with_whoever_made_it_and_descriptors_are_not_left(kind: st
         kill(child.pid)
         bury(child)
         assert len(os.listdir("/proc/self/fd")) == before
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forker_that_was_killed_is_replaced(kind: str, workspaces: Path) -> None:
+    run(
+        kind,
+        workspaces,
+        """
+        import signal
+        assert bury(nest.hatch(rehearse=False)) == 0
+        forker = nest._forker_pid
+        os.kill(forker, signal.SIGKILL)
+        os.waitpid(forker, 0)
+        try:
+            nest.hatch(rehearse=False)
+        except OSError as error:
+            assert "has died" in str(error)
+        else:
+            raise AssertionError("a dead process forked")
+        child = nest.hatch(rehearse=False)
+        assert nest._forker_pid != forker
+        nest.furnish(child, Spec("s", "w1"), listener.fileno())
+        assert heard(child) == b"ready"
+        assert bury(child) == 0
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forker_has_no_descriptor_of_a_sandbox_and_ends_with_the_zygote(kind: str, workspaces: Path) -> None:
+    run(
+        kind,
+        workspaces,
+        """
+        assert bury(nest.hatch(rehearse=False)) == 0
+        opened = set(os.listdir(f"/proc/{nest._forker_pid}/fd"))
+        spares = [nest.hatch(rehearse=True) for _ in range(3)]
+        assert set(os.listdir(f"/proc/{nest._forker_pid}/fd")) == opened
+        with open(f"/proc/{spares[0].pid}/stat") as file:
+            assert int(file.read().rpartition(")")[2].split()[1]) == os.getpid(), "it is no child of the zygote"
+        for spare in spares:
+            assert bury(spare) == 0
+        nest.close()
+        assert not os.path.exists(f"/proc/{nest._forker_pid}")
         """,
     )

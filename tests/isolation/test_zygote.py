@@ -12,22 +12,31 @@ from tests.support.sandboxes import KINDS, House, Supervisor, parent, provider, 
 from carrel.providers.zygotes import ZygoteClient
 
 
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def sandboxes_of(zygote: int) -> list[int]:
+    """The children of a zygote but the forker, which is in the same PID namespace."""
+    found = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
+    return [int(pid) for pid in found if pid_namespace(pid) not in {None, pid_namespace(str(zygote))}]
+
+
+def pid_namespace(pid: str) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino
+    except FileNotFoundError:
+        return None
 
 
 @pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 async def test_spares_are_kept_ready_and_taken() -> None:
     async with provider("namespace") as house, house.box() as first:
         zygote = parent(first.pid)
-        await until(lambda: len(children(zygote)) == 3, what="two spares")
-        spares = set(children(zygote)) - {first.pid}
+        await until(lambda: len(sandboxes_of(zygote)) == 3, what="two spares")
+        spares = set(sandboxes_of(zygote)) - {first.pid}
         async with house.box() as second:
             assert second.pid in spares
-            await until(lambda: len(children(zygote)) == 4, what="a new spare")
-            for spare in set(children(zygote)) - {first.pid, second.pid}:
+            await until(lambda: len(sandboxes_of(zygote)) == 4, what="a new spare")
+            for spare in set(sandboxes_of(zygote)) - {first.pid, second.pid}:
                 os.kill(spare, signal.SIGKILL)  # a spare that dies is no harm
-            await until(lambda: set(children(zygote)) == {first.pid, second.pid}, what="the end of the spares")
+            await until(lambda: set(sandboxes_of(zygote)) == {first.pid, second.pid}, what="the end of the spares")
             async with house.box() as third:
                 assert (await third.supervisor.run("echo on"))["stdout"] == "on\n"
 
@@ -76,7 +85,7 @@ async def test_many_starts_and_ends_leave_no_descriptor_in_the_zygote(house: Hou
         zygote = parent(box.pid)
 
         def now() -> tuple[int, int]:
-            return len(children(zygote)), len(os.listdir(f"/proc/{zygote}/fd"))
+            return len(sandboxes_of(zygote)), len(os.listdir(f"/proc/{zygote}/fd"))
 
         for _ in range(3):
             async with house.box():

@@ -29,6 +29,7 @@ _CAPABILITY_HEADER = struct.pack("=Ii", 0x20080522, 0)
 # The calls of 2019 and later have one number on every architecture.
 _NR_OPEN_TREE, _NR_MOVE_MOUNT, _NR_CLONE3, _NR_MOUNT_SETATTR = 428, 429, 435, 442
 
+CLONE_PARENT = 0x00008000
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -65,20 +66,22 @@ def _check(result: int, call: str) -> int:
     return result
 
 
-def fork_into(namespaces: int, cgroup_fd: int = -1) -> int:
+def fork_into(namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) -> int:
     """Fork, with the child in new namespaces (and a version 2 cgroup) from its first instruction on. 0 in the child.
 
+    With `sibling` the new process is a child of the caller's parent, and its end is reported there like the caller's.
     Only for a process that has never had a second thread. libc's fork takes no flags, so this is the bare system call;
     and it runs no fork hooks of the interpreter: they mend locks and thread lists, which only threads can break, and
     they write to 160 pages that each sandbox would then have to itself.
     """
-    flags = namespaces | (CLONE_INTO_CGROUP if cgroup_fd >= 0 else 0)
+    flags = namespaces | (CLONE_INTO_CGROUP if cgroup_fd >= 0 else 0) | (CLONE_PARENT if sibling else 0)
+    exit_signal = 0 if sibling else signal.SIGCHLD  # the kernel wants 0 for a sibling, which has that of the caller
     # flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size, cgroup
-    arguments = struct.pack("=11Q", flags, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, max(cgroup_fd, 0))
+    arguments = struct.pack("=11Q", flags, 0, 0, 0, exit_signal, 0, 0, 0, 0, 0, max(cgroup_fd, 0))
     return _check(int(_syscall(_NR_CLONE3, arguments, len(arguments))), "clone3")
 
 
-def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1) -> int:
+def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) -> int:
     """`fork_into` by root, where the new user namespace belongs to the user id `owner`.
 
     The kernel makes the effective user id of the caller the owner, so the caller has that id for the moment of the
@@ -90,7 +93,7 @@ def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1) -> int:
     pid = -1
     try:
         _check(_syscall(_NR_CAPSET[ARCH], _CAPABILITY_HEADER, capabilities), "capset")
-        pid = fork_into(namespaces, cgroup_fd)
+        pid = fork_into(namespaces, cgroup_fd, sibling=sibling)
     finally:
         if pid != 0:  # the child takes the ids of its own namespace once they are mapped
             os.seteuid(0)

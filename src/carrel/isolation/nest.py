@@ -5,12 +5,14 @@ Knows how a sandbox is made, not who asks for one; the zygote's loop is the othe
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import resource
 import signal
 import socket
+import struct
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,12 @@ from carrel.isolation import masks as wire
 
 # The cgroup namespace comes later: it is rooted in the groups a process is in when it is made.
 _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
+# A request to the forker: the slot of ids; whether to rehearse; whether the network is its own; whether there is a lock
+# of the ids; whether there is a version 2 cgroup. With it come the descriptors: orders, that lock, that cgroup, and the
+# version 1 cgroups. The answer is a pid, or a negative error number.
+_FORK, _FORKED = struct.Struct("=q????"), struct.Struct("=i")
+_FORK_FDS_SPACE = socket.CMSG_SPACE(8 * struct.calcsize("i"))
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 
 
 class SupervisorModule(Protocol):
@@ -137,6 +145,8 @@ class Nest:
         self._idmap = False
         self._notifications: Mapping[str, int] = {}
         self._covers: covers.Store | None = None
+        self._forker: socket.socket | None = None
+        self._forker_pid = 0
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
         """Leave the host's file system for a small one, and make there what all sandboxes share.
@@ -217,7 +227,6 @@ class Nest:
 
     def hatch(self, *, rehearse: bool, own_network: bool = True) -> Child:
         """Fork a child that does the first half and then waits; `rehearse` when there is time for it."""
-        namespaces = _AT_FORK if own_network else _AT_FORK & ~linux.CLONE_NEWNET
         self._count += 1
         group = f"s{self._count}"
         slot, lock = self._ids.take() if self._ids else (0, -1)
@@ -228,15 +237,13 @@ class Nest:
             raise
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = self._fork(slot, namespaces, seat.into)
+            pid = self._ask_forker(
+                _FORK.pack(slot, rehearse, own_network, lock >= 0, seat.into >= 0), theirs, lock, seat
+            )
         except OSError:
             self.cgroups.remove(group)
             ours.close()
             raise
-        else:
-            if pid == 0:
-                ours.close()
-                self._become(theirs, lock, seat, rehearse=rehearse, own_network=own_network)
         finally:  # the sandbox's own copy of the lock keeps its ids taken for as long as it lives
             theirs.close()
             seat.close()
@@ -254,12 +261,83 @@ class Nest:
             ours.send(b"mapped")
         return child
 
-    def _fork(self, slot: int, namespaces: int, cgroup_fd: int) -> int:
-        if not self._isolate:
-            return os.fork()
-        if self._ids is None:
-            return linux.fork_into(namespaces, cgroup_fd)
-        return linux.fork_owned(ids.owner(slot), namespaces, cgroup_fd)
+    # the forker
+
+    def _ask_forker(self, request: bytes, orders: socket.socket, lock: int, seat: cgroups.Seat) -> int:
+        """Have a process forked; its pid. It is a child of this process."""
+        self._forker = self._forker or self._start_forker()
+        fds = [descriptor for descriptor in (orders.fileno(), lock, seat.into, *seat.tasks) if descriptor >= 0]
+        try:
+            socket.send_fds(self._forker, [request], fds)
+            answer = self._forker.recv(_FORKED.size)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""
+        if not answer:
+            self._forker.close()
+            self._forker = None  # the next request starts another
+            raise OSError("the process that forks sandboxes has died")
+        pid: int
+        (pid,) = _FORKED.unpack(answer)
+        if pid < 0:
+            raise OSError(-pid, f"fork: {os.strerror(-pid)}")
+        return pid
+
+    def _start_forker(self) -> socket.socket:
+        """Start the process that all sandboxes are forked from.
+
+        A page of memory that a forked process does not write to is shared only until its parent writes to it. The
+        zygote's loop writes to some 350 pages from one fork to the next, and each sandbox would keep the old ones for
+        itself. The forker does nothing else, so its pages stay shared. It also has no descriptor of any sandbox.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._forker_pid = os.fork()
+        if self._forker_pid == 0:
+            try:
+                kept = self._supervisor.take_over(self._prepared, rehearse=False)
+                linux.close_all_but({0, 1, 2, theirs.fileno(), self._workspaces, *kept})
+                while True:
+                    self._fork_one(theirs)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        theirs.close()
+        return ours
+
+    def _fork_one(self, requests: socket.socket) -> None:
+        """In the forker: fork one process as a sibling of this one."""
+        message, ancillary, _flags, _address = requests.recvmsg(_FORK.size, _FORK_FDS_SPACE, _CLOSE_ON_EXEC)
+        if not message:
+            os._exit(0)  # the zygote has gone
+        slot, rehearse, own_network, has_lock, has_cgroup = _FORK.unpack(message)
+        received = ancillary[0][2]
+        orders, *rest = fds = struct.unpack(f"{len(received) // 4}i", received)
+        lock = rest.pop(0) if has_lock else -1
+        into = rest.pop(0) if has_cgroup else -1
+        namespaces = _AT_FORK if own_network else _AT_FORK & ~linux.CLONE_NEWNET
+        try:
+            if not self._isolate:
+                pid = linux.fork_into(0, sibling=True)
+            elif self._ids is None:
+                pid = linux.fork_into(namespaces, into, sibling=True)
+            else:
+                pid = linux.fork_owned(ids.owner(slot), namespaces, into, sibling=True)
+        except OSError as error:
+            pid = -(error.errno or errno.EIO)
+        if pid == 0:
+            seat = cgroups.Seat(tuple(rest), into)
+            self._become(socket.socket(fileno=orders), lock, seat, rehearse=rehearse, own_network=own_network)
+        for descriptor in fds:
+            os.close(descriptor)
+        requests.send(_FORKED.pack(pid))
+
+    def close(self) -> None:
+        """End the forker and remove the cgroups."""
+        if self._forker is not None:
+            self._forker.close()
+            self._forker = None
+            os.waitpid(self._forker_pid, 0)
+        self.cgroups.close()
 
     def _workspace_mount(self, name: str, pid: int) -> int:
         mount = linux.open_tree(name, dir_fd=self._workspaces)

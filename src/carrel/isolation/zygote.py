@@ -100,7 +100,7 @@ class Zygote:
                     self._refill()
             elif idle_until == math.inf:  # there was somebody, and now there is nobody and nothing to look after
                 self._stop()
-        self._nest.cgroups.close()
+        self._nest.close()
 
     def _patience(self, idle_until: float) -> float | None:
         """How long the loop may sleep."""
