@@ -25,7 +25,8 @@ def workspace() -> Iterator[Path]:
 
 @pytest.fixture
 def watch(workspace: Path) -> Iterator[Produced]:
-    files = Files(str(workspace))
+    files = Files()
+    files.settle(str(workspace))
     watch = Produced(files)
     yield watch
     watch.close()
@@ -150,7 +151,8 @@ actions = st.lists(st.tuples(st.sampled_from(["write", "append", "rename", "remo
 @given(before=actions, during=actions)
 async def test_agrees_with_a_scan(before: list[tuple[str, str, str]], during: list[tuple[str, str, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(folder)
+        files = Files()
+        files.settle(folder)
         watch = Produced(files)
         try:
             async with watch.looking():

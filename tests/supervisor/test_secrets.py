@@ -119,7 +119,9 @@ async def test_the_largest_sets_fit_twice(box: Box) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[tuple[Path, Secrets]]:
     directory = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
-    yield tmp_path, Secrets(directory)
+    secrets = Secrets()
+    secrets.settle(directory)
+    yield tmp_path, secrets
     os.close(directory)
 
 

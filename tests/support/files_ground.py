@@ -91,7 +91,8 @@ async def serve(top: Path) -> AsyncIterator[Box]:
     workspace = top / "workspace"
     workspace.mkdir()
     before = descriptors()
-    files = Files(str(workspace))
+    files = Files()
+    files.settle(str(workspace))
     router = Router()
     files.routes(router)
     tasks: set[asyncio.Task[None]] = set()

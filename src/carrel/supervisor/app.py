@@ -37,6 +37,8 @@ from carrel.supervisor.runs import Runs
 from carrel.supervisor.secrets import Secrets
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
+ROUNDS = 8
+"""How often `warm` runs a command. The interpreter looks at a function after 8 calls."""
 _OWN_ID = re.compile(r"k[A-Za-z0-9_-]{7,63}")
 
 
@@ -68,15 +70,20 @@ class Born(Protocol):
 
 
 class Supervisor:
-    """Routes to commands and files of one sandbox. Made before the sandbox is known; `settle` gives it one."""
+    """Routes to commands and files of one sandbox. Made before the sandbox is known; `settle` gives it one.
 
-    files: Files
-    produced: Produced
-    python: Python
-    contexts: CodeContexts
+    All parts and routes are made before the fork: every object that is made after it costs each sandbox memory.
+    """
 
     def __init__(self) -> None:
         self.commands = Commands()
+        self.files = Files()
+        self.produced = Produced(self.files)
+        self.python = Python(self.commands, self.files, self.produced, self._order, self._release)
+        self.contexts = CodeContexts(self.commands, self.python, self._release)
+        self._secrets = Secrets()
+        self._mcp_servers = McpServers(self.commands, self._order, self._release)
+        self._emptying = Emptying(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1
         self._env: dict[str, str] = {}
@@ -97,24 +104,19 @@ class Supervisor:
             ("DELETE", "/commands/{}", self._forget),
         ):
             self.router.add(method, pattern, handler)
+        for part in (self.files, self._secrets, Runs(), self.python, self.contexts, self._mcp_servers, self._emptying):
+            part.routes(self.router)
 
     def settle(self, loop: asyncio.AbstractEventLoop, born: Born) -> None:
         """Take charge of a sandbox."""
         budget = min(OUTPUT_BUDGET, (born.memory_mb or 1024) * 1024 * 1024 // 4)
         self.commands.settle(loop, born.oom_score_fd, budget)
-        self.files = Files(born.workspace)
-        self.files.routes(self.router)
-        Secrets(born.secrets_fd).routes(self.router)
-        Runs().routes(self.router)
-        self.produced = Produced(self.files)
-        self.python = Python(self.commands, self.files, self.produced, self._order, self._release)
-        self.python.routes(self.router)
-        self.contexts = CodeContexts(self.commands, self.python, self._release)
-        self.contexts.routes(self.router)
-        McpServers(self.commands, self._order, self._release, budget // 2).routes(self.router)
+        self.files.settle(born.workspace)
+        self._secrets.settle(born.secrets_fd)
+        self._mcp_servers.settle(budget // 2)
         places = (*PLACES, born.home, born.workspace) if born.isolated else ()
         self._memory_places = places[:3]
-        Emptying(self.commands, self.contexts, self.python, self._load, places).routes(self.router)
+        self._emptying.settle(places)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
         self._venv = born.isolated
@@ -128,6 +130,13 @@ class Supervisor:
             given=born.env,
         )
         self.python.settle(self._env, isolated=born.isolated)
+
+    def close(self) -> None:
+        """Let go of what `settle` took."""
+        self.commands.close()
+        self.produced.close()
+        self.files.close()
+        os.close(self._directory)
 
     # commands
 
@@ -361,16 +370,19 @@ def _rehearse(loop: asyncio.AbstractEventLoop, router: Router) -> None:
 def main(born: Born, prepared: object) -> None:
     """Serve the sandbox until it is killed."""
     assert isinstance(prepared, Prepared)
+    _serve(born, prepared, set())
+    prepared.loop.run_forever()
+
+
+def _serve(born: Born, prepared: Prepared, connections: set[asyncio.Task[None]]) -> None:
     loop, supervisor = prepared.loop, prepared.supervisor
     supervisor.settle(loop, born)
-    connections: set[asyncio.Task[None]] = set()
     born.listener.setblocking(False)
     loop.run_until_complete(
         loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=born.listener)
     )
     if born.refusing is not None:
         loop.run_until_complete(refuse_all(born.refusing))
-    loop.run_forever()
 
 
 class _Rehearsal:
@@ -382,27 +394,37 @@ class _Rehearsal:
         self.workspace = self.home = folder
         self.env: dict[str, str] = {}
         self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(f"{folder}/listener")
+        self.listener.listen(1)
         self.oom_score_fd = os.open("/dev/null", os.O_WRONLY)
         self.secrets_fd = -1
 
 
 def warm() -> None:
-    """Run one of everything, so that what Python loads late is loaded before the first fork."""
+    """Run one of everything, so that what Python loads late is loaded before the first fork.
+
+    Then run a command in a few more stand-ins: the interpreter replaces instructions that it has met often by faster
+    ones, which also write to fewer objects. Done here, no sandbox has to do it again in memory of its own.
+    """
     for encoding in ("utf-8", "latin-1", "ascii", "idna", "unicode_escape"):
         codecs.lookup(encoding)
+    _rehearse_all(_REHEARSAL)
+    for _ in range(ROUNDS):
+        _rehearse_all(_REHEARSAL[:1])
+
+
+def _rehearse_all(exchange: _Exchange) -> None:
+    """Everything from `prepare` to the end of these requests, in this process."""
     with tempfile.TemporaryDirectory(prefix="carrel-warm-") as folder:
-        born = _Rehearsal(folder)
-        loop = asyncio.SelectorEventLoop()
+        born, prepared = _Rehearsal(folder), prepare()
+        connections: set[asyncio.Task[None]] = set()
         try:
-            supervisor = Supervisor()
-            supervisor.commands.watch(loop)
-            supervisor.settle(loop, born)
-            loop.run_until_complete(_converse(supervisor, _REHEARSAL))
-            supervisor.commands.close()
-            supervisor.produced.close()
-            supervisor.files.close()
+            take_over(prepared, rehearse=True)
+            _serve(born, prepared, connections)
+            prepared.loop.run_until_complete(_converse(f"{folder}/listener", exchange, connections))
+            prepared.supervisor.close()
         finally:
-            loop.close()
+            prepared.loop.close()
             born.listener.close()
             os.close(born.oom_score_fd)
             os.chdir("/")
@@ -427,13 +449,9 @@ _REHEARSAL: _Exchange = (
 )
 
 
-async def _converse(supervisor: Supervisor, exchange: _Exchange) -> None:
+async def _converse(path: str, exchange: _Exchange, connections: set[asyncio.Task[None]]) -> None:
     """Send requests to a supervisor in this very process, and read the answers."""
-    tasks: set[asyncio.Task[None]] = set()
-    ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    await loop.connect_accepted_socket(lambda: Connection(supervisor.router, tasks), theirs)
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    reader, writer = await asyncio.open_unix_connection(path)
     for line, body in exchange:
         payload = json.dumps(body).encode()
         head = f"{line} HTTP/1.1\r\nhost: warm\r\ncontent-length: {len(payload)}\r\n\r\n"
@@ -446,4 +464,4 @@ async def _converse(supervisor: Supervisor, exchange: _Exchange) -> None:
             await reader.readexactly(size)
     writer.close()
     await writer.wait_closed()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*connections, return_exceptions=True)

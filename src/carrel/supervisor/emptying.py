@@ -65,17 +65,20 @@ class Emptying:
         contexts: CodeContexts,
         python: Python,
         load: Callable[[], Load],
-        places: Sequence[str],
     ):
         self._commands = commands
         self._contexts = contexts
         self._python = python
         self._load = load
-        self._places = places
+        self._places: Sequence[str] = ()
         self._kept: list[tuple[int, _Kept]] | None = None
         self._conditions: Conditions | None = None
         self._busy = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def settle(self, places: Sequence[str]) -> None:
+        """Set the directories to empty; without any, emptying is refused."""
+        self._places = places
 
     def routes(self, router: Router) -> None:
         """Add the route."""

@@ -122,10 +122,15 @@ class _Content:
 class Files:
     """The workspace beneath `root`, and its routes."""
 
-    def __init__(self, root: str):
-        self.root = Root(root)
+    root: Root
+
+    def __init__(self) -> None:
         self._editing = asyncio.Lock()
         self._edited: dict[str | None, Json] = {}  # by the caller's own id
+
+    def settle(self, workspace: str) -> None:
+        """Open the workspace. Call it once, before anything else."""
+        self.root = Root(workspace)
 
     def close(self) -> None:
         """Close the root."""

@@ -34,13 +34,17 @@ _FIELDS = {"command", "cwd", "variables", "environment", "generation"}
 class McpServers:
     """`/mcp`."""
 
-    def __init__(self, commands: Commands, order: Callable[[Json], Order], release: Callable[[Order], None], room: int):
+    def __init__(self, commands: Commands, order: Callable[[Json], Order], release: Callable[[Order], None]):
         self._commands = commands
         self._order = order
         self._release = release
-        self._room = Budget(room)  # what their unfinished lines may hold together
+        self._room = Budget(0)
         self._count = itertools.count(1)
         self._servers: dict[str, Server] = {}
+
+    def settle(self, room: int) -> None:
+        """Set how many bytes their unfinished lines may hold together."""
+        self._room = Budget(room)
 
     def routes(self, router: Router) -> None:
         """Add the routes."""

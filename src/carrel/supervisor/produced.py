@@ -73,7 +73,6 @@ class Produced:
 
     def __init__(self, files: Files):
         self._files = files
-        self._root = files.root
         self._inotify = -1
         self._paths: dict[int, bytes] = {}
         self._watches: dict[bytes, int] = {}
@@ -134,7 +133,7 @@ class Produced:
 
     def _produced(self, path: bytes, since: int, given: Collection[Stamp]) -> bool:
         try:
-            handle = open_beneath(self._root.fd, path, os.O_PATH | os.O_NOFOLLOW)
+            handle = open_beneath(self._files.root.fd, path, os.O_PATH | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -172,7 +171,7 @@ class Produced:
         while pending:
             path = pending.pop()
             try:
-                handle = open_beneath(self._root.fd, path, _DIRECTORY)
+                handle = open_beneath(self._files.root.fd, path, _DIRECTORY)
             except OSError:
                 continue  # gone, or not to be read
             try:

@@ -27,7 +27,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 class Secrets:
     """The secrets of one sandbox. Without a descriptor there is no safe place for them, and they are refused."""
 
-    def __init__(self, directory: int) -> None:
+    def __init__(self) -> None:
+        self._directory = -1
+
+    def settle(self, directory: int) -> None:
+        """Write to the file system that this descriptor leads to; -1: there is none."""
         self._directory = directory
 
     def routes(self, router: Router) -> None:
