@@ -42,7 +42,7 @@ _TOLD = problems(404, 409, 422, 429, 502)
 async def run_cell(request: Request) -> Response:
     """After the cells that came before it. The code context is made when there is none of this name."""
     wanted, names = await body_of(request, CellRequest), request.path_params
-    result = await plane_of(request).operations.code_contexts.run_cell(names["id"], names["name"], wanted)
+    result = await plane_of(request).code_contexts.run_cell(names["id"], names["name"], wanted)
     return Response(result.model_dump_json(), media_type="application/json")
 
 
@@ -54,7 +54,7 @@ async def run_cell(request: Request) -> Response:
 )
 async def list_code_contexts(id: SandboxId, plane: Plane) -> Response:
     """Oldest first."""
-    return as_json(await plane.operations.code_contexts.list(id))
+    return as_json(await plane.code_contexts.list(id))
 
 
 @router.operation(
@@ -65,7 +65,7 @@ async def list_code_contexts(id: SandboxId, plane: Plane) -> Response:
 )
 async def get_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """Idle, busy, or dead until the next cell starts it anew."""
-    return as_json(await plane.operations.code_contexts.get(id, name))
+    return as_json(await plane.code_contexts.get(id, name))
 
 
 @router.operation(
@@ -77,7 +77,7 @@ async def get_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
 )
 async def delete_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """With all it started; its cells are forgotten."""
-    await plane.operations.code_contexts.delete(id, name)
+    await plane.code_contexts.delete(id, name)
     return Response(status_code=204)
 
 
@@ -89,7 +89,7 @@ async def delete_code_context(id: SandboxId, name: Name, plane: Plane) -> Respon
 )
 async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """As Ctrl-C would; the variables stay. Nothing happens when none runs."""
-    return as_json(await plane.operations.code_contexts.interrupt(id, name))
+    return as_json(await plane.code_contexts.interrupt(id, name))
 
 
 @router.operation(
@@ -100,7 +100,7 @@ async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Res
 )
 async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """What runs is ended, what waits is not run, the variables are gone."""
-    return as_json(await plane.operations.code_contexts.restart(id, name))
+    return as_json(await plane.code_contexts.restart(id, name))
 
 
 @router.operation(
@@ -111,7 +111,7 @@ async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Respo
 )
 async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane, request: Request) -> Response:
     """What it shows besides is in its result: get the cell by the id in the header."""
-    contexts = plane.operations.code_contexts
+    contexts = plane.code_contexts
     info = await contexts.start_cell(id, name, body)
     chunks = contexts.cell_output(id, name, info.id)
     return await event_stream(request, chunks, headers={"carrel-cell-id": info.id})
@@ -125,7 +125,7 @@ async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane
 )
 async def get_cell(id: SandboxId, name: Name, cell: CellId, plane: Plane) -> Response:
     """The result, once there is one."""
-    return as_json(await plane.operations.code_contexts.get_cell(id, name, cell))
+    return as_json(await plane.code_contexts.get_cell(id, name, cell))
 
 
 @router.operation(
@@ -145,5 +145,5 @@ async def get_cell_output(
     follow: bool = True,
 ) -> Response:
     """With `follow` until the cell ends, else what there is."""
-    chunks = plane.operations.code_contexts.cell_output(id, name, cell, offset=offset, follow=follow)
+    chunks = plane.code_contexts.cell_output(id, name, cell, offset=offset, follow=follow)
     return await event_stream(request, chunks, offset=offset)

@@ -233,4 +233,4 @@ async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Respons
 )
 async def execute(id: SandboxId, body: ExecuteRequest, plane: Plane) -> Response:
     """Answers with the output and the names of the files produced."""
-    return as_json(await plane.operations.execute(id, body))
+    return as_json(await plane.tools.execute(id, body))

@@ -28,7 +28,7 @@ FAILS: dict[int | str, dict[str, Any]] = problems(404, 409, 413, 422, 429, 502)
 async def run_python(request: Request) -> Response:
     """In a fresh process of a warm interpreter. What the code raises is a result, not an error."""
     wanted = await body_of(request, PythonRequest)
-    return as_json(await plane_of(request).operations.python.run(request.path_params["id"], wanted))
+    return as_json(await plane_of(request).python.run(request.path_params["id"], wanted))
 
 
 @router.operation(
@@ -40,7 +40,7 @@ async def run_python(request: Request) -> Response:
 )
 async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
     """Answers at once; it is a command from now on."""
-    return as_json(await plane.operations.python.start(id, body), 201)
+    return as_json(await plane.python.start(id, body), 201)
 
 
 @router.operation(
@@ -51,6 +51,6 @@ async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Resp
 )
 async def stream_python(id: SandboxId, body: PythonRequest, plane: Plane, request: Request) -> Response:
     """It goes on when the caller goes away; attach again with the id of the command and the last offset."""
-    info = await plane.operations.python.start(id, body)
+    info = await plane.python.start(id, body)
     chunks = plane.operations.command_output(id, info.id)
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})

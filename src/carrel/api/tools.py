@@ -21,4 +21,4 @@ router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"], dependencies=[Depen
 )
 async def tool_request(id: SandboxId, body: ToolRequest, plane: Plane) -> Response:
     """`create_file` takes `path`, `content` or `content_base64`, and `mode`; `python_exec` what `run_python` does."""
-    return as_json(await plane.operations.tool_request(id, body))
+    return as_json(await plane.tools.call(id, body))

@@ -28,12 +28,15 @@ from carrel.control.mcp.platform import PlatformServers, read_platform
 from carrel.control.mcp.servers import McpServers
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.operations import Operations
+from carrel.control.python.calls import PythonOperations
+from carrel.control.python.code_contexts import CodeContextOperations
 from carrel.control.python.environment_builds import Builder, shared
 from carrel.control.python.environment_holds import EnvironmentHolds
 from carrel.control.python.environment_use import EnvironmentUse
 from carrel.control.python.environments import Environments
 from carrel.control.python.stateless_pool import Router
 from carrel.control.python.template_packages import TemplatePackages
+from carrel.control.python.tools import Tools
 from carrel.control.secrets.files import SecretFiles
 from carrel.control.secrets.service import Secrets
 from carrel.control.secrets.values import FRESH_S as SECRETS_FRESH_S
@@ -191,22 +194,10 @@ class ControlPlane:
         self.sessions = sessions = Sessions(
             settings, store, workspaces, leases, live, providers, templates, attachments, audit
         )
-        self.operations = operations = Operations(
-            sessions, admission, values, policies.longest, CodeContextStore(database)
-        )
-        self.policy_changes = changes = PolicyChanges(policies, live, attachments, sessions)
-        self.decisions = ApprovalDecisions(approvals, admission, changes, values.clean)
-        self.secrets = Secrets(values, live, attachments)
-        self.snapshots = snapshots = Snapshots(sessions, operations, snapshot_store, workspaces, attachments, notes)
-        self.filespaces = Filespaces(
-            sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
-        )
-        self.forgetting = Forgetting(sessions, operations, workspaces, store, policies, changes, self.secrets, files)
-        self.bundles = Bundles(operations)
-
-        # Python packages, MCP servers, calls without a context
+        # Packages are made by commands of carrel's own, and the commands of others may wait for packages.
+        own = Operations(sessions, admission, values, policies.longest, packages=None)
         envs = settings.envs
-        builder = Builder(sessions, operations, shelf, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
+        builder = Builder(sessions, own, shelf, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(
             envs,
             environment_store,
@@ -217,11 +208,27 @@ class ControlPlane:
             policies.of_asker,
             values.clean_text,
         )
-        self.packages = TemplatePackages(templates, environments, operations)
-        self.envs = EnvironmentUse(environments, self.packages, sessions, operations)
-        operations.python.attach = self.envs.attach
-        operations.python.ready = self.packages.ready
-        operations.settled = self.packages.settled
+        self.packages = packages = TemplatePackages(templates, environments, own)
+        self.operations = operations = Operations(sessions, admission, values, policies.longest, packages)
+        self.policy_changes = changes = PolicyChanges(policies, live, attachments, sessions)
+        self.decisions = ApprovalDecisions(approvals, admission, changes, values.clean)
+        self.secrets = Secrets(values, live, attachments)
+        self.snapshots = snapshots = Snapshots(sessions, operations, snapshot_store, workspaces, attachments, notes)
+        self.filespaces = Filespaces(
+            sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
+        )
+        self.forgetting = Forgetting(sessions, operations, workspaces, store, policies, changes, self.secrets, files)
+        self.bundles = Bundles(operations)
+
+        # Python, MCP servers, calls without a context
+        self.envs = EnvironmentUse(environments, packages, sessions, operations)
+        self.python = python = PythonOperations(
+            operations.enter, values.redactor, operations.conclude, self.envs, packages
+        )
+        self.code_contexts = CodeContextOperations(
+            operations.enter, values.redactor, python.environment, CodeContextStore(database)
+        )
+        self.tools = Tools(operations, python)
         mcp = settings.mcp
         self._mcp_discovery = McpDiscovery(
             mcp_store,
@@ -244,7 +251,7 @@ class ControlPlane:
             values.redactor,
             metrics,
         )
-        self.router = Router(settings.router, sessions, operations, metrics)
+        self.router = Router(settings.router, sessions, operations, python, packages, metrics)
 
         # upkeep
         self.disk = Disk(layout, driver, settings.archive_url)

@@ -261,4 +261,4 @@ async def test_a_command_without_a_deadline_stays_within_the_policy(plane: Contr
             await start("c", CommandRequest(command="true", timeout=0))
     for timeout in (0, 2):
         with pytest.raises(Denied, match="1 seconds at most"):
-            await plane.operations.execute("c", ExecuteRequest(code="true", timeout=timeout))
+            await plane.tools.execute("c", ExecuteRequest(code="true", timeout=timeout))

@@ -60,7 +60,7 @@ async def test_others_have_their_turn_while_an_output_is_looked_through(plane: C
     turns.watch(plane.secret_values._shapes)
     for call in (
         lambda: plane.operations.run_command("c", CommandRequest(command=SLOW)),
-        lambda: plane.operations.execute("c", ExecuteRequest(code=SLOW, language="shell")),
+        lambda: plane.tools.execute("c", ExecuteRequest(code=SLOW, language="shell")),
         lambda: plane.operations.run_command("c", CommandRequest(command="true", stdin=" sk-" * 100_000)),
         lambda: plane.secret_values.clean_text("c", " sk-" * 100_000),
     ):

@@ -160,13 +160,13 @@ async def test_leave_to_run_something_with_files_is_for_those_files(plane: Contr
     await _made(plane, "c", _rules(FILES, []))
     shown = ExecuteRequest(language="shell", code="sh run.sh", files={"run.sh": b64encode(b"echo shown").decode()})
     with pytest.raises(ApprovalNeeded) as caught:
-        await plane.operations.execute("c", shown)
+        await plane.tools.execute("c", shown)
     await plane.decisions.decide(caught.value.approval or "", YES, PERSON)
     caller.set(Caller(AGENT, approval=caught.value.approval))
     other = shown.model_copy(update={"files": {"run.sh": b64encode(b"echo other").decode()}})
     with pytest.raises(Conflict, match="another operation"):
-        await plane.operations.execute("c", other)
-    assert (await plane.operations.execute("c", shown)).output == "shown\n"
+        await plane.tools.execute("c", other)
+    assert (await plane.tools.execute("c", shown)).output == "shown\n"
 
 
 async def test_what_is_denied_is_denied_with_all_around_it(plane: ControlPlane) -> None:

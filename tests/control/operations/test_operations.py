@@ -82,7 +82,7 @@ async def test_names_that_are_not_utf8(plane: ControlPlane, box: str) -> None:
 async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:
     do = plane.operations
     encoded = base64.b64encode(b"\0\1").decode()
-    made = await do.tool_request(
+    made = await plane.tools.call(
         box, ToolRequest(tool_name="create_file", params={"path": "b", "content_base64": encoded})
     )
     assert made.result["size"] == 2
@@ -101,7 +101,7 @@ async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:
         ("create_file", {"path": "x", "content": "a", "mode": "999"}, "mode"),
     ):
         with pytest.raises(InvalidRequest) as caught:
-            await do.tool_request(box, ToolRequest(tool_name=name, params=params))
+            await plane.tools.call(box, ToolRequest(tool_name=name, params=params))
         assert caught.value.field == field
 
 

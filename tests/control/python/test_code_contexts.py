@@ -31,7 +31,7 @@ async def box(plane: ControlPlane) -> str:
 
 
 async def test_cells(plane: ControlPlane, box: str) -> None:
-    do = plane.operations.code_contexts
+    do = plane.code_contexts
     await plane.secrets.put("c", "KEY", b"very-secret-value")
     first = await do.run_cell(box, "a", CellRequest(code="x = 'very-secret' + '-value'\nprint(x)\nx"))
     assert (first.stdout, first.text, first.fresh) == ("[secret:KEY]\n", "'[secret:KEY]'", True)
@@ -54,7 +54,7 @@ async def test_policy(plane: ControlPlane, box: str) -> None:
     rules = {"permissions": {"allow": ["shell(echo:*)"], "deny": ["shell(python3:*)"]}}
     await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
     with pytest.raises(Denied):
-        await plane.operations.code_contexts.run_cell(box, "a", CellRequest(code="1"))
+        await plane.code_contexts.run_cell(box, "a", CellRequest(code="1"))
 
 
 def test_every_form_is_cleaned() -> None:
@@ -87,7 +87,7 @@ def test_every_form_is_cleaned() -> None:
 
 async def version(plane: ControlPlane, **more: object) -> str:
     request = CellRequest(code="import nail; nail.version", **more)  # type: ignore[arg-type]
-    cell = await plane.operations.code_contexts.run_cell("c", "a", request)
+    cell = await plane.code_contexts.run_cell("c", "a", request)
     return (cell.text or "") if cell.ok else cell.error.value if cell.error else cell.status
 
 
@@ -99,13 +99,13 @@ async def test_after_a_restart_of_its_sandbox_it_has_its_environment(plane: Cont
         await plane.operations.stop(name)
         await context(plane, index)
         assert await version(plane) == "'1.0'", "without being told again"
-        info = await plane.operations.code_contexts.start_cell(name, "a", CellRequest(code="nail.version"))
-        assert (await plane.operations.code_contexts.get_cell(name, "a", info.id)).text == "'1.0'"
-        await plane.operations.code_contexts.delete(name, "a")
+        info = await plane.code_contexts.start_cell(name, "a", CellRequest(code="nail.version"))
+        assert (await plane.code_contexts.get_cell(name, "a", info.id)).text == "'1.0'"
+        await plane.code_contexts.delete(name, "a")
         assert await version(plane) == "No module named 'nail'", "a new one of the name has none"
         with pytest.raises(Conflict):
             await version(plane, requirements=["nail"])
-        await plane.operations.code_contexts.delete(name, "a")
+        await plane.code_contexts.delete(name, "a")
         assert await version(plane, requirements=["nail"]) == "'1.0'"
         other = await attach(plane, name, "plank")
         with pytest.raises(Conflict):
@@ -129,7 +129,7 @@ async def test_on_another_server_it_has_its_environment(nodes: list[ControlPlane
         assert two.environments.known(built.name) is None, "nobody has built it here"
         assert await version(two) == "'1.0'"
         for env in ("tools", built.name):
-            found = await two.operations.python.run(name, PythonRequest(code="import nail; print(1)", env=env))
+            found = await two.python.run(name, PythonRequest(code="import nail; print(1)", env=env))
             assert found.stdout == "1\n"
             with pytest.raises(NotFound):
                 await two.envs.attach("stranger", EnvironmentAttach(env=env))

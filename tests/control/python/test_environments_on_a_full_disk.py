@@ -54,9 +54,9 @@ async def used(plane: ControlPlane, name: str, env: str, number: int) -> None:
     code = (
         f"import heavy{number}, os; print(len(open(os.path.dirname(heavy{number}.__file__) + '/payload', 'rb').read()))"
     )
-    result = await plane.operations.python.run(name, PythonRequest(code=code, env=env))
+    result = await plane.python.run(name, PythonRequest(code=code, env=env))
     assert result.stdout == f"{PAYLOAD}\n", result.stderr
-    cell = await plane.operations.code_contexts.run_cell(name, "a", CellRequest(code=code, env=env))
+    cell = await plane.code_contexts.run_cell(name, "a", CellRequest(code=code, env=env))
     assert cell.stdout == f"{PAYLOAD}\n", cell.error
 
 

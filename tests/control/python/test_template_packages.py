@@ -46,7 +46,7 @@ async def made(plane: ControlPlane, name: str | None = "c", **more: object) -> s
 
 
 async def python(plane: ControlPlane, box: str, code: str) -> str:
-    result = await plane.operations.python.run(box, PythonRequest(code=code))
+    result = await plane.python.run(box, PythonRequest(code=code))
     return result.stdout + result.stderr
 
 
@@ -61,9 +61,9 @@ async def test_all_python_of_its_sandboxes_has_them(plane: ControlPlane, setting
         box = await made(plane, network="allowlist")
         assert await python(plane, box, LOADED) == "[True, False]\n", "what the template says is imported ahead"
         assert await python(plane, box, "import shelf; print(shelf.version)") == "1.0\n"
-        cell = await plane.operations.code_contexts.run_cell(box, "a", CellRequest(code="import shelf; shelf.version"))
+        cell = await plane.code_contexts.run_cell(box, "a", CellRequest(code="import shelf; shelf.version"))
         assert cell.text == "'1.0'"
-        done = await plane.operations.execute(box, ExecuteRequest(language="python", code="import shelf; print(1)"))
+        done = await plane.tools.execute(box, ExecuteRequest(language="python", code="import shelf; print(1)"))
         assert done.output == "1\n"
         path = (await command(plane, box, "python3 -c 'import shelf, sys; print(sys.prefix)'")).strip()
         assert path == f"/envs/{(await plane.envs.list(box)).items[0].name}"
@@ -178,7 +178,7 @@ async def test_what_is_blocked_is_told_and_commands_go_on(
                 await python(plane, box, "print(1)")
             assert caught.value.field == "template" and caught.value.hint
         with pytest.raises(PlatformError, match="plank"):
-            await plane.operations.code_contexts.run_cell(box, "a", CellRequest(code="1"))
+            await plane.code_contexts.run_cell(box, "a", CellRequest(code="1"))
         assert await command(plane, box, "echo on") == "on\n"
         assert (await plane.envs.list(box)).items == [], "also though it lies ready"
         assert await python(plane, "first", "import shelf; print(1)") == "1\n"
@@ -228,7 +228,7 @@ async def test_after_a_restart_of_the_server_they_are_there(plane: ControlPlane,
         other = await made(plane, "other")
         named = await attach(plane, other, "nail")
         assert await python(plane, other, "import shelf; print(1)") == "1\n"
-        result = await plane.operations.python.run(other, PythonRequest(code="import nail, shelf", env=named.name))
+        result = await plane.python.run(other, PythonRequest(code="import nail, shelf", env=named.name))
         assert "No module named 'shelf'" in result.stderr, "an environment that is named is all there is"
 
 

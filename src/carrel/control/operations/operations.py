@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
+from typing import Protocol
 
 from carrel.control.governance.redaction import apart, clean_info, clean_result
 from carrel.control.operations.admission import Admission
@@ -34,9 +35,6 @@ from carrel.control.operations.checks import (
     segment_of,
     size_of,
 )
-from carrel.control.operations.tools import TOOLS, create_file, python_exec
-from carrel.control.python.calls import PythonOperations
-from carrel.control.python.code_contexts import CodeContextOperations
 from carrel.control.python.stateless_callers import LABEL
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
@@ -45,7 +43,7 @@ from carrel.control.supervisor.connection import Download, Json
 from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import written
-from carrel.errors import InvalidRequest, LimitExceeded, NotFound, SandboxLost
+from carrel.errors import InvalidRequest, LimitExceeded, NotFound, PlatformError, SandboxLost
 from carrel.models import (
     MAX_OUTPUT_BYTES,
     CommandInfo,
@@ -66,8 +64,6 @@ from carrel.models import (
     SupervisorHealth,
     TerminalSize,
     TerminateRequest,
-    ToolRequest,
-    ToolResult,
 )
 from carrel.models.operations import (
     COMMAND_OUTPUT,
@@ -97,7 +93,6 @@ from carrel.models.operations import (
     Operation,
 )
 from carrel.store import SessionRecord
-from carrel.store.code_contexts import CodeContextStore
 
 SHORT = 30.0
 LARGEST_RESULT = result_size(MAX_OUTPUT_BYTES)
@@ -106,12 +101,18 @@ Longest = Callable[[SessionRecord], Awaitable[float | None]]
 """The longest that a command of a session may take by its policy; None where the policy has no such limit."""
 
 
-async def _nothing(_box: LiveSandbox) -> None:
-    return
+class Packages(Protocol):
+    """The packages of templates."""
+
+    async def settled(self, box: LiveSandbox) -> None:
+        """Wait a little while the packages of a sandbox are being built: its next command may need them."""
 
 
 class Operations:
-    """Every operation on running sandboxes."""
+    """Every operation on running sandboxes.
+
+    Without `packages` they are carrel's own, by which packages are made: they refuse every other actor.
+    """
 
     def __init__(
         self,
@@ -119,16 +120,13 @@ class Operations:
         admission: Admission,
         secrets: SecretValues,
         longest: Longest,
-        code_contexts: CodeContextStore,
+        packages: Packages | None,
     ):
         self._sessions = sessions
         self._longest = longest
-        self._redactor = redactor = secrets.redactor
+        self._redactor = secrets.redactor
         self._admission = admission
-        self.python = PythonOperations(self._enter, redactor, self._result)
-        self.settled: Callable[[LiveSandbox], Awaitable[None]] = _nothing
-        """Waits a little where what a command may need is on its way."""
-        self.code_contexts = CodeContextOperations(self._enter, redactor, self.python.environment, code_contexts)
+        self._packages = packages
 
     def admit(
         self,
@@ -142,7 +140,7 @@ class Operations:
         return self._admission.admit(asked_now(operation, arguments, sandbox_id, context_id, actor))
 
     @asynccontextmanager
-    async def _enter(
+    async def enter(
         self, name: str, operation: Operation, arguments: Mapping[str, object], actor: str
     ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
         """Admit an operation on a running sandbox, which counts as in use meanwhile. One that is lost is ended."""
@@ -200,9 +198,8 @@ class Operations:
                 field="interactive",
                 hint="start it, then send input",
             )
-        async with self._enter(name, RUN_COMMAND, asked(request), actor) as (box, traffic):
-            if actor != SELF:
-                await self.settled(box)
+        async with self.enter(name, RUN_COMMAND, asked(request), actor) as (box, traffic):
+            await self._settle(box, actor)
             body, timeout = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
@@ -213,7 +210,7 @@ class Operations:
                 deadline=None if timeout is None else timeout + GRACE,
                 max_bytes=result_size(request.output_limit),
             )
-            return await self._result(box, traffic, checked_result(answer, CommandResult))
+            return await self.conclude(box, traffic, checked_result(answer, CommandResult))
 
     async def start_command(
         self, name: str, request: CommandRequest, actor: str = "", *, attended: bool = False
@@ -221,9 +218,8 @@ class Operations:
         """Start a command in the background. `attended` says that the caller reads its output until it ends: a request
         without a deadline then gets that of the sandbox, and else none but the policy's.
         """
-        async with self._enter(name, START_COMMAND, asked(request), actor) as (box, traffic):
-            if actor != SELF:
-                await self.settled(box)
+        async with self.enter(name, START_COMMAND, asked(request), actor) as (box, traffic):
+            await self._settle(box, actor)
             default = box.record.limits.timeout_s
             if request.timeout is None and not attended:
                 default = await self._longest(box.record)
@@ -235,7 +231,7 @@ class Operations:
 
     async def list_commands(self, name: str, actor: str = "") -> CommandList:
         """The commands the sandbox remembers."""
-        async with self._enter(name, LIST_COMMANDS, {}, actor) as (box, _):
+        async with self.enter(name, LIST_COMMANDS, {}, actor) as (box, _):
             found = check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
             redactor = await self._redactor(box.record.owner)
             for info in found.items:
@@ -245,15 +241,15 @@ class Operations:
     async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
         """One command."""
         path = f"/commands/{segment_of(command_id)}"
-        async with self._enter(name, GET_COMMAND, {"id": command_id}, actor) as (box, _):
+        async with self.enter(name, GET_COMMAND, {"id": command_id}, actor) as (box, _):
             return await self._told(box, await self._ask(box, "GET", path))
 
     async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
         """Wait for the end of a command."""
         path = f"/commands/{segment_of(command_id)}/result"
-        async with self._enter(name, COMMAND_RESULT, {"id": command_id}, actor) as (box, traffic):
+        async with self.enter(name, COMMAND_RESULT, {"id": command_id}, actor) as (box, traffic):
             answer = await box.connection.request("GET", path, deadline=None, max_bytes=LARGEST_RESULT)
-            return await self._result(box, traffic, checked_result(answer, CommandResult))
+            return await self.conclude(box, traffic, checked_result(answer, CommandResult))
 
     async def command_output(
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
@@ -261,7 +257,7 @@ class Operations:
         """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         segment = segment_of(command_id)
         arguments = {"id": command_id, "offset": offset}
-        async with self._enter(name, COMMAND_OUTPUT, arguments, actor) as (box, traffic):
+        async with self.enter(name, COMMAND_OUTPUT, arguments, actor) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             chunks = written(box, traffic, current, f"/commands/{segment}/output", offset, follow=follow)
             async with aclosing(chunks):
@@ -274,7 +270,7 @@ class Operations:
         """Bytes for the standard input of a command."""
         path = f"/commands/{segment_of(command_id)}/stdin{query_of(close=close)}"
         arguments = {"id": command_id, "bytes": len(data)}
-        async with self._enter(name, SEND_INPUT, arguments, actor) as (box, traffic):
+        async with self.enter(name, SEND_INPUT, arguments, actor) as (box, traffic):
             traffic.took(len(data))
             await box.connection.request("POST", path, data, deadline=86_400, max_bytes=SMALL)
 
@@ -282,31 +278,29 @@ class Operations:
         """A signal for a command."""
         path = f"/commands/{segment_of(command_id)}/signal"
         arguments = {"id": command_id, "signal": request.signal}
-        async with self._enter(name, SIGNAL_COMMAND, arguments, actor) as (box, _):
+        async with self.enter(name, SIGNAL_COMMAND, arguments, actor) as (box, _):
             await self._ask(box, "POST", path, request.model_dump())
 
     async def resize_terminal(self, name: str, command_id: str, size: TerminalSize, actor: str = "") -> None:
         """A new size for the terminal of a command."""
         path = f"/commands/{segment_of(command_id)}/resize"
-        async with self._enter(name, RESIZE_TERMINAL, {"id": command_id}, actor) as (box, _):
+        async with self.enter(name, RESIZE_TERMINAL, {"id": command_id}, actor) as (box, _):
             await self._ask(box, "POST", path, size.model_dump())
 
     async def delete_command(self, name: str, command_id: str, actor: str = "") -> None:
         """Kill a command with its whole tree and forget it."""
         path = f"/commands/{segment_of(command_id)}"
-        async with self._enter(name, DELETE_COMMAND, {"id": command_id}, actor) as (box, _):
+        async with self.enter(name, DELETE_COMMAND, {"id": command_id}, actor) as (box, _):
             await self._ask(box, "DELETE", path)
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
-        """Code in a language, with files in and the names of files produced out."""
-        if request.language == "python":
-            return await self.python.execute(name, request, actor)
+        """Shell text, with files in and the names of files produced out."""
         if request.env_name is not None or request.requirements is not None:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments: dict[str, object] = {"command": request.code} | brought(request.files)
         arguments |= request.model_dump(include={"timeout"}, exclude_defaults=True)
-        async with self._enter(name, EXECUTE, arguments, actor) as (box, traffic):
-            await self.settled(box)
+        async with self.enter(name, EXECUTE, arguments, actor) as (box, traffic):
+            await self._settle(box, actor)
             if request.files:
                 _room(box)
                 traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
@@ -328,7 +322,7 @@ class Operations:
     ) -> AsyncIterator[int | bytes | None]:
         """First the number of bytes to come (None when unknown), then the bytes of a file."""
         query = query_of(path=checked_path(path), offset=offset or None, length=length)
-        async with self._enter(name, READ_FILE, {"path": path}, actor) as (box, traffic):
+        async with self.enter(name, READ_FILE, {"path": path}, actor) as (box, traffic):
             stream: Download = await box.connection.download(f"/files/content{query}")
             try:
                 yield stream.length
@@ -356,7 +350,7 @@ class Operations:
             )
         target = f"/files/content{query_of(path=checked_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
         arguments = {"path": path} | ({} if mode is None else {"mode": mode})
-        async with self._enter(name, WRITE_FILE, arguments, actor) as (box, traffic):
+        async with self.enter(name, WRITE_FILE, arguments, actor) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
                 traffic.took(len(content))
@@ -367,7 +361,7 @@ class Operations:
     async def stat_file(self, name: str, path: str, actor: str = "") -> FileInfo:
         """What is at a path; a symlink itself, not where it points."""
         query = query_of(path=checked_path(path))
-        async with self._enter(name, STAT_FILE, {"path": path}, actor) as (box, _):
+        async with self.enter(name, STAT_FILE, {"path": path}, actor) as (box, _):
             return check(FileInfo, await self._ask(box, "GET", f"/files/stat{query}"))
 
     async def list_files(
@@ -375,7 +369,7 @@ class Operations:
     ) -> FileList:
         """The entries of a directory."""
         query = query_of(path=checked_path(path), recursive=recursive, limit=limit)
-        async with self._enter(name, LIST_FILES, {"path": path}, actor) as (box, _):
+        async with self.enter(name, LIST_FILES, {"path": path}, actor) as (box, _):
             listing = check(FileList, await self._ask(box, "GET", f"/files/list{query}", limit=LIST))
             if len(listing.items) > limit:
                 raise SandboxLost("the sandbox listed more files than were asked for")
@@ -384,7 +378,7 @@ class Operations:
     async def edit_file(self, name: str, request: EditRequest, actor: str = "") -> EditResult:
         """Replace text in a file."""
         checked_path(request.path)
-        async with self._enter(name, EDIT_FILE, edited(request), actor) as (box, traffic):
+        async with self.enter(name, EDIT_FILE, edited(request), actor) as (box, traffic):
             _room(box)
             traffic.took(size_of(request.new))
             return check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump(exclude_none=True)))
@@ -394,13 +388,13 @@ class Operations:
         checked_path(request.source, "source")
         checked_path(request.destination, "destination")
         arguments = {"path": request.source, "destination": request.destination}
-        async with self._enter(name, MOVE_FILE, arguments, actor) as (box, _):
+        async with self.enter(name, MOVE_FILE, arguments, actor) as (box, _):
             return check(FileInfo, await self._ask(box, "POST", "/files/move", request.model_dump()))
 
     async def make_directory(self, name: str, request: MkdirRequest, actor: str = "") -> FileInfo:
         """Make a directory and its parents."""
         checked_path(request.path)
-        async with self._enter(name, MAKE_DIRECTORY, {"path": request.path}, actor) as (box, _):
+        async with self.enter(name, MAKE_DIRECTORY, {"path": request.path}, actor) as (box, _):
             _room(box)
             return check(FileInfo, await self._ask(box, "POST", "/files/mkdir", request.model_dump()))
 
@@ -408,34 +402,19 @@ class Operations:
         """Delete a file, or with `recursive` a tree."""
         query = query_of(path=checked_path(path), recursive=recursive)
         arguments = {"path": path} | ({"recursive": True} if recursive else {})
-        async with self._enter(name, DELETE_FILE, arguments, actor) as (box, _):
+        async with self.enter(name, DELETE_FILE, arguments, actor) as (box, _):
             await self._ask(box, "DELETE", f"/files{query}", deadline=600.0)
 
     # tools and health
 
-    async def tool_request(self, name: str, request: ToolRequest, actor: str = "") -> ToolResult:
-        """A named tool: `create_file` or `python_exec`."""
-        if request.tool_name not in TOOLS:
-            raise InvalidRequest(
-                f"there is no tool '{request.tool_name}'",
-                field="tool_name",
-                hint=f"the tools are: {', '.join(TOOLS)}",
-            )
-        if request.tool_name == "python_exec":
-            ran = await self.python.run(name, python_exec(request.params), actor)
-            return ToolResult(tool_name=request.tool_name, result=ran.model_dump(mode="json"))
-        path, content, mode = create_file(request.params)
-        info = await self.write_file(name, path, content, mode=mode, actor=actor)
-        return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
-
     async def health(self, name: str, actor: str = "") -> SupervisorHealth:
         """What the supervisor says of itself."""
-        async with self._enter(name, HEALTH, {}, actor) as (box, _):
+        async with self.enter(name, HEALTH, {}, actor) as (box, _):
             return check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
 
     async def empty(self, name: str) -> Emptied:
         """Make a sandbox as new; the first time, let it remember what that is. carrel's own upkeep."""
-        async with self._enter(name, EMPTY, {}, SELF) as (box, _):
+        async with self.enter(name, EMPTY, {}, SELF) as (box, _):
             found = check(Emptied, await self._ask(box, "POST", "/empty"))
             if found.clean:
                 box.over_quota = None
@@ -460,7 +439,15 @@ class Operations:
         info.oom_killed = await for_memory(box, info)
         return clean_info(await self._redactor(box.record.owner), info)
 
-    async def _result(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
+    async def _settle(self, box: LiveSandbox, actor: str) -> None:
+        if actor == SELF:
+            return
+        if self._packages is None:
+            raise PlatformError("carrel's own operations were used for a caller", hint="report this as a bug")
+        await self._packages.settled(box)
+
+    async def conclude(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
+        """Count a result, and take the secrets out of it."""
         size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
         traffic.gave(size)
         result.oom_killed = await for_memory(box, result)

@@ -23,15 +23,16 @@ from carrel.control.operations.checks import (
     result_size,
     size_of,
 )
+from carrel.control.python.environment_use import EnvironmentUse
+from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
-from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
+from carrel.errors import InvalidRequest, LimitExceeded
 from carrel.models import (
     MAX_PYTHON_TIMEOUT_S,
     PYTHON_TIMEOUT_S,
     CommandInfo,
     EnvironmentAttach,
-    EnvironmentInfo,
     ExecuteRequest,
     ExecuteResult,
     PythonRequest,
@@ -51,7 +52,6 @@ MOST_REMEMBERED = 256
 
 Redactors = Callable[[str | None], Awaitable[Redactor]]
 """What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
-Attach = Callable[[str, EnvironmentAttach, str], Awaitable[EnvironmentInfo]]
 
 
 class Enter(Protocol):
@@ -79,25 +79,22 @@ class Wanting(Protocol):
     def requirements(self) -> list[str] | None: ...  # noqa: D102
 
 
-async def _no_packages(_box: LiveSandbox) -> None:
-    return
-
-
-async def _no_environments(_name: str, _request: EnvironmentAttach, _actor: str) -> EnvironmentInfo:
-    raise Unsupported("this server has no environments", field="env")
-
-
 class PythonOperations:
     """Calls of Python."""
 
-    def __init__(self, enter: Enter, redactor: Redactors, conclude: Conclude):
+    def __init__(
+        self,
+        enter: Enter,
+        redactor: Redactors,
+        conclude: Conclude,
+        environments: EnvironmentUse,
+        packages: TemplatePackages,
+    ):
         self._enter = enter
         self._redactor = redactor
         self._conclude = conclude
-        self.attach: Attach = _no_environments
-        """Gives a sandbox an environment."""
-        self.ready: Callable[[LiveSandbox], Awaitable[None]] = _no_packages
-        """Lets the Python of a sandbox have the packages of its template; raises when they cannot be had."""
+        self._environments = environments
+        self._packages = packages
 
     async def run(self, name: str, request: PythonRequest, actor: str = "") -> PythonResult:
         """Run a code to its end."""
@@ -140,7 +137,7 @@ class PythonOperations:
         env, requirements = request.env_name, request.requirements
         if requirements is not None and request.python_index is not None:
             wanted = EnvironmentAttach(requirements=requirements, index=request.python_index)
-            env, requirements = (await self.attach(name, wanted, actor)).name, None
+            env, requirements = (await self._environments.attach(name, wanted, actor)).name, None
         call = PythonRequest(
             code=request.code, timeout=timeout, files=request.files, env=env, requirements=requirements
         )
@@ -176,13 +173,13 @@ class PythonOperations:
         without being asked for.
         """
         if request.env is None and request.requirements is None:
-            await self.ready(box)
+            await self._packages.ready(box)
             return None
         key = request.env or json.dumps(request.requirements)
         name, seen_at = box.attached.get(key, ("", 0.0))
         if not name or time.monotonic() - seen_at > FRESH_S:
             wanted = EnvironmentAttach(env=request.env, requirements=request.requirements)
-            name = (await self.attach(box.record.id, wanted, actor)).name
+            name = (await self._environments.attach(box.record.id, wanted, actor)).name
             if len(box.attached) >= MOST_REMEMBERED:
                 box.attached.clear()
             box.attached[key] = (name, time.monotonic())

@@ -20,7 +20,9 @@ from carrel.config import RouterSettings
 from carrel.control.operations.call import SELF
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations
+from carrel.control.python.calls import PythonOperations
 from carrel.control.python.stateless_callers import LABEL, Load, Owner, Place, RoutingTable, Wish
+from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.bundles import Large, contents
@@ -45,10 +47,20 @@ _TRIES = 3
 class Router:
     """The sandboxes for calls without a context."""
 
-    def __init__(self, settings: RouterSettings, sessions: Sessions, operations: Operations, metrics: Metrics):
+    def __init__(
+        self,
+        settings: RouterSettings,
+        sessions: Sessions,
+        operations: Operations,
+        python: PythonOperations,
+        packages: TemplatePackages,
+        metrics: Metrics,
+    ):
         self.table = RoutingTable(settings)
         self._sessions = sessions
         self._operations = operations
+        self._python = python
+        self._packages = packages
         self._metrics = metrics
         self._given: dict[Wish, asyncio.Future[Place]] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
@@ -123,7 +135,7 @@ class Router:
                     with self._in_time(place):
                         await put(place.id)
                 try:
-                    done = await self._operations.python.execute(place.id, call)
+                    done = await self._python.execute(place.id, call)
                 except NotRunning:  # it ended before the call reached it
                     if put is not None:
                         break  # what was put cannot be had twice
@@ -360,7 +372,7 @@ class Router:
             raise
         try:
             await self._started(place, info)
-            await self._operations.python.ready(await self._sessions.find(place.id))
+            await self._packages.ready(await self._sessions.find(place.id))
         except CarrelError as error:
             log.info("no spare sandbox of template %s: %s", place.template, error)
             await self._end(place, "it was not ready")

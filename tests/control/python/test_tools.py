@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.control.operations.tools import create_file
+from carrel.control.python.tools import create_file
 from carrel.errors import InvalidRequest
 
 

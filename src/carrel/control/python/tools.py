@@ -1,4 +1,4 @@
-"""Named tools: what their parameters mean. What they do is an operation like any other."""
+"""Named tools, and code in a named language: each is one of the other operations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,41 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
+from carrel.control.operations.operations import Operations
+from carrel.control.python.calls import PythonOperations
 from carrel.errors import InvalidRequest
-from carrel.models import PythonRequest
+from carrel.models import ExecuteRequest, ExecuteResult, PythonRequest, ToolRequest, ToolResult
 
 TOOLS = ("create_file", "python_exec")
+
+
+class Tools:
+    """Calls tools by their names, and runs code by its language."""
+
+    def __init__(self, operations: Operations, python: PythonOperations):
+        self._operations = operations
+        self._python = python
+
+    async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
+        """Run code, with files in and the names of files produced out."""
+        if request.language == "python":
+            return await self._python.execute(name, request, actor)
+        return await self._operations.execute(name, request, actor)
+
+    async def call(self, name: str, request: ToolRequest, actor: str = "") -> ToolResult:
+        """Call a named tool: `create_file` or `python_exec`."""
+        if request.tool_name not in TOOLS:
+            raise InvalidRequest(
+                f"there is no tool '{request.tool_name}'",
+                field="tool_name",
+                hint=f"the tools are: {', '.join(TOOLS)}",
+            )
+        if request.tool_name == "python_exec":
+            ran = await self._python.run(name, python_exec(request.params), actor)
+            return ToolResult(tool_name=request.tool_name, result=ran.model_dump(mode="json"))
+        path, content, mode = create_file(request.params)
+        info = await self._operations.write_file(name, path, content, mode=mode, actor=actor)
+        return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
 
 
 def create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
