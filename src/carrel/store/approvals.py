@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy import ColumnElement, Select, and_, delete, func, insert, or_, select, update
-from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy.engine import RowMapping
 
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
-from carrel.store.cursors import decode_cursor, encode_cursor
+from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import approvals
 
@@ -73,7 +73,7 @@ class ApprovalStore:
         """Add an approval."""
         values = {**asdict(record), "state": record.state.value, "scope": record.scope and record.scope.value}
         statement = insert(approvals).values(**values)
-        await self._database.write(lambda connection: connection.execute(statement).close())
+        await self._database.execute(statement)
 
     async def get(self, approval_id: str) -> ApprovalRecord | None:
         """The approval with that id."""
@@ -143,7 +143,7 @@ class ApprovalStore:
                 message=message,
             )
         )
-        return await self._changed(statement) == 1
+        return await self._database.execute(statement) == 1
 
     async def use(
         self, approval_id: str, at: float, *, run: str | None = None, node: str = "", place: str = ""
@@ -157,13 +157,13 @@ class ApprovalStore:
             .where(approvals.c.used_at.is_(None))
             .values(used_at=at, run=run, run_on=node or None, run_in=place or None)
         )
-        return await self._changed(statement) == 1
+        return await self._database.execute(statement) == 1
 
     async def ended(self, approval_id: str, run: str, *, used: bool) -> bool:
         """A run is over, or it never was: then the approval can be used again. False when it was over before."""
         values: dict[str, object] = {"run": None} if used else {"run": None, "used_at": None}
         statement = update(approvals).where(approvals.c.id == approval_id, approvals.c.run == run)
-        return await self._changed(statement.values(**values)) == 1
+        return await self._database.execute(statement.values(**values)) == 1
 
     async def runs(self, node: str) -> list[ApprovalRecord]:
         """What a server took to run and has not said the end of, oldest first."""
@@ -177,12 +177,12 @@ class ApprovalStore:
         )
         settled = func.coalesce(approvals.c.used_at, approvals.c.decided_at, approvals.c.expires_at)
         statement = delete(approvals).where(settled < before, approvals.c.expires_at < before)
-        return await self._changed(statement.where(approvals.c.state != ApprovalState.PENDING.value, ~lasting))
+        return await self._database.execute(statement.where(approvals.c.state != ApprovalState.PENDING.value, ~lasting))
 
     async def expire(self, now: float) -> int:
         """Mark what waited too long; says how many."""
         statement = update(approvals).where(approvals.c.state == ApprovalState.PENDING.value)
-        return await self._changed(
+        return await self._database.execute(
             statement.where(approvals.c.expires_at <= now).values(state=ApprovalState.EXPIRED.value)
         )
 
@@ -191,7 +191,7 @@ class ApprovalStore:
         waiting = approvals.c.state == ApprovalState.PENDING.value
         unused = and_(approvals.c.state == ApprovalState.APPROVED.value, approvals.c.used_at.is_(None))
         statement = update(approvals).where(approvals.c.context_id == context_id, or_(waiting, unused))
-        return await self._changed(statement.values(state=ApprovalState.EXPIRED.value))
+        return await self._database.execute(statement.values(state=ApprovalState.EXPIRED.value))
 
     async def page(
         self,
@@ -202,27 +202,15 @@ class ApprovalStore:
         context_id: str | None = None,
     ) -> tuple[list[ApprovalRecord], str | None]:
         """Newest first: at most `limit` approvals after `cursor`, and the cursor of the next page."""
-        query = select(approvals).order_by(approvals.c.created_at.desc(), approvals.c.id.desc()).limit(limit + 1)
-        if cursor is not None:
-            created, name = decode_cursor(cursor)
-            same = and_(approvals.c.created_at == created, approvals.c.id < name)
-            query = query.where(or_(approvals.c.created_at < created, same))
+        query = select(approvals)
         if states is not None:
             query = query.where(approvals.c.state.in_([state.value for state in states]))
         if context_id is not None:
             query = query.where(approvals.c.context_id == context_id)
-        records = await self._all(query)
-        more = len(records) > limit
-        return records[:limit], encode_cursor(records[limit - 1]) if more else None
-
-    async def _changed(self, statement: object) -> int:
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount)  # type: ignore[call-overload]
+        return await read_page(self._database, approvals, query, _record, limit, cursor)
 
     async def _all(self, query: Select[tuple[object, ...]]) -> list[ApprovalRecord]:
-        def run(connection: Connection) -> list[ApprovalRecord]:
-            return [_record(row) for row in connection.execute(query).mappings()]
-
-        return await self._database.read(run)
+        return await self._database.all(query, _record)
 
 
 def _same(context_id: str | None, digest: str, requested_by: str | None = None) -> ColumnElement[bool]:

@@ -1,13 +1,18 @@
-"""The opaque text that stands for a place in a list ordered by time and id. Knows no table."""
+"""Pages of lists that are ordered by time and id, and the opaque text that stands for a place in one."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy import Select, Table, and_, or_
+from sqlalchemy.engine import RowMapping
 
 from carrel.errors import InvalidRequest
+from carrel.store.database import Database
 
 
 class Placed(Protocol):
@@ -22,6 +27,27 @@ class Placed(Protocol):
     def id(self) -> str:
         """Its id, which orders what was made at the same time."""
         ...
+
+
+P = TypeVar("P", bound=Placed)
+
+
+async def read_page(
+    database: Database,
+    table: Table,
+    query: Select[Any],
+    make: Callable[[RowMapping], P],
+    limit: int,
+    cursor: str | None,
+) -> tuple[list[P], str | None]:
+    """Newest first: at most `limit` records of a query on `table` after `cursor`, and the cursor of the next page."""
+    query = query.order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit + 1)
+    if cursor is not None:
+        created, name = decode_cursor(cursor)
+        same = and_(table.c.created_at == created, table.c.id < name)
+        query = query.where(or_(table.c.created_at < created, same))
+    records = await database.all(query, make)
+    return records[:limit], encode_cursor(records[limit - 1]) if len(records) > limit else None
 
 
 def encode_cursor(record: Placed) -> str:

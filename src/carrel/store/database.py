@@ -14,11 +14,11 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from sqlalchemy import create_engine, event
-from sqlalchemy.engine import URL, Connection, Engine
+from sqlalchemy import Executable, Select, create_engine, event
+from sqlalchemy.engine import URL, Connection, Engine, RowMapping
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
@@ -218,8 +218,16 @@ class Database:
         with _words(self._name, self._field, self._runner.failures):
             return await self._runner.write(query)
 
+    async def execute(self, statement: Executable) -> int:
+        """Run one statement that changes rows; how many it changed. Raises what `write` raises."""
+        return await self.write(lambda connection: connection.execute(statement).rowcount)
+
+    async def all(self, query: Select[Any], make: Callable[[RowMapping], T]) -> list[T]:
+        """What `make` makes of each row that a query finds."""
+        return await self.read(lambda connection: [make(row) for row in connection.execute(query).mappings()])
+
     def write_here(self, query: Query[T]) -> T:
-        """The same for a short query, now and without waiting for anything. Raises `Occupied` when that cannot be."""
+        """`write` for a short query, now and without waiting for anything. Raises `Occupied` when that cannot be."""
         with _words(self._name, self._field, self._runner.failures):
             return self._runner.write_here(query)
 

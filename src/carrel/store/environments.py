@@ -145,7 +145,7 @@ class EnvironmentStore:
     async def release(self, holder: str, name: str) -> bool:
         """Let go of an environment; False when it was not held."""
         statement = delete(environment_uses).where(self._held(holder, name))
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
+        return await self._database.execute(statement) > 0
 
     async def answered(self, key: str, name: str) -> None:
         """Note which environment a request came to."""

@@ -171,13 +171,10 @@ class FilespaceStore:
     async def forget(self, context_id: str) -> None:
         """Remove every entry of a context."""
         statement = delete(entries).where(entries.c.context_id == context_id)
-        await self._database.write(lambda connection: connection.execute(statement).close())
+        await self._database.execute(statement)
 
     async def _all(self, query: Select[tuple[object, ...]]) -> list[FilespaceEntry]:
-        def run(connection: Connection) -> list[FilespaceEntry]:
-            return [FilespaceEntry(**row) for row in connection.execute(query).mappings()]
-
-        return await self._database.read(run)
+        return await self._database.all(query, lambda row: FilespaceEntry(**row))
 
 
 def _of(context_id: str) -> Select[tuple[object, ...]]:

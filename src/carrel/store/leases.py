@@ -90,7 +90,7 @@ class LeaseStore:
             .where(sessions.c.id == session_id, sessions.c.lease_owner == owner, sessions.c.fence == fence)
             .values(lease_owner=to, lease_until=0.0)
         )
-        await self._database.write(lambda connection: connection.execute(statement).close())
+        await self._database.execute(statement)
 
     async def get(self, session_id: str) -> Lease | None:
         """The lease on a session, ended or not; None when it was given back or never taken."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, insert, select, update
+from sqlalchemy import ColumnElement, Select, and_, delete, insert, select, update
 from sqlalchemy.engine import Connection
 
 from carrel.store.database import Database
@@ -47,31 +48,18 @@ class McpServerStore:
 
     async def get(self, context_id: str, name: str) -> McpServerRecord | None:
         """One server."""
-        query = select(mcp_servers).where(_is(context_id, name))
-
-        def run(connection: Connection) -> McpServerRecord | None:
-            row = connection.execute(query).mappings().first()
-            return None if row is None else McpServerRecord(**row)
-
-        return await self._database.read(run)
+        found = await self._all(select(mcp_servers).where(_is(context_id, name)))
+        return found[0] if found else None
 
     async def declared(self, context_id: str, name: str) -> McpServerRecord | None:
         """One server without what it offers, which may be much."""
         columns = [column for column in mcp_servers.c if column.name != "catalogue"]
-        query = select(*columns).where(_is(context_id, name))
-
-        def run(connection: Connection) -> McpServerRecord | None:
-            row = connection.execute(query).mappings().first()
-            return None if row is None else McpServerRecord(**row)
-
-        return await self._database.read(run)
+        found = await self._all(select(*columns).where(_is(context_id, name)))
+        return found[0] if found else None
 
     async def list(self, context_id: str) -> Records:
         """Those of a context, by name."""
-        query = select(mcp_servers).where(_table.context_id == context_id).order_by(_table.name)
-        return await self._database.read(
-            lambda connection: [McpServerRecord(**row) for row in connection.execute(query).mappings()]
-        )
+        return await self._all(select(mcp_servers).where(_table.context_id == context_id).order_by(_table.name))
 
     async def put(self, record: McpServerRecord, room: Callable[[int], None]) -> McpServerRecord:
         """Write down a server, in the place of one of the same name. `room` is told how many others its context has,
@@ -106,28 +94,28 @@ class McpServerStore:
             values |= {"catalogue": catalogue, "catalogue_generation": generation, "discovered_at": at}
         mine = and_(_is(context_id, name), _table.generation == generation)
         statement = update(mcp_servers).where(mine).values(**values)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
+        return await self._database.execute(statement) > 0
 
     async def place(self, record: McpServerRecord) -> None:
         """Note the environment of a server that was built anew."""
         mine = and_(_is(record.context_id, record.name), _table.generation == record.generation)
         statement = update(mcp_servers).where(mine).values(environment=record.environment)
-        await self._database.write(lambda connection: connection.execute(statement).rowcount)
+        await self._database.execute(statement)
 
     async def enable(self, context_id: str, name: str, *, enabled: bool) -> bool:
         """Let a server be started, or not; False when there is none."""
         statement = update(mcp_servers).where(_is(context_id, name)).values(enabled=enabled)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
+        return await self._database.execute(statement) > 0
 
     async def delete(self, context_id: str, name: str) -> bool:
         """Forget a server; False when there is none."""
         statement = delete(mcp_servers).where(_is(context_id, name))
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) > 0
+        return await self._database.execute(statement) > 0
 
     async def forget(self, context_id: str) -> None:
         """Forget every server of a context."""
         statement = delete(mcp_servers).where(_table.context_id == context_id)
-        await self._database.write(lambda connection: connection.execute(statement).rowcount)
+        await self._database.execute(statement)
 
     async def copy(self, origin: str, context_id: str) -> None:
         """Give a fork the servers of its origin."""
@@ -139,6 +127,9 @@ class McpServerStore:
                 connection.execute(insert(mcp_servers).values(**{**row, "context_id": context_id}))
 
         await self._database.write(run)
+
+    async def _all(self, query: Select[Any]) -> Records:
+        return await self._database.all(query, lambda row: McpServerRecord(**row))
 
 
 def _is(context_id: str, name: str) -> ColumnElement[bool]:

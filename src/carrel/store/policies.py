@@ -84,4 +84,4 @@ class PolicyStore:
         statement = delete(policies).where(policies.c.context_id == context_id)
         if version is not None:
             statement = statement.where(policies.c.version == version)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+        return await self._database.execute(statement) == 1

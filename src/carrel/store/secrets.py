@@ -120,11 +120,7 @@ class SecretStore:
     async def list(self, kind: ScopeKind, scope: str) -> Infos:
         """What a context or a template has, by name, without any value."""
         query = select(*_SHOWN).where(secrets.c.kind == kind, secrets.c.scope == scope).order_by(secrets.c.name)
-
-        def run(connection: Connection) -> Infos:
-            return [SecretInfo(**row) for row in connection.execute(query).mappings()]
-
-        return await self._database.read(run)
+        return await self._database.all(query, lambda row: SecretInfo(**row))
 
     async def of_scope(self, context: str | None, templates: Sequence[str] = ()) -> Records:
         """What a sandbox gets, by name: the secrets of its context, and of each template those that no earlier has."""
@@ -175,7 +171,7 @@ class SecretStore:
                 and_(table.kind == "template", table.scope.not_in(templates)),
             )
         )
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount)
+        return await self._database.execute(statement)
 
     async def forget(self, kind: ScopeKind, scope: str) -> int:
         """Forget everything a context or a template has or had, and say how many secrets it had."""
@@ -197,7 +193,7 @@ class SecretStore:
         """Replace the sealed bytes of that version and keep all else; False when it has changed since."""
         statement = update(secrets).where(_is(kind, scope, name), secrets.c.version == version)
         statement = statement.values(sealed=sealed, key_id=key_id)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+        return await self._database.execute(statement) == 1
 
     async def former_sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Formers:
         """At most `limit` former values that this key sealed, without the first `skip`."""
@@ -207,7 +203,7 @@ class SecretStore:
     async def reseal_former(self, id: int, *, sealed: bytes, key_id: str) -> bool:
         """Replace the sealed bytes of a former value and keep all else; False when it is forgotten since."""
         statement = update(former_secrets).where(former_secrets.c.id == id).values(sealed=sealed, key_id=key_id)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+        return await self._database.execute(statement) == 1
 
     async def not_sealed_with(self, key_id: str) -> int:
         """How many values, former ones too, other keys than this one have sealed."""
@@ -219,18 +215,10 @@ class SecretStore:
         return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def _formers(self, query: Select[tuple[object, ...]]) -> Formers:
-        def run(connection: Connection) -> Formers:
-            rows = connection.execute(query).mappings()
-            return [FormerSecret(**{**row, "sealed": bytes(row["sealed"])}) for row in rows]
-
-        return await self._database.read(run)
+        return await self._database.all(query, lambda row: FormerSecret(**{**row, "sealed": bytes(row["sealed"])}))
 
     async def _records(self, query: Select[tuple[object, ...]]) -> Records:
-        def run(connection: Connection) -> Records:
-            rows = connection.execute(query).mappings()
-            return [SecretRecord(**{**row, "sealed": bytes(row["sealed"])}) for row in rows]
-
-        return await self._database.read(run)
+        return await self._database.all(query, lambda row: SecretRecord(**{**row, "sealed": bytes(row["sealed"])}))
 
 
 def places_of(context: str | None, templates: Sequence[str] = ()) -> Places:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-from sqlalchemy import ColumnElement, Double, Select, and_, bindparam, case, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Double, Select, and_, bindparam, case, func, insert, select, update
 from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
 from carrel.models import Limits, Network, SandboxInfo, State, Trust
 from carrel.store.clock import database_clock
-from carrel.store.cursors import decode_cursor, encode_cursor
+from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import sessions
 
@@ -114,39 +114,13 @@ def _plain(name: str, value: object) -> object:
 
 
 def _record(row: RowMapping) -> SessionRecord:
-    return SessionRecord(
-        id=row["id"],
-        context_id=row["context_id"],
-        ephemeral=row["ephemeral"],
-        state=State(row["state"]),
-        provider=row["provider"],
-        isolation_level=row["isolation_level"],
-        unsafe=row["unsafe"],
-        trust=Trust(row["trust"]),
-        network=Network(row["network"]),
-        limits=Limits.model_validate(row["limits"]),
-        created_at=row["created_at"],
-        last_activity_at=row["last_activity_at"],
-        env=row["env"],
-        labels=row["labels"],
-        handle=row["handle"],
-        idempotency_key=row["idempotency_key"],
-        error=row["error"],
-        end_reason=row["end_reason"],
-        node=row["node"],
-        lease_owner=row["lease_owner"],
-        lease_until=row["lease_until"],
-        fence=row["fence"],
-        filespace=row["filespace"],
-        snapshot=row["snapshot"],
-        notice=row["notice"],
-        template=row["template"],
-        acts_for=row["acts_for"],
-        agent=row["agent"],
-        used_bytes=row["used_bytes"],
-        expires_at=row["expires_at"],
-        forgotten=row["forgotten"],
-    )
+    read = {
+        "state": State(row["state"]),
+        "trust": Trust(row["trust"]),
+        "network": Network(row["network"]),
+        "limits": Limits.model_validate(row["limits"]),
+    }
+    return SessionRecord(**{**row, **read})
 
 
 class SessionStore:
@@ -166,7 +140,7 @@ class SessionStore:
             values |= {"lease_owner": owner, "lease_until": database_clock() + seconds, "fence": 1}
         statement = insert(sessions).values(**values)
         try:
-            await self._database.write(lambda connection: connection.execute(statement).close())
+            await self._database.execute(statement)
         except IntegrityError:
             raise AlreadyExists(
                 "a session of this context or idempotency key exists already",
@@ -197,7 +171,7 @@ class SessionStore:
         statement = update(sessions).where(sessions.c.id == session_id).values(**plain)
         if fence is not None:
             statement = statement.where(sessions.c.fence == fence, sessions.c.lease_owner.is_not(None))
-        changed = await self._database.write(lambda connection: connection.execute(statement).rowcount)
+        changed = await self._database.execute(statement)
         if fence is not None and changed == 0:
             raise Conflict(
                 f"the lease on session {session_id} is lost: fence {fence} is no longer the newest",
@@ -234,7 +208,7 @@ class SessionStore:
         """Let nothing of the ended sessions of a context count for the next one."""
         ended = and_(sessions.c.context_id == context_id, sessions.c.state == State.TERMINATED.value)
         statement = update(sessions).where(ended).values(forgotten=True, template=None, expires_at=None)
-        await self._database.write(lambda connection: connection.execute(statement).close())
+        await self._database.execute(statement)
 
     async def of_key(self, idempotency_key: str) -> SessionRecord | None:
         """The record a creation with that idempotency key made."""
@@ -263,25 +237,16 @@ class SessionStore:
         context_id: str | None = None,
     ) -> tuple[list[SessionRecord], str | None]:
         """Newest first: at most `limit` records after `cursor`, and the cursor of the next page."""
-        query = select(sessions).order_by(sessions.c.created_at.desc(), sessions.c.id.desc()).limit(limit + 1)
-        if cursor is not None:
-            created, name = decode_cursor(cursor)
-            same = and_(sessions.c.created_at == created, sessions.c.id < name)
-            query = query.where(or_(sessions.c.created_at < created, same))
+        query = select(sessions)
         if states is not None:
             query = query.where(sessions.c.state.in_([state.value for state in states]))
         if context_id is not None:
             query = query.where(sessions.c.context_id == context_id)
-        records = await self._all(query)
-        more = len(records) > limit
-        return records[:limit], encode_cursor(records[limit - 1]) if more else None
+        return await read_page(self._database, sessions, query, _record, limit, cursor)
 
     async def _one(self, condition: ColumnElement[bool]) -> SessionRecord | None:
         found = await self._all(select(sessions).where(condition).limit(1))
         return found[0] if found else None
 
     async def _all(self, query: Select[tuple[object, ...]]) -> list[SessionRecord]:
-        def run(connection: Connection) -> list[SessionRecord]:
-            return [_record(row) for row in connection.execute(query).mappings()]
-
-        return await self._database.read(run)
+        return await self._database.all(query, _record)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
-from sqlalchemy import Select, and_, delete, insert, or_, select, update
-from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy import Select, delete, insert, select, update
+from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
-from carrel.store.cursors import decode_cursor, encode_cursor
+from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import snapshots
 
@@ -63,7 +63,7 @@ class SnapshotStore:
         values = {**asdict(record), "status": record.status.value, "labels": dict(record.labels)}
         statement = insert(snapshots).values(**values)
         try:
-            await self._database.write(lambda connection: connection.execute(statement).close())
+            await self._database.execute(statement)
         except IntegrityError:
             raise AlreadyExists(f"there is a snapshot {record.id} already", field="id") from None
 
@@ -81,7 +81,7 @@ class SnapshotStore:
         if snapshot_id is not None:
             statement = statement.where(snapshots.c.id == snapshot_id)
         statement = statement.values(status=SnapshotStatus.FAILED.value, error=DOOMED)
-        await self._database.write(lambda connection: connection.execute(statement).close())
+        await self._database.execute(statement)
 
     async def doomed(self) -> list[SnapshotRecord]:
         """The snapshots whose deletion was not finished."""
@@ -102,7 +102,7 @@ class SnapshotStore:
     async def mark_archived(self, snapshot_id: str) -> None:
         """The archive has it."""
         statement = update(snapshots).where(snapshots.c.id == snapshot_id).values(archived=True)
-        await self._database.write(lambda connection: connection.execute(statement).close())
+        await self._database.execute(statement)
 
     async def unarchived(self, node: str) -> list[SnapshotRecord]:
         """The ready snapshots of a node that are not in the archive yet, oldest first."""
@@ -126,19 +126,12 @@ class SnapshotStore:
     ) -> tuple[list[SnapshotRecord], str | None]:
         """Newest first: at most `limit` records of a context after `cursor`, and the cursor of the next page."""
         query = select(snapshots).where(snapshots.c.context_id == context_id)
-        if cursor is not None:
-            created, name = decode_cursor(cursor)
-            same = and_(snapshots.c.created_at == created, snapshots.c.id < name)
-            query = query.where(or_(snapshots.c.created_at < created, same))
-        query = query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()).limit(limit + 1)
-        records = await self._all(query)
-        more = len(records) > limit
-        return records[:limit], encode_cursor(records[limit - 1]) if more else None
+        return await read_page(self._database, snapshots, query, _record, limit, cursor)
 
     async def delete(self, snapshot_id: str) -> bool:
         """Forget a snapshot; False when there was none."""
         statement = delete(snapshots).where(snapshots.c.id == snapshot_id)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+        return await self._database.execute(statement) == 1
 
     async def _end(self, snapshot_id: str, status: SnapshotStatus, **values: int | str) -> None:
         statement = (
@@ -146,11 +139,8 @@ class SnapshotStore:
             .where(snapshots.c.id == snapshot_id, snapshots.c.status == SnapshotStatus.CREATING.value)
             .values(status=status.value, **values)
         )
-        if await self._database.write(lambda connection: connection.execute(statement).rowcount) == 0:
+        if await self._database.execute(statement) == 0:
             raise Conflict(f"snapshot {snapshot_id} is not being created", field="id", hint="it has ended or is gone")
 
     async def _all(self, query: Select[tuple[object, ...]]) -> list[SnapshotRecord]:
-        def run(connection: Connection) -> list[SnapshotRecord]:
-            return [_record(row) for row in connection.execute(query).mappings()]
-
-        return await self._database.read(run)
+        return await self._database.all(query, _record)

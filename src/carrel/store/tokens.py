@@ -8,12 +8,12 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from sqlalchemy import Select, and_, insert, or_, select, update
+from sqlalchemy import Select, insert, select, update
 from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists
-from carrel.store.cursors import decode_cursor, encode_cursor
+from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import tokens
 
@@ -78,7 +78,7 @@ class TokenStore:
         record = TokenRecord(*token)
         statement = insert(tokens).values(**record._asdict())
         try:
-            await self._database.write(lambda connection: connection.execute(statement).close())
+            await self._database.execute(statement)
         except IntegrityError:
             raise AlreadyExists(f"there is a token {record.id} already", field="id") from None
 
@@ -130,18 +130,12 @@ class TokenStore:
 
     async def page(self, *, limit: int, cursor: str | None = None) -> tuple[list[TokenRecord], str | None]:
         """Newest first: at most `limit` tokens after `cursor`, and the cursor of the next page."""
-        query = select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id.desc()).limit(limit + 1)
-        if cursor is not None:
-            created, name = decode_cursor(cursor)
-            same = and_(tokens.c.created_at == created, tokens.c.id < name)
-            query = query.where(or_(tokens.c.created_at < created, same))
-        found = await self._all(query)
-        return found[:limit], encode_cursor(found[limit - 1]) if len(found) > limit else None
+        return await read_page(self._database, tokens, select(tokens), _record, limit, cursor)
 
     async def revoke(self, token_id: str, at: float) -> bool:
         """Revoke a token; False when it was already, or there is none."""
         statement = update(tokens).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None)).values(revoked_at=at)
-        return await self._database.write(lambda connection: connection.execute(statement).rowcount) == 1
+        return await self._database.execute(statement) == 1
 
     async def revoked(self, token_ids: Collection[str]) -> set[str]:
         """Those of these tokens that were revoked."""
@@ -156,10 +150,7 @@ class TokenStore:
     async def used(self, token_id: str, at: float) -> None:
         """Note when a token was used last."""
         statement = update(tokens).where(tokens.c.id == token_id).values(used_at=at)
-        await self._database.write(lambda connection: connection.execute(statement).close())
+        await self._database.execute(statement)
 
     async def _all(self, query: Select[tuple[object, ...]]) -> list[TokenRecord]:
-        def run(connection: Connection) -> list[TokenRecord]:
-            return [_record(row) for row in connection.execute(query).mappings()]
-
-        return await self._database.read(run)
+        return await self._database.all(query, _record)
