@@ -55,7 +55,7 @@ def test_an_error_inside_the_block_is_the_one_that_is_seen(client: Client) -> No
 
 
 def test_every_page_is_walked(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carrel.client._sync.client.PAGE", 2)
+    monkeypatch.setattr("carrel.client._sync.connection.PAGE", 2)
     boxes = [client.sandbox() for _ in range(5)]
     try:
         listed = [info.id for info in client.sandboxes()]

@@ -12,8 +12,6 @@ from carrel.client._async.wire import FAILED
 from carrel.errors import PlatformError
 from carrel.models import ApprovalBatchResult, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
 
-PAGE = 200
-
 
 class AsyncApprovals:
     """`client.approvals`."""
@@ -21,19 +19,12 @@ class AsyncApprovals:
     def __init__(self, connection: AsyncConnection):
         self._connection = connection
 
-    async def list(
+    def list(
         self, *, state: ApprovalState | str | None = None, context_id: str | None = None
     ) -> AsyncIterator[ApprovalInfo]:
         """Approvals, newest first, page by page."""
-        cursor: str | None = None
-        while True:
-            query = {"state": state, "context_id": context_id, "cursor": cursor, "limit": PAGE}
-            page = await self._connection.get(ApprovalPage, "/v1/approvals", query)
-            for info in page.items:
-                yield info
-            cursor = page.next
-            if cursor is None:
-                return
+        query = {"state": state, "context_id": context_id}
+        return self._connection.pages(ApprovalPage, "/v1/approvals", query)
 
     async def get(self, id: str) -> ApprovalInfo:
         """One approval, with the decision once there is one."""

@@ -6,10 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import datetime
 
 from carrel.client._async.connection import AsyncConnection
-from carrel.client._async.wire import FAILED
 from carrel.models import AuditKey, AuditPage, AuditPruned, AuditRecord
-
-PAGE = 200
 
 
 class AsyncAudit:
@@ -18,7 +15,7 @@ class AsyncAudit:
     def __init__(self, connection: AsyncConnection):
         self._connection = connection
 
-    async def search(
+    def search(
         self,
         *,
         context_id: str | None = None,
@@ -32,41 +29,23 @@ class AsyncAudit:
         text: str | None = None,
     ) -> AsyncIterator[AuditRecord]:
         """Operations, newest first, page by page. `text` is looked for in the arguments."""
-        cursor: str | None = None
-        while True:
-            query = {
-                "context_id": context_id,
-                "actor": actor,
-                "kind": kind,
-                "name": name,
-                "decision": decision,
-                "result": result,
-                "since": None if since is None else since.isoformat(),
-                "until": None if until is None else until.isoformat(),
-                "text": text,
-                "cursor": cursor,
-                "limit": PAGE,
-            }
-            page = await self._connection.get(AuditPage, "/v1/audit", query)
-            for record in page.items:
-                yield record
-            cursor = page.next
-            if cursor is None:
-                return
+        query = {
+            "context_id": context_id,
+            "actor": actor,
+            "kind": kind,
+            "name": name,
+            "decision": decision,
+            "result": result,
+            "since": None if since is None else since.isoformat(),
+            "until": None if until is None else until.isoformat(),
+            "text": text,
+        }
+        return self._connection.pages(AuditPage, "/v1/audit", query)
 
-    async def export(self, *, context_id: str | None = None, compress: bool = False) -> AsyncGenerator[bytes, None]:
+    def export(self, *, context_id: str | None = None, compress: bool = False) -> AsyncGenerator[bytes, None]:
         """The log, or the part of one context, as a file that `carrel audit verify` checks, in pieces."""
         query = {"context_id": context_id, "compress": "true" if compress else None}
-        response = await self._connection.stream(
-            "GET", "/v1/audit/export", query=query, timeout=self._connection.patience(None)
-        )
-        try:
-            async for piece in response.aiter_raw():
-                yield piece
-        except FAILED as error:
-            raise self._connection.unreachable(error) from None
-        finally:
-            await response.aclose()
+        return self._connection.pieces("/v1/audit/export", query, self._connection.patience(None))
 
     async def prune(self) -> AuditPruned:
         """Remove the records that are older than the server keeps them; it does so by itself every day."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
 from urllib.parse import quote
 
 from carrel.client._async.approvals import AsyncApprovals
@@ -32,8 +31,6 @@ from carrel.models import (
     TemplateList,
     Trust,
 )
-
-PAGE = 200
 
 
 class AsyncClient:
@@ -122,19 +119,12 @@ class AsyncClient:
         """The templates of the server, by name."""
         return (await self._connection.get(TemplateList, "/v1/templates")).items
 
-    async def sandboxes(
+    def sandboxes(
         self, *, state: State | str | None = None, context_id: str | None = None
     ) -> AsyncIterator[SandboxInfo]:
         """The sandboxes the server knows, newest first: those in one state, else all that are not terminated."""
-        query = {"limit": PAGE, "state": None if state is None else str(state), "context_id": context_id}
-        cursor: str | None = None
-        while True:
-            page = await self._connection.get(SandboxPage, "/v1/sandboxes", {**query, "cursor": cursor})
-            for info in page.items:
-                yield info
-            cursor = page.next
-            if cursor is None:
-                return
+        query = {"state": None if state is None else str(state), "context_id": context_id}
+        return self._connection.pages(SandboxPage, "/v1/sandboxes", query)
 
     async def find(self, name: str) -> SandboxInfo:
         """The live sandbox of a context id or sandbox id; nothing is made. Raises `NotFound`."""
@@ -168,7 +158,5 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import TracebackType
 
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.wire import FAILED, AsyncReply
@@ -108,9 +107,7 @@ class AsyncOutputStream:
     async def __aenter__(self) -> AsyncOutputStream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -20,8 +20,10 @@ from carrel.client.locate import START_HINT, Address
 from carrel.errors import CarrelError, Denied, InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
 Model = TypeVar("Model", bound=BaseModel)
+Item_co = TypeVar("Item_co", covariant=True)
 Query = Mapping[str, str | int | None]
 
+PAGE = 200
 CONNECT_S = 10.0
 # What the server needs on top of a command's own deadline: to kill the tree and to send the output.
 GRACE_S = 30.0
@@ -32,6 +34,18 @@ ADMINISTRATOR_HINT = (
     "Client(administrator=True) uses the administrator's"
 )
 _JSON = {"content-type": "application/json"}
+
+
+class Page(Protocol[Item_co]):
+    """A part of a list, and where the next part begins."""
+
+    @property
+    def items(self) -> Sequence[Item_co]:
+        """The items of this part."""
+
+    @property
+    def next(self) -> str | None:
+        """What to ask for the next part with; None at the end."""
 
 
 def encoded(body: Mapping[str, object]) -> bytes:
@@ -94,6 +108,20 @@ class AsyncConnection:
     async def put(self, model: type[Model], path: str, body: bytes, *, timeout: Patience | None = None) -> Model:
         """PUT JSON, get a model."""
         return self._parsed(model, await self._send("PUT", path, body=body, timeout=timeout))
+
+    async def pages(
+        self, model: type[Page[Item_co]], path: str, query: Query, *, limit: int = 200
+    ) -> AsyncIterator[Item_co]:
+        """The items of a list, page by page."""
+        cursor: str | None = None
+        while True:
+            asked = {**query, "cursor": cursor, "limit": limit or PAGE}
+            page: Page[Item_co] = self._parsed(cast(Any, model), await self._send("GET", path, query=asked))
+            for item in page.items:
+                yield item
+            cursor = page.next
+            if cursor is None:
+                return
 
     async def wait(self, model: type[Model], path: str) -> Model:
         """GET a model that the server gives when something has ended."""

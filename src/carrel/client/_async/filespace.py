@@ -6,12 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection
-from carrel.client._async.wire import FAILED
 from carrel.client._io_async import Progress, Source
 from carrel.client.requests import approved, waiting
 from carrel.models import ApprovalInfo, FilespaceFile, FilespacePage
-
-PAGE = 1000
 
 
 class AsyncFilespace:
@@ -31,32 +28,17 @@ class AsyncFilespace:
         """The same filespace, whose operations wait so long for a person before they raise `ApprovalNeeded`."""
         return AsyncFilespace(self._connection.carrying(waiting(seconds), wait_s=seconds), self.context_id)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[FilespaceFile]:
+    def list(self, prefix: str = "") -> AsyncIterator[FilespaceFile]:
         """The files whose paths begin with `prefix`, in the order of their paths, page by page."""
-        cursor: str | None = None
-        while True:
-            query = {"prefix": prefix or None, "cursor": cursor, "limit": PAGE}
-            page = await self._connection.get(FilespacePage, f"{self._path}/files", query)
-            for file in page.items:
-                yield file
-            cursor = page.next
-            if cursor is None:
-                return
+        return self._connection.pages(FilespacePage, f"{self._path}/files", {"prefix": prefix or None}, limit=1000)
 
     async def read(self, path: str) -> bytes:
         """The bytes of a file."""
         return b"".join([piece async for piece in self.stream(path)])
 
-    async def stream(self, path: str) -> AsyncGenerator[bytes, None]:
+    def stream(self, path: str) -> AsyncGenerator[bytes, None]:
         """The bytes of a file in pieces, for files of any size."""
-        response = await self._connection.stream("GET", self._content, query={"path": path})
-        try:
-            async for piece in response.aiter_raw():
-                yield piece
-        except FAILED as error:
-            raise self._connection.unreachable(error) from None
-        finally:
-            await response.aclose()
+        return self._connection.pieces(self._content, {"path": path})
 
     async def write(
         self, path: str, data: Source, *, mode: int | None = None, progress: Progress | None = None

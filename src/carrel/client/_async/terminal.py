@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Literal
 from urllib.parse import urlencode
 
@@ -117,7 +116,5 @@ class AsyncTerminal:
     async def __aenter__(self) -> AsyncTerminal:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

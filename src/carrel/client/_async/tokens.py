@@ -9,8 +9,6 @@ from urllib.parse import quote
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage
 
-PAGE = 200
-
 
 class AsyncTokens:
     """`client.tokens`."""
@@ -40,16 +38,9 @@ class AsyncTokens:
         }
         return await self._connection.post(NewToken, "/v1/tokens", encoded(body))
 
-    async def list(self) -> AsyncIterator[TokenInfo]:
+    def list(self) -> AsyncIterator[TokenInfo]:
         """Tokens, newest first, page by page; revoked ones too."""
-        cursor: str | None = None
-        while True:
-            page = await self._connection.get(TokenPage, "/v1/tokens", {"cursor": cursor, "limit": PAGE})
-            for info in page.items:
-                yield info
-            cursor = page.next
-            if cursor is None:
-                return
+        return self._connection.pages(TokenPage, "/v1/tokens", {})
 
     async def get(self, id: str) -> TokenInfo:
         """What is known of a token."""

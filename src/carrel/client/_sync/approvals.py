@@ -13,8 +13,6 @@ from carrel.client._sync.wire import FAILED
 from carrel.errors import PlatformError
 from carrel.models import ApprovalBatchResult, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
 
-PAGE = 200
-
 
 class Approvals:
     """`client.approvals`."""
@@ -26,14 +24,8 @@ class Approvals:
         self, *, state: ApprovalState | str | None = None, context_id: str | None = None
     ) -> Iterator[ApprovalInfo]:
         """Approvals, newest first, page by page."""
-        cursor: str | None = None
-        while True:
-            query = {"state": state, "context_id": context_id, "cursor": cursor, "limit": PAGE}
-            page = self._connection.get(ApprovalPage, "/v1/approvals", query)
-            yield from page.items
-            cursor = page.next
-            if cursor is None:
-                return
+        query = {"state": state, "context_id": context_id}
+        return self._connection.pages(ApprovalPage, "/v1/approvals", query)
 
     def get(self, id: str) -> ApprovalInfo:
         """One approval, with the decision once there is one."""

@@ -7,10 +7,7 @@ from collections.abc import Generator, Iterator
 from datetime import datetime
 
 from carrel.client._sync.connection import Connection
-from carrel.client._sync.wire import FAILED
 from carrel.models import AuditKey, AuditPage, AuditPruned, AuditRecord
-
-PAGE = 200
 
 
 class Audit:
@@ -33,39 +30,23 @@ class Audit:
         text: str | None = None,
     ) -> Iterator[AuditRecord]:
         """Operations, newest first, page by page. `text` is looked for in the arguments."""
-        cursor: str | None = None
-        while True:
-            query = {
-                "context_id": context_id,
-                "actor": actor,
-                "kind": kind,
-                "name": name,
-                "decision": decision,
-                "result": result,
-                "since": None if since is None else since.isoformat(),
-                "until": None if until is None else until.isoformat(),
-                "text": text,
-                "cursor": cursor,
-                "limit": PAGE,
-            }
-            page = self._connection.get(AuditPage, "/v1/audit", query)
-            yield from page.items
-            cursor = page.next
-            if cursor is None:
-                return
+        query = {
+            "context_id": context_id,
+            "actor": actor,
+            "kind": kind,
+            "name": name,
+            "decision": decision,
+            "result": result,
+            "since": None if since is None else since.isoformat(),
+            "until": None if until is None else until.isoformat(),
+            "text": text,
+        }
+        return self._connection.pages(AuditPage, "/v1/audit", query)
 
     def export(self, *, context_id: str | None = None, compress: bool = False) -> Generator[bytes, None]:
         """The log, or the part of one context, as a file that `carrel audit verify` checks, in pieces."""
         query = {"context_id": context_id, "compress": "true" if compress else None}
-        response = self._connection.stream(
-            "GET", "/v1/audit/export", query=query, timeout=self._connection.patience(None)
-        )
-        try:
-            yield from response.iter_raw()
-        except FAILED as error:
-            raise self._connection.unreachable(error) from None
-        finally:
-            response.close()
+        return self._connection.pieces("/v1/audit/export", query, self._connection.patience(None))
 
     def prune(self) -> AuditPruned:
         """Remove the records that are older than the server keeps them; it does so by itself every day."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from urllib.parse import quote
 
 from carrel.client._sync.approvals import Approvals
@@ -33,8 +32,6 @@ from carrel.models import (
     TemplateList,
     Trust,
 )
-
-PAGE = 200
 
 
 class Client:
@@ -125,14 +122,8 @@ class Client:
 
     def sandboxes(self, *, state: State | str | None = None, context_id: str | None = None) -> Iterator[SandboxInfo]:
         """The sandboxes the server knows, newest first: those in one state, else all that are not terminated."""
-        query = {"limit": PAGE, "state": None if state is None else str(state), "context_id": context_id}
-        cursor: str | None = None
-        while True:
-            page = self._connection.get(SandboxPage, "/v1/sandboxes", {**query, "cursor": cursor})
-            yield from page.items
-            cursor = page.next
-            if cursor is None:
-                return
+        query = {"state": None if state is None else str(state), "context_id": context_id}
+        return self._connection.pages(SandboxPage, "/v1/sandboxes", query)
 
     def find(self, name: str) -> SandboxInfo:
         """The live sandbox of a context id or sandbox id; nothing is made. Raises `NotFound`."""
@@ -166,7 +157,5 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

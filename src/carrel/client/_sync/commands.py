@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.wire import FAILED, Reply
@@ -109,9 +108,7 @@ class OutputStream:
     def __enter__(self) -> OutputStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

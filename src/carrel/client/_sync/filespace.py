@@ -8,11 +8,8 @@ from urllib.parse import quote
 
 from carrel.client._io_sync import Progress, Source
 from carrel.client._sync.connection import Connection
-from carrel.client._sync.wire import FAILED
 from carrel.client.requests import approved, waiting
 from carrel.models import ApprovalInfo, FilespaceFile, FilespacePage
-
-PAGE = 1000
 
 
 class Filespace:
@@ -34,14 +31,7 @@ class Filespace:
 
     def list(self, prefix: str = "") -> Iterator[FilespaceFile]:
         """The files whose paths begin with `prefix`, in the order of their paths, page by page."""
-        cursor: str | None = None
-        while True:
-            query = {"prefix": prefix or None, "cursor": cursor, "limit": PAGE}
-            page = self._connection.get(FilespacePage, f"{self._path}/files", query)
-            yield from page.items
-            cursor = page.next
-            if cursor is None:
-                return
+        return self._connection.pages(FilespacePage, f"{self._path}/files", {"prefix": prefix or None}, limit=1000)
 
     def read(self, path: str) -> bytes:
         """The bytes of a file."""
@@ -49,13 +39,7 @@ class Filespace:
 
     def stream(self, path: str) -> Generator[bytes, None]:
         """The bytes of a file in pieces, for files of any size."""
-        response = self._connection.stream("GET", self._content, query={"path": path})
-        try:
-            yield from response.iter_raw()
-        except FAILED as error:
-            raise self._connection.unreachable(error) from None
-        finally:
-            response.close()
+        return self._connection.pieces(self._content, {"path": path})
 
     def write(
         self, path: str, data: Source, *, mode: int | None = None, progress: Progress | None = None

@@ -10,8 +10,6 @@ from urllib.parse import quote
 from carrel.client._sync.connection import Connection, encoded
 from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage
 
-PAGE = 200
-
 
 class Tokens:
     """`client.tokens`."""
@@ -43,13 +41,7 @@ class Tokens:
 
     def list(self) -> Iterator[TokenInfo]:
         """Tokens, newest first, page by page; revoked ones too."""
-        cursor: str | None = None
-        while True:
-            page = self._connection.get(TokenPage, "/v1/tokens", {"cursor": cursor, "limit": PAGE})
-            yield from page.items
-            cursor = page.next
-            if cursor is None:
-                return
+        return self._connection.pages(TokenPage, "/v1/tokens", {})
 
     def get(self, id: str) -> TokenInfo:
         """What is known of a token."""
