@@ -88,6 +88,14 @@ def test_imports_follow_the_table():
     assert not breaches
 
 
+def test_admission_knows_nothing_of_what_uses_it():
+    users = {f"carrel.control.{each}" for each in ("egress", "jobs", "mcp", "python")}
+    for path in [each for room in ("operations", "governance") for each in (SOURCE / "control" / room).glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert ".".join(node.module.split(".")[:3]) not in users, f"{path}: {node.module}"
+
+
 def test_the_table_can_catch_a_breach(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("from carrel.control import sessions\ndef f():\n    import carrel.server\n")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carrel.control.governance.building import building_layer
 from carrel.control.python.environment_checks import (
     Asker,
     Lock,
     Wanted,
-    building_layer,
     interpreter_of,
     interpreters,
     lock_of,

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from carrel.control.governance.building import INDEX_LABEL, building_layer
 from carrel.control.governance.deciding import Decider
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import caller
-from carrel.control.python.environment_checks import INDEX_LABEL, building_layer
 from carrel.control.sessions.masks import unmasked
 from carrel.control.sessions.owners import discovers, whose
 from carrel.control.sessions.templates import Templates

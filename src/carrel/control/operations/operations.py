@@ -35,9 +35,9 @@ from carrel.control.operations.checks import (
     segment_of,
     size_of,
 )
-from carrel.control.python.stateless_callers import LABEL
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.owners import STATELESS
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.supervisor.connection import Download, Json
 from carrel.control.supervisor.frames import Chunk
@@ -462,7 +462,7 @@ def require_open(box: LiveSandbox, actor: str) -> None:
     if record.acts_for is not None:
         # It has the secrets of a context, or makes what others will use; the door would not know whose rules hold.
         raise NotFound(f"sandbox '{record.id}' is one in which carrel itself works", field="id", hint=hint)
-    if LABEL in record.labels and box.only_for != (identity.subject, identity.namespace):
+    if STATELESS in record.labels and box.only_for != (identity.subject, identity.namespace):
         raise NotFound(f"sandbox '{record.id}' is for calls without a context only", field="id", hint=hint)
 
 

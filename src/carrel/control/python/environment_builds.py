@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 from packaging.utils import canonicalize_name
 
+from carrel.control.governance.building import INDEX_LABEL
 from carrel.control.operations.call import SELF
 from carrel.control.operations.operations import Operations
-from carrel.control.python.environment_checks import INDEX_LABEL, Asker, Lock, Wanted, lock_of
+from carrel.control.python.environment_checks import Asker, Lock, Wanted, lock_of
 from carrel.control.sessions.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
 from carrel.isolation.launchers import SHARED_PIP_PLACE

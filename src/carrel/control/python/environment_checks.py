@@ -20,13 +20,11 @@ from carrel.egress.outbound.rules import Rules
 from carrel.egress.plan import Index
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import Limits, Trust
-from carrel.policy.documents.sources import Git, PackageManager, PackageManagers, Registry, Sources, WebAccess
-from carrel.policy.rules.layers import Layer, Policy
+from carrel.policy.rules.layers import Policy
 from carrel.store import SessionRecord
 
 PLACES = ("/usr/bin", "/usr/local/bin")
 MOST_LOCK = 4 * 1024 * 1024
-INDEX_LABEL = "index"
 _INTERPRETER = re.compile(r"python(3\.\d{1,2})")
 _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.!+_-]+)( ; [^\\\n#]{1,500})?( \\)?")
 _HASH = re.compile(r"    --hash=(sha(?:256|384|512):[0-9a-f]{64,128})( \\)?")
@@ -173,21 +171,6 @@ def wanted(
         places = [each for each in places if each[0] == index]
     said = [sorted(rules.blocked), rules.allowed and sorted(rules.allowed), rules.max_install_bytes]
     return Wanted(requirements, *python, tuple(url for _, url in places), json.dumps(said), index)
-
-
-def building_layer(policy: Policy, index: str | None) -> Layer:
-    """What is added to a policy where an environment is built: nothing is reached but the package front, and there one
-    index when one was chosen.
-    """
-    registries: tuple[Registry, ...] | None = None
-    if index is not None:
-        named = Rules(policy).packages.registries
-        registries = None if named is None else tuple(each for each in named if each.name == index)
-    pip = None if registries is None else PackageManager(registries=registries)
-    sources = Sources(
-        package_managers=PackageManagers(pip=pip), web_access=WebAccess(allowed_domains=()), git=Git(enabled=False)
-    )
-    return Layer("environment", None, sources, "environment")
 
 
 def lock_of(text: str) -> Lock:

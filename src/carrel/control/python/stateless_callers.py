@@ -12,8 +12,6 @@ from typing import Literal
 
 from carrel.config import RouterSettings
 
-LABEL = "carrel.router"
-"""Marks the sandboxes of these calls: nobody else works in them, and the next server ends what this one left."""
 Owner = tuple[str, str | None]
 """Whose calls a sandbox runs: the name of a token, and its namespace."""
 State = Literal["starting", "idle", "busy", "emptying", "ending"]

@@ -21,9 +21,10 @@ from carrel.control.operations.call import SELF
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import PythonOperations
-from carrel.control.python.stateless_callers import LABEL, Load, Owner, Place, RoutingTable, Wish
+from carrel.control.python.stateless_callers import Load, Owner, Place, RoutingTable, Wish
 from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.live import LiveSandbox
+from carrel.control.sessions.owners import STATELESS
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.bundles import Large, contents
 from carrel.errors import CarrelError, LimitExceeded, NotFound, NotRunning, PlatformError
@@ -75,7 +76,7 @@ class Router:
     async def open(self) -> None:
         """End what the server before this one left."""
         for box in self._sessions.live():
-            if box.record.ephemeral and LABEL in box.record.labels:
+            if box.record.ephemeral and STATELESS in box.record.labels:
                 await self._sessions.terminate(box.record.id, "its server is gone")
 
     async def close(self) -> None:
@@ -233,7 +234,7 @@ class Router:
 
     async def _enter(self, place: Place, owner: Owner) -> None:
         """Start the sandbox, or pass the door of one that was started ahead; from now on it is the caller's."""
-        request = SandboxRequest(template=place.template, labels={LABEL: "call"})
+        request = SandboxRequest(template=place.template, labels={STATELESS: "call"})
         if place.state == "starting":
             info, _ = await self._operations.deploy_or_resume(request)
             await self._started(place, info)
@@ -360,7 +361,7 @@ class Router:
             self._background(self._start_spare(place))
 
     async def _start_spare(self, place: Place) -> None:
-        request = SandboxRequest(template=place.template, labels={LABEL: "spare"})
+        request = SandboxRequest(template=place.template, labels={STATELESS: "spare"})
         try:
             info, _ = await self._operations.deploy_or_resume(request, actor=SELF)
         except CarrelError as error:

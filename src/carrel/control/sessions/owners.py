@@ -6,6 +6,8 @@ from carrel.store import SessionRecord
 
 LABEL, DISCOVERS = "carrel", "mcp"
 """The label of a sandbox in which carrel asks an MCP server of a context what it offers."""
+STATELESS = "carrel.router"
+"""The label of a sandbox for calls without a context."""
 
 
 def whose(record: SessionRecord) -> str | None:
