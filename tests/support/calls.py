@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
@@ -15,10 +14,10 @@ from carrel.policy.verdict import Verdict
 _KINDS = {"agent": Kind.AGENT, "person": Kind.PERSON}
 
 
-def caller_named(subject: str, **given: Any) -> Caller:
+def caller_named(subject: str, scopes: frozenset[Scope] = frozenset({Scope.OPERATE})) -> Caller:
     """Somebody of that name, such as `agent:coder`."""
     kind = _KINDS.get(subject.partition(":")[0], Kind.AGENT)
-    return Caller(Identity(subject, kind, frozenset({Scope.OPERATE})), **given)
+    return Caller(Identity(subject, kind, scopes))
 
 
 def call(

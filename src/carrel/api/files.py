@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
-from fastapi import Depends, Query, Request
+from fastapi import Body, Depends, Query, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from carrel.api.guard import Router
@@ -14,27 +15,19 @@ from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_
 from carrel.api.problems import problems
 from carrel.control.workspaces.bundles import Incoming
 from carrel.models import (
-    EditRequest,
-    EditResult,
     FileInfo,
-    FileList,
     FilesRequest,
     FilesWritten,
-    MkdirRequest,
-    MoveRequest,
 )
 from carrel.models.bundles import END, MEDIA_TYPE
+from carrel.models.files import Nothing
 from carrel.models.operations import (
-    DELETE_FILE,
-    EDIT_FILE,
-    LIST_FILES,
-    MAKE_DIRECTORY,
-    MOVE_FILE,
     READ_FILE,
     READ_FILES,
-    STAT_FILE,
+    TABLE,
     WRITE_FILE,
     WRITE_FILES,
+    ForwardedOperation,
 )
 
 router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"], dependencies=[Depends(known_query)])
@@ -119,72 +112,29 @@ async def _ended(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield END
 
 
-@router.operation(
-    STAT_FILE,
-    summary="What is at a path",
-    responses={200: {"model": FileInfo}, **problems(404, 409, 502)},
-)
-async def stat_file(id: SandboxId, path: FilePath, plane: Plane) -> Response:
-    """A symlink is shown itself."""
-    return as_json(await plane.operations.stat_file(id, path))
+def add_route(router: Router, operation: ForwardedOperation[Any, Any]) -> None:
+    """The route of an operation that is all in its row: the body, or the query, is the request."""
+    where = Body() if operation.has_body else Query()
+    empty = operation.result is Nothing
+    statuses = [404, 409, *([413] if operation.has_body else []), *([429] if operation.fills_disk else []), 502]
+
+    async def perform(id: SandboxId, wanted: BaseModel, plane: Plane, request: Request) -> Response:
+        if not operation.has_body:  # the bytes of a path may not be UTF-8
+            raw = {name: text for name in operation.paths if (text := raw_query(request, name))}
+            wanted = wanted.model_copy(update=raw)
+        result = await plane.operations.forward(operation, id, wanted)
+        return Response(status_code=204) if empty else as_json(result)
+
+    perform.__annotations__["wanted"] = Annotated[operation.request, where]
+    perform.__name__, perform.__doc__ = operation.id, operation.description
+    router.operation(
+        operation,
+        summary=operation.summary,
+        status_code=204 if empty else None,
+        responses={**({} if empty else {200: {"model": operation.result}}), **problems(*statuses)},
+    )(perform)
 
 
-@router.operation(
-    LIST_FILES,
-    summary="List a directory",
-    responses={200: {"model": FileList}, **problems(404, 409, 502)},
-)
-async def list_files(
-    id: SandboxId,
-    plane: Plane,
-    request: Request,
-    *,
-    path: Annotated[str, Query(min_length=1, max_length=4096, description="relative to the workspace")] = ".",
-    recursive: bool = False,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> Response:
-    """Entries, at most `limit`."""
-    raw = raw_query(request, "path") or path
-    return as_json(await plane.operations.list_files(id, raw, recursive=recursive, limit=limit))
-
-
-@router.operation(
-    EDIT_FILE,
-    summary="Replace text in a file",
-    responses={200: {"model": EditResult}, **problems(404, 409, 413, 429, 502)},
-)
-async def edit_file(id: SandboxId, body: EditRequest, plane: Plane) -> Response:
-    """Fails unless the old text is there exactly once, or `replace_all`."""
-    return as_json(await plane.operations.edit_file(id, body))
-
-
-@router.operation(
-    MOVE_FILE,
-    summary="Move or rename",
-    responses={200: {"model": FileInfo}, **problems(404, 409, 413, 502)},
-)
-async def move_file(id: SandboxId, body: MoveRequest, plane: Plane) -> Response:
-    """Inside the workspace."""
-    return as_json(await plane.operations.move_file(id, body))
-
-
-@router.operation(
-    MAKE_DIRECTORY,
-    summary="Make a directory",
-    responses={200: {"model": FileInfo}, **problems(404, 409, 413, 429, 502)},
-)
-async def make_directory(id: SandboxId, body: MkdirRequest, plane: Plane) -> Response:
-    """And its parents."""
-    return as_json(await plane.operations.make_directory(id, body))
-
-
-@router.operation(
-    DELETE_FILE,
-    summary="Delete a file or a tree",
-    status_code=204,
-    responses=problems(404, 409, 502),
-)
-async def delete_file(id: SandboxId, path: FilePath, plane: Plane, recursive: bool = False) -> Response:
-    """A directory that is not empty needs `recursive`."""
-    await plane.operations.delete_file(id, path, recursive=recursive)
-    return Response(status_code=204)
+for _operation in TABLE:
+    if isinstance(_operation, ForwardedOperation):
+        add_route(router, _operation)

@@ -70,7 +70,10 @@ def _query_names(route: APIRoute) -> frozenset[str]:
         pending = [route.dependant]
         while pending:
             dependant = pending.pop()
-            found.update(field.alias for field in dependant.query_params)
+            for field in dependant.query_params:
+                model = field.field_info.annotation
+                is_model = isinstance(model, type) and issubclass(model, BaseModel)
+                found.update(model.model_fields if is_model else (field.alias,))  # type: ignore[union-attr]
             pending.extend(dependant.dependencies)
         names = _NAMES[route.unique_id] = frozenset(found)
     return names

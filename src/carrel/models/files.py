@@ -31,6 +31,10 @@ class FileInfo(Answer):
     target: str | None = Field(default=None, description="where a symlink points")
 
 
+class Nothing(Answer):
+    """An answer without a body."""
+
+
 class FileList(Answer):
     """Entries of a directory; `truncated` when there were more than the limit."""
 
@@ -88,8 +92,8 @@ class ListRequest(BaseModel):
 class DeleteRequest(BaseModel):
     """Delete a file, or with `recursive` a tree: the query of the route."""
 
-    path: str = Field(min_length=1, max_length=4096, description="relative to the workspace")
     recursive: bool = False
+    path: str = Field(min_length=1, max_length=4096, description="relative to the workspace")
 
 
 class FilesRequest(Request):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from blake3 import blake3
 from pydantic import BaseModel
@@ -25,14 +25,17 @@ from carrel.models.files import (
     ListRequest,
     MkdirRequest,
     MoveRequest,
+    Nothing,
     StatRequest,
 )
+
+Q = TypeVar("Q", bound=BaseModel)
+A = TypeVar("A", bound=BaseModel)
 
 SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
 
 Kind = Literal["shell", "file", "mcp", "network", "session"]
-Method = Literal["GET", "POST", "PUT", "DELETE"]
 Reach = Literal["path", "listed", "handler"]
 """How an API route knows the context it is about. `path`: the path names a sandbox or a context, or it is about what
 belongs to no context. `listed`: it shows what the caller's token reaches, and no more. `handler`: the context is in the
@@ -79,28 +82,6 @@ MOVES = (
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisorCall:
-    """An operation that is one request to the supervisor: its model is sent, as JSON or as a query, and the answer is
-    checked against the model of the result.
-    """
-
-    method: Method
-    path: str
-    request: type[BaseModel]
-    result: type[BaseModel] | None
-    arguments: Callable[[Any], Mapping[str, object]]
-    """What policy, approvals and the audit log see of a request."""
-    paths: tuple[str, ...] = ("path",)
-    """The fields of the request that are paths in the workspace."""
-    content: str | None = None
-    """The field of the request whose text goes into the workspace, for the count of bytes."""
-    fills_disk: bool = False
-    """Whether it is refused while the workspace is over its quota."""
-    deadline: float = 30.0
-    largest_result: int = SMALL
-
-
-@dataclass(frozen=True, slots=True)
 class Operation:
     """One row. `kind` is None for an API route that is not an operation by itself: it only shows what the server knows,
     or it performs other operations.
@@ -118,10 +99,6 @@ class Operation:
     asks: bool = True
     """False: what policy leaves to a person is allowed, because a person was asked for it earlier."""
     reach: Reach = "path"
-    supervisor: SupervisorCall | None = None
-    summary: str = ""
-    """For a route that is made from its row: what the OpenAPI document says of it."""
-    description: str = ""
 
     def __post_init__(self) -> None:
         if self.kind == "file" and not isinstance(self.decides, tuple):
@@ -138,6 +115,38 @@ class Operation:
     def path(self) -> str:
         """The path of its API route."""
         return self.http.partition(" ")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardedOperation(Operation, Generic[Q, A]):
+    """An operation on files that is one request to the supervisor. Its row is all there is of it in the control plane
+    and the API: the request is sent on, as JSON or as a query, and the answer is checked against the result's model.
+    """
+
+    supervisor: str
+    """Method and path of the supervisor's route."""
+    request: type[Q]
+    result: type[A]
+    arguments: Callable[[Q], Mapping[str, object]]
+    """What policy, approvals and the audit log see of a request."""
+    summary: str
+    """This and the description are for the OpenAPI document."""
+    description: str
+    paths: tuple[str, ...] = ("path",)
+    """The fields of the request that are paths in the workspace."""
+    content: str | None = None
+    """The field of the request whose text goes into the workspace, for the count of bytes."""
+    fills_disk: bool = False
+    """Whether it is refused while the workspace is over its quota."""
+    deadline: float = 30.0
+    largest_result: int = SMALL
+    doubt: Callable[[Q, A], str | None] | None = None
+    """Says why an answer cannot be one to the request, else None."""
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the request is sent as JSON; else it is a query."""
+        return self.method in {"POST", "PUT"}
 
 
 TABLE: list[Operation] = []
@@ -158,6 +167,11 @@ def _row(
     return row
 
 
+def _forwarded(row: ForwardedOperation[Q, A]) -> ForwardedOperation[Q, A]:
+    TABLE.append(row)
+    return row
+
+
 def _only_path(request: BaseModel) -> dict[str, object]:
     return request.model_dump(include={"path"})
 
@@ -168,6 +182,10 @@ def _of_delete(request: DeleteRequest) -> dict[str, object]:
 
 def _of_move(request: MoveRequest) -> dict[str, object]:
     return {"path": request.source, "destination": request.destination}
+
+
+def _too_many(request: ListRequest, answer: FileList) -> str | None:
+    return "the sandbox listed more files than were asked for" if len(answer.items) > request.limit else None
 
 
 _SHOWN = 2000
@@ -228,39 +246,58 @@ READ_FILE = _row("read", "file", READ, f"GET {_FILES}/content", id="read_file", 
 WRITE_FILE = _row("write", "file", OPERATE, f"PUT {_FILES}/content", id="write_file", decides=WRITES)
 WRITE_FILES = _row("write_files", None, OPERATE, f"POST {_FILES}/bundle")
 READ_FILES = _row("read_files", None, READ, f"POST {_FILES}/read")
-STAT_FILE = _row(
-    "stat", "file", READ, f"GET {_FILES}/stat", id="stat_file", decides=READS,
-    supervisor=SupervisorCall("GET", "/files/stat", StatRequest, FileInfo, _only_path),
-    summary="What is at a path", description="A symlink is shown itself.",
+STAT_FILE = _forwarded(
+    ForwardedOperation(
+        "stat", "file", READ, f"GET {_FILES}/stat", "stat_file", decides=READS,
+        supervisor="GET /files/stat", request=StatRequest, result=FileInfo, arguments=_only_path,
+        summary="What is at a path",
+        description="A symlink is shown itself.",
+    )
 )  # fmt: skip
-LIST_FILES = _row(
-    "list", "file", READ, f"GET {_FILES}", id="list_files", decides=READS,
-    supervisor=SupervisorCall("GET", "/files/list", ListRequest, FileList, _only_path, largest_result=LIST),
-    summary="List a directory", description="Entries, at most `limit`.",
+LIST_FILES = _forwarded(
+    ForwardedOperation(
+        "list", "file", READ, f"GET {_FILES}", "list_files", decides=READS,
+        supervisor="GET /files/list", request=ListRequest, result=FileList, arguments=_only_path,
+        largest_result=LIST, doubt=_too_many,
+        summary="List a directory",
+        description="Entries, at most `limit`.",
+    )
 )  # fmt: skip
-EDIT_FILE = _row(
-    "edit", "file", OPERATE, f"POST {_FILES}/edit", id="edit_file", decides=WRITES,
-    supervisor=SupervisorCall(
-        "POST", "/files/edit", EditRequest, EditResult, _of_edit, content="new", fills_disk=True
-    ),
-    summary="Replace text in a file", description="Fails unless the old text is there exactly once, or `replace_all`.",
+EDIT_FILE = _forwarded(
+    ForwardedOperation(
+        "edit", "file", OPERATE, f"POST {_FILES}/edit", "edit_file", decides=WRITES,
+        supervisor="POST /files/edit", request=EditRequest, result=EditResult, arguments=_of_edit,
+        content="new", fills_disk=True,
+        summary="Replace text in a file",
+        description="Fails unless the old text is there exactly once, or `replace_all`.",
+    )
 )  # fmt: skip
-MOVE_FILE = _row(
-    "move", "file", OPERATE, f"POST {_FILES}/move", id="move_file", decides=MOVES,
-    supervisor=SupervisorCall(
-        "POST", "/files/move", MoveRequest, FileInfo, _of_move, paths=("source", "destination")
-    ),
-    summary="Move or rename", description="Inside the workspace.",
+MOVE_FILE = _forwarded(
+    ForwardedOperation(
+        "move", "file", OPERATE, f"POST {_FILES}/move", "move_file", decides=MOVES,
+        supervisor="POST /files/move", request=MoveRequest, result=FileInfo, arguments=_of_move,
+        paths=("source", "destination"),
+        summary="Move or rename",
+        description="Inside the workspace.",
+    )
 )  # fmt: skip
-MAKE_DIRECTORY = _row(
-    "mkdir", "file", OPERATE, f"POST {_FILES}/mkdir", id="make_directory", decides=WRITES,
-    supervisor=SupervisorCall("POST", "/files/mkdir", MkdirRequest, FileInfo, _only_path, fills_disk=True),
-    summary="Make a directory", description="And its parents.",
+MAKE_DIRECTORY = _forwarded(
+    ForwardedOperation(
+        "mkdir", "file", OPERATE, f"POST {_FILES}/mkdir", "make_directory", decides=WRITES,
+        supervisor="POST /files/mkdir", request=MkdirRequest, result=FileInfo, arguments=_only_path,
+        fills_disk=True,
+        summary="Make a directory",
+        description="And its parents.",
+    )
 )  # fmt: skip
-DELETE_FILE = _row(
-    "delete", "file", OPERATE, f"DELETE {_FILES}", id="delete_file", decides=DELETES,
-    supervisor=SupervisorCall("DELETE", "/files", DeleteRequest, None, _of_delete, deadline=600.0),
-    summary="Delete a file or a tree", description="A directory that is not empty needs `recursive`.",
+DELETE_FILE = _forwarded(
+    ForwardedOperation(
+        "delete", "file", OPERATE, f"DELETE {_FILES}", "delete_file", decides=DELETES,
+        supervisor="DELETE /files", request=DeleteRequest, result=Nothing, arguments=_of_delete,
+        deadline=600.0,
+        summary="Delete a file or a tree",
+        description="A directory that is not empty needs `recursive`.",
+    )
 )  # fmt: skip
 
 # filespaces

@@ -16,10 +16,10 @@ from carrel.control.governance.decisions import ApprovalDecisions
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call, Traffic
 from carrel.control.operations.caller import Caller, caller
-from carrel.control.operations.checks import edited
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound, PlatformError
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
+from carrel.models.operations import EDIT_FILE
 from carrel.policy.verdict import Verdict
 from carrel.store import Database
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
@@ -443,7 +443,7 @@ async def test_one_who_asks_from_another_sandbox_each_time(approvals: Inbox, kin
 def test_names_and_lines() -> None:
     assert digest(PUSH) == digest(PUSH)
     assert summary(call("file", "write", {"path": "/etc/x"}, "", "s", None)) == "write /etc/x"
-    changed = edited(EditRequest(path="a.py", old="one", new="two"))
+    changed = EDIT_FILE.arguments(EditRequest(path="a.py", old="one", new="two"))
     assert summary(call("file", "edit", changed, "", "s", None)) == "edit a.py two one"
     assert summary(call("shell", "run_command", {"command": ["a", "b c"]}, "", "s", None)) == "a 'b c'"
 

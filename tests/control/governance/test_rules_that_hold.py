@@ -27,6 +27,8 @@ from carrel.models import (
     SandboxRequest,
     TerminateRequest,
 )
+from carrel.models.files import DeleteRequest
+from carrel.models.operations import DELETE_FILE, MAKE_DIRECTORY, MOVE_FILE
 
 AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
 PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
@@ -147,13 +149,13 @@ async def test_who_is_gone_when_it_is_decided_gets_nothing_done(plane: ControlPl
 
 async def test_leave_to_delete_one_thing_is_not_leave_to_delete_all_below_it(plane: ControlPlane) -> None:
     await _made(plane, "c", _rules(["shell(ls:*)", *FILES], []))
-    await plane.operations.make_directory("c", MkdirRequest(path="a/b"))
+    await plane.operations.forward(MAKE_DIRECTORY, "c", MkdirRequest(path="a/b"))
     with pytest.raises(ApprovalNeeded) as caught:
-        await plane.operations.delete_file("c", "a")
+        await plane.operations.forward(DELETE_FILE, "c", DeleteRequest(path="a"))
     await plane.decisions.decide(caught.value.approval or "", YES, PERSON)
     caller.set(Caller(AGENT, approval=caught.value.approval))
     with pytest.raises(Conflict, match="another operation"):
-        await plane.operations.delete_file("c", "a", recursive=True)
+        await plane.operations.forward(DELETE_FILE, "c", DeleteRequest(path="a", recursive=True))
 
 
 async def test_leave_to_run_something_with_files_is_for_those_files(plane: ControlPlane) -> None:
@@ -178,12 +180,12 @@ async def test_what_is_denied_is_denied_with_all_around_it(plane: ControlPlane) 
     await plane.operations.write_file("c", "a/kept/x", b"1")
     await plane.operations.write_file("c", "a/other/x", b"1")
     with pytest.raises(Denied, match="something in /workspace/a"):
-        await plane.operations.delete_file("c", "a", recursive=True)
+        await plane.operations.forward(DELETE_FILE, "c", DeleteRequest(path="a", recursive=True))
     for source in ("a", "b", "b/c"):
         with pytest.raises(Denied, match="something in"):
-            await plane.operations.move_file("c", MoveRequest(source=source, destination="d"))
-    await plane.operations.delete_file("c", "a/other", recursive=True)
-    await plane.operations.move_file("c", MoveRequest(source="data", destination="d"))
+            await plane.operations.forward(MOVE_FILE, "c", MoveRequest(source=source, destination="d"))
+    await plane.operations.forward(DELETE_FILE, "c", DeleteRequest(path="a/other", recursive=True))
+    await plane.operations.forward(MOVE_FILE, "c", MoveRequest(source="data", destination="d"))
 
 
 async def test_a_snapshot_is_no_way_to_files_that_must_not_be_read(plane: ControlPlane) -> None:

@@ -23,6 +23,8 @@ from carrel.models import (
     SandboxRequest,
     State,
 )
+from carrel.models.files import ListRequest
+from carrel.models.operations import LIST_FILES
 
 NAMED = {
     "exits": "ended by itself with exit code 7",
@@ -112,7 +114,7 @@ async def test_it_sees_a_copy_of_the_workspace(plane: ControlPlane, box: str) ->
     await plane.mcp.add("c", "own", McpServerRequest(command=["python3", "own.py"]))
     found = await plane.mcp.catalogue("c", "own")
     assert [each.description for each in found.tools] == ["[secret:KEY]"], found
-    listing = await plane.operations.list_files("c")
+    listing = await plane.operations.forward(LIST_FILES, "c", ListRequest())
     assert "left.txt" not in {each.path for each in listing.items}
 
 
@@ -147,7 +149,7 @@ async def test_nobody_else_works_where_carrel_asks(plane: ControlPlane, box: str
         with pytest.raises(NotFound, match="carrel itself"):
             await plane.operations.run_command(own, CommandRequest(command="ls /run/secrets"))
         with pytest.raises(NotFound, match="carrel itself"):
-            await plane.operations.list_files(own)
+            await plane.operations.forward(LIST_FILES, own, ListRequest())
         with pytest.raises(NotFound, match="carrel itself"):
             await plane.operations.write_file(own, "x", b"x")
     finally:

@@ -9,6 +9,8 @@ from tests.support.indexes import wheel
 from carrel.control.plane import ControlPlane
 from carrel.errors import Denied, InvalidRequest
 from carrel.models import McpRequest, McpServerRequest, PolicyDocuments, SandboxRequest, TerminateRequest
+from carrel.models.files import ListRequest
+from carrel.models.operations import LIST_FILES
 
 SERVER = """
 import json, sys
@@ -84,4 +86,6 @@ async def test_what_npm_installed_is_found_and_goes_with_the_server(plane: Contr
     assert await plane.mcp._installing.npm(box, "s", disguised) is None, "a rule for sort means the sandbox's own"
     await plane.mcp._installing.remove(box, "s")
     await plane.mcp._installing.remove(box, "s")
-    assert ".mcp/s" not in {each.path for each in (await plane.operations.list_files("c", ".mcp")).items}
+    assert ".mcp/s" not in {
+        each.path for each in (await plane.operations.forward(LIST_FILES, "c", ListRequest(path=".mcp"))).items
+    }

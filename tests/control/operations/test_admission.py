@@ -24,6 +24,8 @@ from carrel.models import (
     SandboxRequest,
     TerminateRequest,
 )
+from carrel.models.files import StatRequest
+from carrel.models.operations import EDIT_FILE, STAT_FILE
 from carrel.policy.verdict import Verdict
 
 AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
@@ -54,7 +56,7 @@ async def test_an_operation_is_decided_dispatched_and_recorded(plane: ControlPla
     with pytest.raises(Denied, match="curl is denied"):
         await plane.operations.run_command("c", CommandRequest(command="echo $(curl x)"))
     with pytest.raises(NotFound):
-        await plane.operations.stat_file("c", "absent")
+        await plane.operations.forward(STAT_FILE, "c", StatRequest(path="absent"))
     assert await _records(plane) == [
         ("deploy_or_resume", "allow", "ok"),
         ("run_command", "allow", "ok"),
@@ -159,14 +161,14 @@ async def test_the_bytes_of_an_operation_are_in_its_record(plane: ControlPlane) 
 
     await do.write_file("c", "big", pieces())
     assert [piece async for piece in do.read_file("c", "big", offset=1400)]
-    await do.edit_file("c", EditRequest(path="small", old="123", new="é"))
+    await do.forward(EDIT_FILE, "c", EditRequest(path="small", old="123", new="é"))
     await do.execute("c", ExecuteRequest(code="cat in; echo", files={"in": "YWJj"}))
     snapshot = await plane.snapshots.take("c")
     tar = [piece async for piece in await plane.snapshots.export("c", snapshot.id)]
     await plane.filespaces.write("c", "kept", b"123")
     assert [piece async for piece in plane.filespaces.read("c", "kept")]
     await plane.filespaces.sync("c")
-    await do.stat_file("c", "big")
+    await do.forward(STAT_FILE, "c", StatRequest(path="big"))
     await plane.audit.flush()
     page = await plane.audit.search(Filter(chain=chain_of("c")), limit=100)
     counted = [(record.name, record.bytes_in, record.bytes_out) for record in reversed(page.items)]
@@ -252,7 +254,7 @@ async def test_each_operation_is_counted_once_with_the_outcome_that_is_recorded(
     with pytest.raises(Denied):
         await plane.operations.run_command("c", CommandRequest(command="curl x"))
     with pytest.raises(NotFound):
-        await plane.operations.stat_file("c", "absent")
+        await plane.operations.forward(STAT_FILE, "c", StatRequest(path="absent"))
     await plane.operations.health("c", SELF)
     shown = plane.metrics.render()[0].decode()
     counted = {

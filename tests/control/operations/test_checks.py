@@ -17,7 +17,6 @@ from carrel.control.operations.checks import (
     checked_result,
     command_body,
     deadline_of,
-    edited,
     json_object,
     query_of,
     result_size,
@@ -26,6 +25,7 @@ from carrel.control.operations.checks import (
 )
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
 from carrel.models import CommandRequest, CommandResult, EditRequest, FileInfo, PythonResult
+from carrel.models.operations import EDIT_FILE
 
 RESULT = {"id": "c", "stdout": "", "stderr": "", "exit_code": 0, "duration_ms": 1.0}
 
@@ -120,6 +120,8 @@ def test_a_size_that_is_a_lie() -> None:
 @given(st.tuples(st.text(min_size=1), st.text()), st.tuples(st.text(min_size=1), st.text()))
 def test_another_edit_is_another_operation(one: tuple[str, str], other: tuple[str, str]) -> None:
     """Who approved one has not approved the other, also where the difference is beyond what is shown."""
-    first, second = (edited(EditRequest(path="f", old="x" * 5000 + old, new=new)) for old, new in (one, other))
+    first, second = (
+        EDIT_FILE.arguments(EditRequest(path="f", old="x" * 5000 + old, new=new)) for old, new in (one, other)
+    )
     assert (first == second) == (one == other)
     assert str(first["old"]).endswith(f" […] and {3000 + len(one[0])} characters more"), "it is told what is not shown"

@@ -10,6 +10,8 @@ from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.frames import Chunk
 from carrel.errors import InvalidPath, InvalidRequest, NotFound, SandboxLost
 from carrel.models import CommandRequest, EditRequest, ExecuteRequest, SandboxRequest, SignalRequest, ToolRequest
+from carrel.models.files import DeleteRequest, ListRequest, StatRequest
+from carrel.models.operations import DELETE_FILE, EDIT_FILE, LIST_FILES, STAT_FILE
 
 
 @pytest.fixture
@@ -63,20 +65,22 @@ async def test_files(plane: ControlPlane, box: str) -> None:
     assert parts[0] == 10
     assert b"".join(part for part in parts[1:] if isinstance(part, bytes)) == b"5678901234"
     await do.write_file(box, "a.txt", b"one two")
-    edited = await do.edit_file(box, EditRequest(path="a.txt", old="one", new="1"))
+    edited = await do.forward(EDIT_FILE, box, EditRequest(path="a.txt", old="one", new="1"))
     assert edited.replaced == 1
-    assert {"a.txt", "data"} <= {each.path for each in (await do.list_files(box)).items}
-    await do.delete_file(box, "a.txt")
+    assert {"a.txt", "data"} <= {each.path for each in (await do.forward(LIST_FILES, box, ListRequest())).items}
+    await do.forward(DELETE_FILE, box, DeleteRequest(path="a.txt"))
     with pytest.raises(NotFound):
-        await do.stat_file(box, "a.txt")
+        await do.forward(STAT_FILE, box, StatRequest(path="a.txt"))
     for path in ("", "a\0b", "../x", "x" * 5000, "half\ud800"):
         with pytest.raises((InvalidPath, NotFound)):
-            await do.stat_file(box, path)
+            await do.forward(STAT_FILE, box, StatRequest.model_construct(path=path))
 
 
 async def test_names_that_are_not_utf8(plane: ControlPlane, box: str) -> None:
     await plane.operations.write_file(box, "data/\udcff", b"x")
-    assert [each.path for each in (await plane.operations.list_files(box, "data")).items] == ["data/\udcff"]
+    assert [
+        each.path for each in (await plane.operations.forward(LIST_FILES, box, ListRequest(path="data"))).items
+    ] == ["data/\udcff"]
 
 
 async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:

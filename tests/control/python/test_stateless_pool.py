@@ -39,6 +39,8 @@ from carrel.models import (
     StatelessRequest,
     StatelessResult,
 )
+from carrel.models.files import StatRequest
+from carrel.models.operations import STAT_FILE
 
 needs_root = pytest.mark.skipif(not ROOT, reason="btrfs needs root")
 
@@ -177,7 +179,7 @@ async def test_nobody_else_works_in_them(settings: Settings) -> None:
             token = caller.set(Caller(Identity(f"agent:{subject}", Kind.AGENT, frozenset({Scope.OPERATE}))))
             try:
                 if works:
-                    await plane.operations.stat_file(place.id, ".")
+                    await plane.operations.forward(STAT_FILE, place.id, StatRequest(path="."))
                     continue
                 with pytest.raises(NotFound, match="without a context only"):
                     await plane.operations.run_command(place.id, CommandRequest(command="touch /tmp/planted"))

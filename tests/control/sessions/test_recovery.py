@@ -8,6 +8,8 @@ from tests.support.killed import killed
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.models import CommandRequest, SandboxRequest, State
+from carrel.models.files import StatRequest
+from carrel.models.operations import STAT_FILE
 from carrel.providers.base import Capability
 
 
@@ -23,7 +25,7 @@ async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane
     try:
         assert (await other.sessions.get("c")).state is State.STOPPED
         await other.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-        assert (await other.operations.stat_file("c", "kept")).size == 1
+        assert (await other.operations.forward(STAT_FILE, "c", StatRequest(path="kept"))).size == 1
     finally:
         await other.close()
 

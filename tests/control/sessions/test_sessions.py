@@ -30,6 +30,8 @@ from carrel.models import (
     TerminateRequest,
     Trust,
 )
+from carrel.models.files import StatRequest
+from carrel.models.operations import STAT_FILE
 from carrel.providers.base import Launch
 
 ASKS = CommandRequest(command="perl -e 1")
@@ -75,9 +77,11 @@ async def test_terminate_keeps_a_durable_workspace_and_delete_does_not(plane: Co
     assert (await plane.sessions.terminate(first.id)).state is State.TERMINATED
     second, started = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
     assert started and second.id != first.id
-    assert (await plane.operations.stat_file("c", "kept")).size == 1
+    assert (await plane.operations.forward(STAT_FILE, "c", StatRequest(path="kept"))).size == 1
     await plane.sessions.terminate(first.id, delete_workspace=True)
-    assert (await plane.operations.stat_file("c", "kept")).size == 1, "it belongs to the newer session"
+    assert (await plane.operations.forward(STAT_FILE, "c", StatRequest(path="kept"))).size == 1, (
+        "it belongs to the newer session"
+    )
     await plane.sessions.terminate("c", delete_workspace=True)
     assert workspaces(plane) == []
 
@@ -207,7 +211,7 @@ async def test_a_dead_sandbox_is_started_anew_on_its_files(plane: ControlPlane) 
     await box.provider.remove(box.handle)
     again, started = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
     assert started and again.id == info.id
-    assert (await plane.operations.stat_file("c", "kept")).size == 1
+    assert (await plane.operations.forward(STAT_FILE, "c", StatRequest(path="kept"))).size == 1
 
 
 async def test_a_sandbox_found_dead_is_recorded(plane: ControlPlane) -> None:

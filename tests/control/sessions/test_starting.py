@@ -8,6 +8,8 @@ import pytest
 from carrel.control.plane import ControlPlane
 from carrel.errors import ArchiveUnavailable, LimitExceeded, PlatformError
 from carrel.models import SandboxRequest, State
+from carrel.models.files import StatRequest
+from carrel.models.operations import STAT_FILE
 from carrel.providers.base import Handle, Launch
 
 REQUEST = SandboxRequest(context_id="c")
@@ -46,7 +48,7 @@ async def test_what_was_there_stays_when_a_resume_fails(plane: ControlPlane, mon
         await plane.sessions.deploy_or_resume(REQUEST)
     monkeypatch.undo()
     await plane.sessions.deploy_or_resume(REQUEST)
-    assert (await plane.operations.stat_file("c", "kept")).size == 1
+    assert (await plane.operations.forward(STAT_FILE, "c", StatRequest(path="kept"))).size == 1
 
 
 async def test_a_filespace_out_of_reach_does_not_keep_a_sandbox_from_starting(plane: ControlPlane) -> None:

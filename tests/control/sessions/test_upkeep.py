@@ -16,6 +16,8 @@ from carrel.control.sessions import upkeep as janitor
 from carrel.errors import Conflict, LimitExceeded
 from carrel.identity import Identity, Kind, Scope
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
+from carrel.models.files import DeleteRequest, StatRequest
+from carrel.models.operations import DELETE_FILE, MAKE_DIRECTORY, STAT_FILE
 from carrel.store import Database
 from carrel.store.audit import AuditStore
 from carrel.workspaces.layout import encode
@@ -33,11 +35,11 @@ async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlP
     async with asyncio.timeout(10):
         while live.over_quota is None:
             await asyncio.sleep(0.02)
-    for write in (do.write_file(info.id, "x", b"x"), do.make_directory(info.id, MkdirRequest(path="d"))):
+    for write in (do.write_file(info.id, "x", b"x"), do.forward(MAKE_DIRECTORY, info.id, MkdirRequest(path="d"))):
         with pytest.raises(LimitExceeded) as caught:
             await write
         assert caught.value.field == "disk_mb"
-    await do.delete_file(info.id, "data/fill")
+    await do.forward(DELETE_FILE, info.id, DeleteRequest(path="data/fill"))
     async with asyncio.timeout(10):
         while live.over_quota is not None:
             await asyncio.sleep(0.02)
@@ -99,7 +101,7 @@ async def test_an_idle_sandbox_is_stopped_and_its_files_wait(plane: ControlPlane
     assert (await plane.sessions.get(throwaway.id)).state is State.TERMINATED
     again, started = await plane.sessions.deploy_or_resume(request)
     assert started and again.id == info.id
-    assert (await plane.operations.stat_file(info.id, "kept")).size == 1
+    assert (await plane.operations.forward(STAT_FILE, info.id, StatRequest(path="kept"))).size == 1
 
 
 async def test_a_sandbox_that_is_used_meanwhile_is_not_stopped(plane: ControlPlane) -> None:

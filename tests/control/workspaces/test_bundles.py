@@ -15,6 +15,8 @@ from carrel.control.workspaces.bundles import AT_ONCE, SMALL, Incoming
 from carrel.errors import Denied, InvalidPath, InvalidRequest, NotRunning
 from carrel.models import PolicyDocuments, SandboxRequest, StatelessRequest
 from carrel.models.bundles import END, Part, Unbundling
+from carrel.models.files import StatRequest
+from carrel.models.operations import STAT_FILE
 
 FILES = {f"small/{number}": b"%d" % number for number in range(AT_ONCE * 2 + 1)} | {
     "large": bytes(SMALL * 5 + 1),
@@ -49,7 +51,7 @@ async def read(plane: ControlPlane, box: str, paths: list[str]) -> dict[str, tup
 async def test_in_and_out(plane: ControlPlane, box: str) -> None:
     written = await plane.bundles.write(box, Incoming(incoming(FILES)))
     assert (written.files, written.bytes) == (len(FILES), sum(map(len, FILES.values())))
-    assert (await plane.operations.stat_file(box, "large")).mode == "640"
+    assert (await plane.operations.forward(STAT_FILE, box, StatRequest(path="large"))).mode == "640"
     assert await read(plane, box, list(FILES)) == {path: ("file", data) for path, data in FILES.items()}
     twice = {"a": b"1"} | {"b": b"2"}
     again = Incoming(_twice(twice))

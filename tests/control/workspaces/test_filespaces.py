@@ -24,6 +24,8 @@ from carrel.errors import (
     NotRunning,
 )
 from carrel.models import CommandRequest, Limits, PolicyDocuments, SandboxRequest, State, SyncDirection
+from carrel.models.files import DeleteRequest, ListRequest
+from carrel.models.operations import DELETE_FILE, LIST_FILES
 from carrel.policy.verdict import Verdict
 from carrel.workspaces.filespace_contents import GRACE_S
 
@@ -61,7 +63,7 @@ async def test_both_ways(plane: ControlPlane) -> None:
     assert (pulled.pull_deleted, pulled.pushed) == (1, 0)
     with pytest.raises(FileMissing):
         await inside(plane, "c", "in.txt")
-    await plane.operations.delete_file("c", "out.txt")
+    await plane.operations.forward(DELETE_FILE, "c", DeleteRequest(path="out.txt"))
     assert (await plane.filespaces.sync("c", SyncDirection.PUSH)).push_deleted == 1
     assert await names(plane, "c") == []
 
@@ -294,7 +296,7 @@ async def test_another_server_goes_on_with_what_was_common(nodes: list[ControlPl
     await second.filespaces.delete("n", "goes")
     await second.filespaces.write("n", "comes", b"3")
     await second.sessions.deploy_or_resume(request)
-    listing = await second.operations.list_files("n", ".")
+    listing = await second.operations.forward(LIST_FILES, "n", ListRequest(path="."))
     assert {"stays", "comes"} <= {file.path for file in listing.items}
     assert "goes" not in {file.path for file in listing.items}
     done = await second.filespaces.sync("n")

@@ -14,6 +14,8 @@ from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.stopping import KEPT
 from carrel.errors import Conflict, LimitExceeded, NotFound, SnapshotDamaged
 from carrel.models import CommandRequest, Limits, SandboxRequest, State
+from carrel.models.files import StatRequest
+from carrel.models.operations import STAT_FILE
 from carrel.workspaces.layout import encode
 
 REQUEST = SandboxRequest(context_id="c")
@@ -92,10 +94,10 @@ async def test_a_snapshot_that_is_only_in_the_archive_can_do_what_others_can(pla
     await plane.snapshots.fork("c", "d", first.id)
     assert await _read(plane, "d") == "one"
     with pytest.raises(NotFound):
-        await plane.operations.stat_file("d", "more")
+        await plane.operations.forward(STAT_FILE, "d", StatRequest(path="more"))
     await plane.snapshots.restore("c", first.id)
     with pytest.raises(NotFound):
-        await plane.operations.stat_file("c", "more")
+        await plane.operations.forward(STAT_FILE, "c", StatRequest(path="more"))
     assert not [name for name in os.listdir(plane.layout.cache) if name.startswith("snapshot-")]
 
 

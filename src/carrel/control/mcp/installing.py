@@ -16,6 +16,8 @@ from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import FileMissing, InvalidRequest
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import CommandRequest, EnvironmentRequest, McpServerRequest
+from carrel.models.files import DeleteRequest, StatRequest
+from carrel.models.operations import DELETE_FILE, STAT_FILE
 from carrel.providers.base import Capability, Provider
 from carrel.store import SessionRecord
 from carrel.store.environments import EnvironmentRecord
@@ -84,7 +86,7 @@ class Installing:
             return None
         program = f"{place}/node_modules/.bin/{name}"
         try:
-            await self._operations.stat_file(box.record.id, program, SELF)
+            await self._operations.forward(STAT_FILE, box.record.id, StatRequest(path=program), SELF)
         except FileMissing:
             return None
         return program
@@ -99,6 +101,7 @@ class Installing:
     async def remove(self, box: LiveSandbox, server: str) -> None:
         """Delete what npm installed for a server."""
         try:
-            await self._operations.delete_file(box.record.id, f"{NPM_PLACE}/{server}", recursive=True, actor=SELF)
+            unwanted = DeleteRequest(path=f"{NPM_PLACE}/{server}", recursive=True)
+            await self._operations.forward(DELETE_FILE, box.record.id, unwanted, SELF)
         except FileMissing:
             return

@@ -15,7 +15,7 @@ from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
-from carrel.models import CommandRequest, CommandResult, EditRequest
+from carrel.models import CommandRequest, CommandResult
 
 SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
@@ -23,9 +23,6 @@ GRACE = 15.0
 """How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
 output.
 """
-
-_SHOWN = 2000
-"""How much of a text that is replaced is shown to who decides."""
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=CommandResult)
@@ -46,26 +43,12 @@ def asked(request: CommandRequest) -> dict[str, object]:
     )
 
 
-def edited(request: EditRequest) -> dict[str, object]:
-    """Everything of an edit that decides what it does: the texts as far as a person reads them, and a digest of all."""
-    texts = f"{len(request.old)}:{request.old}{request.new}".encode("utf-8", "surrogatepass")
-    arguments: dict[str, object] = {"path": request.path, "old": _cut(request.old), "new": _cut(request.new)}
-    if request.replace_all:
-        arguments["replace_all"] = True
-    return arguments | {"digest": blake3(texts).hexdigest()}
-
-
 def brought(files: Mapping[str, str]) -> dict[str, object]:
     """The names of the files that come with a call, and a digest of all they hold."""
     held = blake3()
     for name, text in sorted(files.items()):
         held.update(json.dumps([name, len(text)]).encode() + text.encode("utf-8", "surrogatepass"))
     return {"files": sorted(files), "digest": held.hexdigest()} if files else {}
-
-
-def _cut(text: str) -> str:
-    left = len(text) - _SHOWN
-    return text if left <= 0 else f"{text[:_SHOWN]} […] and {left} characters more"
 
 
 def deadline_of(given: float | Literal["default"] | None, default: float | None) -> float | None:

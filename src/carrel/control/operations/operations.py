@@ -28,7 +28,6 @@ from carrel.control.operations.checks import (
     checked_result,
     command_body,
     deadline_of,
-    edited,
     json_object,
     query_of,
     result_size,
@@ -50,14 +49,9 @@ from carrel.models import (
     CommandList,
     CommandRequest,
     CommandResult,
-    EditRequest,
-    EditResult,
     ExecuteRequest,
     ExecuteResult,
     FileInfo,
-    FileList,
-    MkdirRequest,
-    MoveRequest,
     SandboxInfo,
     SandboxRequest,
     SignalRequest,
@@ -69,28 +63,25 @@ from carrel.models.operations import (
     COMMAND_OUTPUT,
     COMMAND_RESULT,
     DELETE_COMMAND,
-    DELETE_FILE,
     DEPLOY_OR_RESUME,
-    EDIT_FILE,
     EMPTY,
     EXECUTE,
     GET_COMMAND,
     HEALTH,
     LIST_COMMANDS,
-    LIST_FILES,
-    MAKE_DIRECTORY,
-    MOVE_FILE,
     READ_FILE,
     RESIZE_TERMINAL,
     RUN_COMMAND,
     SEND_INPUT,
     SIGNAL_COMMAND,
     START_COMMAND,
-    STAT_FILE,
     STOP,
     TERMINATE,
     WRITE_FILE,
+    A,
+    ForwardedOperation,
     Operation,
+    Q,
 )
 from carrel.store import SessionRecord
 
@@ -358,52 +349,25 @@ class Operations:
                 return check(FileInfo, json_object(answer))
             return check(FileInfo, await box.connection.upload("PUT", target, _metered(box, content, traffic)))
 
-    async def stat_file(self, name: str, path: str, actor: str = "") -> FileInfo:
-        """What is at a path; a symlink itself, not where it points."""
-        query = query_of(path=checked_path(path))
-        async with self.enter(name, STAT_FILE, {"path": path}, actor) as (box, _):
-            return check(FileInfo, await self._ask(box, "GET", f"/files/stat{query}"))
-
-    async def list_files(
-        self, name: str, path: str = ".", *, recursive: bool = False, limit: int = 1000, actor: str = ""
-    ) -> FileList:
-        """The entries of a directory."""
-        query = query_of(path=checked_path(path), recursive=recursive, limit=limit)
-        async with self.enter(name, LIST_FILES, {"path": path}, actor) as (box, _):
-            listing = check(FileList, await self._ask(box, "GET", f"/files/list{query}", limit=LIST))
-            if len(listing.items) > limit:
-                raise SandboxLost("the sandbox listed more files than were asked for")
-            return listing
-
-    async def edit_file(self, name: str, request: EditRequest, actor: str = "") -> EditResult:
-        """Replace text in a file."""
-        checked_path(request.path)
-        async with self.enter(name, EDIT_FILE, edited(request), actor) as (box, traffic):
-            _room(box)
-            traffic.took(size_of(request.new))
-            return check(EditResult, await self._ask(box, "POST", "/files/edit", request.model_dump(exclude_none=True)))
-
-    async def move_file(self, name: str, request: MoveRequest, actor: str = "") -> FileInfo:
-        """Move or rename."""
-        checked_path(request.source, "source")
-        checked_path(request.destination, "destination")
-        arguments = {"path": request.source, "destination": request.destination}
-        async with self.enter(name, MOVE_FILE, arguments, actor) as (box, _):
-            return check(FileInfo, await self._ask(box, "POST", "/files/move", request.model_dump()))
-
-    async def make_directory(self, name: str, request: MkdirRequest, actor: str = "") -> FileInfo:
-        """Make a directory and its parents."""
-        checked_path(request.path)
-        async with self.enter(name, MAKE_DIRECTORY, {"path": request.path}, actor) as (box, _):
-            _room(box)
-            return check(FileInfo, await self._ask(box, "POST", "/files/mkdir", request.model_dump()))
-
-    async def delete_file(self, name: str, path: str, *, recursive: bool = False, actor: str = "") -> None:
-        """Delete a file, or with `recursive` a tree."""
-        query = query_of(path=checked_path(path), recursive=recursive)
-        arguments = {"path": path} | ({"recursive": True} if recursive else {})
-        async with self.enter(name, DELETE_FILE, arguments, actor) as (box, _):
-            await self._ask(box, "DELETE", f"/files{query}", deadline=600.0)
+    async def forward(self, operation: ForwardedOperation[Q, A], name: str, request: Q, actor: str = "") -> A:
+        """Perform an operation that is one request to the supervisor, as its row says."""
+        for field in operation.paths:
+            checked_path(getattr(request, field), field)
+        method, _, path = operation.supervisor.partition(" ")
+        body = request.model_dump(exclude_none=True) if operation.has_body else None
+        query = "" if operation.has_body else query_of(**request.model_dump())
+        async with self.enter(name, operation, operation.arguments(request), actor) as (box, traffic):
+            if operation.fills_disk:
+                _room(box)
+            if operation.content is not None:
+                traffic.took(size_of(getattr(request, operation.content)))
+            answer = await self._ask(
+                box, method, path + query, body, deadline=operation.deadline, limit=operation.largest_result
+            )
+            result = check(operation.result, answer)
+            if operation.doubt is not None and (why := operation.doubt(request, result)) is not None:
+                raise SandboxLost(why)
+            return result
 
     # tools and health
 
