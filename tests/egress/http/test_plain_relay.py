@@ -1,4 +1,4 @@
-"""PlainRelay HTTP through the gateway, against servers that are honest and servers that are not."""
+"""Plain HTTP through the gateway, against servers that are honest and servers that are not."""
 
 from __future__ import annotations
 

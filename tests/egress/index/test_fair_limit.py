@@ -1,4 +1,4 @@
-"""FairLimit: none is lost, nobody has them all, and who has none is not kept waiting by who has many."""
+"""Permits of a fair limit: none is lost, nobody has them all, and who has none is not kept waiting by who has many."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ async def test_socks_tunnels_are_checked_inside_too() -> None:
 
 
 class Opened:
-    """A `outbound.Inspect` that takes what the client sent."""
+    """An `Inspect` that takes what the client sent."""
 
     def __init__(self) -> None:
         self.got = b""
