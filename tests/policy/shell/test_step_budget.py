@@ -16,7 +16,7 @@ from carrel.policy.shell.step_budget import SPARE_STEPS, STEPS_PER_CHARACTER, St
 WHOLE = 65_536
 
 
-def test_effort_ends_after_its_steps() -> None:
+def test_budget_ends_after_its_steps() -> None:
     budget = StepBudget(10)
     budget.spend(SPARE_STEPS + 10 * STEPS_PER_CHARACTER)
     with pytest.raises(TooComplex):

@@ -16,7 +16,7 @@ from carrel.policy.rules import packages, remotes
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import ReadFile
 from carrel.policy.rules.reach import Reach
-from carrel.policy.rules.rules import Rule, behind_options, match_words
+from carrel.policy.rules.rules import Rule, behind_options, first, match_words
 from carrel.policy.shell import (
     SPARE_STEPS,
     Argument,
@@ -130,7 +130,7 @@ def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
     if not policy.governed:
         return ALLOWED
     verdict = _by_rules(
-        _first(policy.deny.mcp(server, tool)), _first(policy.allow.mcp(server, tool)), f"the tool {server}:{tool}"
+        first(policy.deny.mcp(server, tool)), first(policy.allow.mcp(server, tool)), f"the tool {server}:{tool}"
     )
     return _whole([Part("mcp", f"{server}:{tool}", verdict)])
 
@@ -150,10 +150,6 @@ def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
 def _whole(parts: Sequence[Part]) -> Verdict:
     worst = strictest(part.verdict for part in parts)
     return ALLOWED if worst is None else replace(worst, parts=tuple(parts))
-
-
-def _first(rules: Iterable[Rule]) -> Rule | None:
-    return min(rules, key=lambda rule: rule.order, default=None)
 
 
 def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Verdict:
@@ -232,7 +228,7 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], budget: StepBudg
         budget.spend(2 + len(rule.words) * width)
         if match_words(rule, argv, deny=False) == "yes":
             allowed.append(rule)
-    return _by_rules(_first(denied), _first(allowed), name)
+    return _by_rules(first(denied), first(allowed), name)
 
 
 def _file_use(policy: Policy, use: FileUse, budget: StepBudget) -> Part:
@@ -249,7 +245,7 @@ def _file(policy: Policy, operation: Operation, path: str) -> Part:
     if len(path) > LONGEST_PATH:
         reason = f"the path is longer than {LONGEST_PATH} characters"
         return Part("file", f"{operation} {path[:200]}", Verdict("ask", reason, hint="use a shorter path"))
-    denied, allowed = _first(policy.deny.file(operation, path)), _first(policy.allow.file(operation, path))
+    denied, allowed = first(policy.deny.file(operation, path)), first(policy.allow.file(operation, path))
     verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]
     return Part("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
 

@@ -25,23 +25,9 @@ DEFAULTS = Settings(permissions=Permissions(allow=tuple(f"shell({word}:*)" for w
 """Words of the shell itself: they start no program, and what `eval`, `exec` and `command` run is decided by itself."""
 
 INTERPRETERS = frozenset(
-    {
-        "python",
-        "python2",
-        "python3",
-        "node",
-        "perl",
-        "ruby",
-        "php",
-        "lua",
-        "awk",
-        "gawk",
-        "mawk",
-        "java",
-        "Rscript",
-        "deno",
-    }
-    | {"bun", "tclsh", "expect", "make", "ssh", "vi", "vim", "emacs", "gdb", "docker", "podman", "kubectl", "crontab"}
+    {"python", "python2", "python3", "node", "perl", "ruby", "php", "lua", "awk", "gawk", "mawk", "java", "Rscript"}
+    | {"deno", "bun", "tclsh", "expect", "make", "ssh", "vi", "vim", "emacs", "gdb", "docker", "podman", "kubectl"}
+    | {"crontab"}
 )
 """Programs that run whatever they are told to."""
 

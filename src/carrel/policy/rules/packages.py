@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import PackageManager, Sources
 from carrel.policy.rules import remotes
-from carrel.policy.shell import Argument, Unknown, base, module_of, shown
+from carrel.policy.shell import PIP, PYTHON, Argument, Unknown, base, module_of, shown
 from carrel.policy.verdict import Verdict
 
 ReadFile = Callable[[str], str | None]
@@ -38,8 +38,6 @@ _MANAGERS = {
     **dict.fromkeys(("gem", "bundle"), "gem"),
     "cargo": "cargo",
 }
-_PIP = re.compile(r"pip(\d+(\.\d+)*)?")
-_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?")
 _NAME = re.compile(r"\s*([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(\[[^\]]*\])?\s*(.*)", re.DOTALL)
 _URL = re.compile(r"(?:(?:git|hg|svn|bzr)\+)?[A-Za-z][A-Za-z0-9+.-]*://|git@")
 _FILE = re.compile(r"^([A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*?)-\d")
@@ -271,12 +269,12 @@ def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFil
     if not argv or not isinstance(argv[0], str):
         return
     name, rest = base(argv[0]), list(argv[1:])
-    if _PYTHON.fullmatch(name):
+    if PYTHON.fullmatch(name):
         module = module_of(rest)
         if module is None:
             return
         name, rest = module[0], list(module[1])
-    if _PIP.fullmatch(name):
+    if PIP.fullmatch(name):
         name = "pip"
     key = _MANAGERS.get(name) or ("go" if name == "go" and rest[:1] in (["get"], ["install"]) else None)
     if key is None:

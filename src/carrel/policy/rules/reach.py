@@ -14,7 +14,7 @@ from carrel.policy.rules import addresses
 from carrel.policy.rules.addresses import Address
 from carrel.policy.rules.layers import Layer, Policy
 from carrel.policy.rules.remotes import Place, places
-from carrel.policy.rules.rules import Rule
+from carrel.policy.rules.rules import Rule, first
 from carrel.policy.verdict import Verdict
 
 PORTS = frozenset({80, 443})
@@ -175,7 +175,7 @@ class Reach:
         return any(web.remote(host, None, literal=literal) for web in self._webs)
 
     def _denied(self, name: str, port: int | None) -> Verdict | None:
-        rule = _first(self._policy.deny.network(name, port, deny=True))
+        rule = first(self._policy.deny.network(name, port, deny=True))
         return None if rule is None else _denied(name, port, rule)
 
     def _denied_address(self, address: Address, port: int | None) -> Verdict | None:
@@ -185,14 +185,14 @@ class Reach:
                 if blocked := web.blocked.find(str(form), literal=True):
                     rule = f"web_access.blocked_domains: {blocked}"
                     return Verdict("deny", f"{form} is blocked for this agent", rule, web.layer.sources_name)
-            if (denied := _first(self._policy.deny.addresses(form, port, deny=True))) is not None:
+            if (denied := first(self._policy.deny.addresses(form, port, deny=True))) is not None:
                 return _denied(str(form), port, denied)
         return None
 
     def _naming(self, address: Address, port: int | None) -> Verdict | None:
         """What names this very address or its network: a rule, or the domains of every layer that has the key."""
         # Without a port, a rule for any one of them is enough not to refuse yet.
-        if rule := _first(self._policy.allow.addresses(address, port, deny=port is None)):
+        if rule := first(self._policy.allow.addresses(address, port, deny=port is None)):
             return Verdict("allow", f"connecting to {address} is allowed", rule.text, rule.source)
         lists = [(web.allowed.find(str(address), literal=True), web) for web in self._webs if web.allowed is not None]
         if not lists or not all(found for found, _ in lists):
@@ -238,10 +238,6 @@ def _private(shown: str, words: str) -> Verdict:
         f"{shown} is {words}, and no rule names it",
         hint="such addresses are reached only where a rule allows the address or its network",
     )
-
-
-def _first(rules: Iterable[Rule]) -> Rule | None:
-    return min(rules, key=lambda rule: rule.order, default=None)
 
 
 _FRONTED = frozenset({"pip", "uv"})

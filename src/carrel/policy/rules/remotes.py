@@ -13,16 +13,8 @@ from carrel.policy.shell import Argument, Unknown, base, is_safe_config, shown
 from carrel.policy.verdict import Verdict
 
 _GLOBAL_FLAGS = frozenset(
-    {
-        "--no-pager",
-        "-P",
-        "--paginate",
-        "-p",
-        "--bare",
-        "--no-replace-objects",
-        "--literal-pathspecs",
-        "--no-optional-locks",
-    }
+    {"--no-pager", "-P", "--paginate", "-p", "--bare", "--no-replace-objects", "--literal-pathspecs"}
+    | {"--no-optional-locks"}
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SCP = re.compile(r"(?:[^/@:\s]+@)?(\[[^\]]+\]|[^/:\s]+):(?!//)(.*)", re.DOTALL)

@@ -70,6 +70,11 @@ class Rule:
     port: str = ""
 
 
+def first(rules: Iterable[Rule]) -> Rule | None:
+    """The rule that a verdict names when several match."""
+    return min(rules, key=lambda rule: rule.order, default=None)
+
+
 def parse(text: str, source: str, order: int, variables: Mapping[str, str], place: str) -> Rule:
     """Read a rule. Raises `InvalidRequest` that says what is wrong with it and where it stands."""
     try:

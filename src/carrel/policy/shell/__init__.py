@@ -17,13 +17,15 @@ egress process, where the same rules are decided, does not need. Nothing in here
 """
 
 from carrel.policy.shell.arguments import Argument, Unknown, shown
-from carrel.policy.shell.options import is_safe_config
+from carrel.policy.shell.options import PIP, is_safe_config
 from carrel.policy.shell.step_budget import SPARE_STEPS, StepBudget, TooComplex, size_of
 from carrel.policy.shell.syntax import Dialect
 from carrel.policy.shell.variables import changes_what_runs
-from carrel.policy.shell.wrappers import RUNNERS, base, module_of
+from carrel.policy.shell.wrappers import PYTHON, RUNNERS, base, module_of
 
 __all__ = [
+    "PIP",
+    "PYTHON",
     "RUNNERS",
     "SPARE_STEPS",
     "Argument",

@@ -242,12 +242,6 @@ def _sequence(cells: list[_Cell]) -> list[list[_Cell]] | None:
     return [[(char, False) for char in each] for each in texts]
 
 
-def text_of(word: Word) -> str | None:
-    """The text of a word that is known, unsplit."""
-    found = value(word)
-    return found if isinstance(found, str) else None
-
-
 def literal(parts: tuple[Text | Expansion, ...]) -> str | None:
     """The text of parts, when nothing in them is replaced."""
     if any(isinstance(part, Expansion) for part in parts):

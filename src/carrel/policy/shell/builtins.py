@@ -14,6 +14,7 @@ from carrel.policy.shell.arguments import Argument, Unknown, arguments, shown
 from carrel.policy.shell.commands import DECLARATIONS, after, skeleton
 from carrel.policy.shell.step_budget import StepBudget
 from carrel.policy.shell.syntax import Dialect, Expansion, Facts, Function, Unreadable, Word
+from carrel.policy.shell.words import NAME
 from carrel.policy.shell.wrappers import SAFE_OPTIONS
 
 
@@ -45,7 +46,6 @@ class Call:
 
 Builtin = Callable[[Call, State], None]
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAGS_OF_SET = frozenset("eufxvnCETbmPh")
 _SAFE_SHOPT = frozenset({"globstar", "dotglob", "nocaseglob", "nocasematch", "inherit_errexit", "checkwinsize"})
 
@@ -144,7 +144,7 @@ def _variable(argument: Argument, call: Call, state: State, why: str) -> None:
     """Note that a builtin writes to the variable an argument names."""
     if isinstance(argument, Unknown) or "[" in argument:
         state.facts.ask(f"the variable {call.name} writes to is known only at run time: {_line(call)}")
-    elif _NAME.fullmatch(argument):
+    elif NAME.fullmatch(argument):
         state.facts.assign_anything(argument, why)
 
 

@@ -433,7 +433,7 @@ class _Reader(LineReader):
         if self.follows("(("):
             self.only_bash("for ((…))")
             self.take("((")
-            programs = self.arithmetic_for()
+            programs = self.arithmetic(more=";")
             self.blanks()
             self.take(";")
             return Block((*programs, self.do_group()))

@@ -179,7 +179,7 @@ PROGRAMS: dict[str, Program] = {
     "pip config": Program(_does("text", "editor")),
 }
 """Programs with such options. Git, sed, awk and find have readers of their own."""
-_PIP = re.compile(r"pip(\d+(\.\d+)*)?")
+PIP = re.compile(r"pip(\d+(\.\d+)*)?")
 _SED = Program(
     _does("given", "e expression i in-place") | _does("asks", "f file"),
     "l",
@@ -214,7 +214,7 @@ def effects(name: str, rest: Sequence[Argument]) -> Effects | None:
     elif name in {"awk", "gawk", "mawk", "nawk"}:
         _awk(name, rest, found)
     else:
-        if _PIP.fullmatch(name):
+        if PIP.fullmatch(name):
             name = "pip"
         if rest and f"{name} {rest[0]}" in PROGRAMS:
             name, rest = f"{name} {rest[0]}", rest[1:]

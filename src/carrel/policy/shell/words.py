@@ -382,9 +382,9 @@ class WordReader(Cursor, ABC):
         programs = self.arithmetic()
         return self._made(start, quoted, names=(), programs=programs)
 
-    def arithmetic(self) -> tuple[Block, ...]:
-        """Read an arithmetic expression up to and with its two closing parentheses."""
-        programs = self._arithmetic_until(")")
+    def arithmetic(self, *, more: str = "") -> tuple[Block, ...]:
+        """Read an expression up to and with its two closing parentheses. `more` are other characters it may hold."""
+        programs = self._arithmetic_until(")", more=more)
         if self.text[self.at : self.at + 1] != ")":
             raise Unreadable("parentheses that may be arithmetic or a subshell")
         self.at += 1
@@ -427,14 +427,6 @@ class WordReader(Cursor, ABC):
             self.at += 1
         self.facts.evaluate_text("".join(plain))
         return tuple(programs)
-
-    def arithmetic_for(self) -> tuple[Block, ...]:
-        """Read the three expressions of `for ((…;…;…))` up to and with the closing parentheses."""
-        programs = self._arithmetic_until(")", more=";")
-        if self.text[self.at : self.at + 1] != ")":
-            raise Unreadable("parentheses that may be arithmetic or a subshell")
-        self.at += 1
-        return programs
 
 
 def merged(parts: Sequence[Part]) -> tuple[Part, ...]:

@@ -113,7 +113,7 @@ _OPAQUE = _names(
 )
 """Programs that run others in ways that are not read here."""
 _LOADER = re.compile(r"ld(-linux.*|-musl.*|64)?\.so(\.\d+)*|ld-linux.*")
-_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?")
+PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?")
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:%%|\(\))?)=", re.DOTALL)
 
 
@@ -138,7 +138,7 @@ def inside(argv: Arguments) -> Inside | None:
             _opaque(name, rest, found)
         elif name in _TABLE:
             _tabled(name, rest, found)
-        elif _PYTHON.fullmatch(name):
+        elif PYTHON.fullmatch(name):
             if (module := module_of(rest)) is None or module[0] != "pip":
                 return None
             found.runs.append(("pip", *module[1]))
