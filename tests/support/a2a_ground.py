@@ -87,7 +87,7 @@ async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 30) ->
             await asyncio.sleep(0.02)
 
 
-class Caller:
+class A2aCaller:
     """The official client, and what tests say with it."""
 
     def __init__(self, client: Client):
@@ -136,13 +136,13 @@ def _task_of(event: StreamResponse) -> str:
 @asynccontextmanager
 async def caller(
     url: str, token: str | None, *, streaming: bool = False, binding: str = TransportProtocol.JSONRPC
-) -> AsyncIterator[Caller]:
+) -> AsyncIterator[A2aCaller]:
     """The official client of an agent."""
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(headers=headers, timeout=60, trust_env=False) as http:
         config = ClientConfig(httpx_client=http, streaming=streaming, supported_protocol_bindings=[binding])
         client = await ClientFactory(config).create_from_url(url)
-        yield Caller(client)
+        yield A2aCaller(client)
 
 
 @dataclass
@@ -184,7 +184,7 @@ class Ground:
             await model.root_async_client.close()
 
     @asynccontextmanager
-    async def talk(self, *, streaming: bool = False, token: str | None = None, **more: Any) -> AsyncIterator[Caller]:
+    async def talk(self, *, streaming: bool = False, token: str | None = None, **more: Any) -> AsyncIterator[A2aCaller]:
         """A caller of an agent of its own."""
         async with self.agent(**more) as agent, caller(agent.url, token or self.token, streaming=streaming) as found:
             yield found

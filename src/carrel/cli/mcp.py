@@ -15,7 +15,7 @@ from carrel.errors import InvalidRequest
 if TYPE_CHECKING:
     import socket
 
-    from carrel.integrations.mcp.server import Workspaces
+    from carrel.integrations.mcp.server import WorkspaceServer
 
 
 def mcp(
@@ -86,17 +86,17 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
-def _workspaces(context: str | None, template: str | None, wait: float, approver: Path | None) -> Workspaces:
+def _workspaces(context: str | None, template: str | None, wait: float, approver: Path | None) -> WorkspaceServer:
     if context is not None:
         _check(context)
     token = None if approver is None else _token(approver)
     with importing():
         from carrel.client import AsyncClient
         from carrel.integrations.mcp.asking import Asking
-        from carrel.integrations.mcp.server import Workspaces
+        from carrel.integrations.mcp.server import WorkspaceServer
 
     deciding = None if token is None else lambda: AsyncClient(token=token)
-    return Workspaces(context_id=context, template=template, asking=Asking(wait_s=wait, approver=deciding))
+    return WorkspaceServer(context_id=context, template=template, asking=Asking(wait_s=wait, approver=deciding))
 
 
 def _check(context: str) -> None:
@@ -121,7 +121,7 @@ def _token(path: Path) -> str:
     return text
 
 
-def _serve_stdio(workspaces: Workspaces) -> None:
+def _serve_stdio(workspaces: WorkspaceServer) -> None:
     import asyncio
     import signal
     import sys
@@ -154,7 +154,7 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _serve_http(workspaces: Workspaces, context: str | None, host: str, port: int, names: list[str]) -> None:
+def _serve_http(workspaces: WorkspaceServer, context: str | None, host: str, port: int, names: list[str]) -> None:
     import uvicorn
 
     from carrel.client.locate import is_loopback

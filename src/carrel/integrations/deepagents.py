@@ -42,7 +42,7 @@ from carrel.errors import (
     InvalidRequest,
     Unsupported,
 )
-from carrel.integrations.langgraph.operation import Act, Attempt, Call, Said, asked, refused, settle
+from carrel.integrations.langgraph.operation import Act, Attempt, GraphCall, ToolReply, asked, refused, settle
 from carrel.integrations.langgraph.tools import followed
 from carrel.integrations.langgraph.workspace import Workspace, own_id
 from carrel.models import CommandResult, FileKind
@@ -81,7 +81,7 @@ class CarrelBackend(BaseSandbox):
     async def aexecute(self, command: str, *, timeout: int | None = None) -> ExecuteResponse:
         """Run a command for `/bin/sh`. A refusal is told as its output."""
 
-        async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             async def start() -> AsyncCommand:
                 return await box.commands.start(
                     command,
@@ -109,7 +109,7 @@ class CarrelBackend(BaseSandbox):
     async def als(self, path: str) -> LsResult:
         """The entries of a directory."""
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             found = await box.files.list(path, limit=MOST_ENTRIES)
             entries = [
                 {
@@ -120,7 +120,7 @@ class CarrelBackend(BaseSandbox):
                 }
                 for info in found
             ]
-            return Said(text="", artifact={"entries": entries}, error=False)
+            return ToolReply(text="", artifact={"entries": entries}, error=False)
 
         said = await self._do_here("ls", path, {}, act)
         if said is None:
@@ -133,9 +133,9 @@ class CarrelBackend(BaseSandbox):
     async def aread(self, file_path: str, offset: int = 0, limit: int = 2000) -> ReadResult:
         """Some lines of a text, or all of a small file that is no text."""
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             data = await box.files.read(file_path, length=MOST_FILE + 1)
-            return Said(text="", artifact=_window(data, max(0, offset), max(0, limit)), error=False)
+            return ToolReply(text="", artifact=_window(data, max(0, offset), max(0, limit)), error=False)
 
         said = await self._do_here("read", file_path, {"offset": offset, "limit": limit}, act)
         if said is None:
@@ -151,9 +151,9 @@ class CarrelBackend(BaseSandbox):
     async def awrite(self, file_path: str, content: str) -> WriteResult:
         """Make a file or replace it."""
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             await box.files.write(file_path, content)
-            return Said(text="", artifact={}, error=False)
+            return ToolReply(text="", artifact={}, error=False)
 
         said = await self._do_here("write", file_path, {"content": content}, act)
         if said is None:
@@ -167,9 +167,9 @@ class CarrelBackend(BaseSandbox):
         if not old_string:
             return EditResult(error="Error: old_string is empty")
 
-        async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             done = await _edited(box, file_path, old_string, new_string, replace_all=replace_all, id=attempt.id)
-            return Said(text="", artifact={"replaced": done}, error=False)
+            return ToolReply(text="", artifact={"replaced": done}, error=False)
 
         arguments = {"old_string": old_string, "new_string": new_string, "replace_all": replace_all}
         said = await self._do_here("edit", file_path, arguments, act)
@@ -183,9 +183,9 @@ class CarrelBackend(BaseSandbox):
     async def adelete(self, file_path: str) -> DeleteResult:
         """Remove a file, or a directory with all that is in it."""
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             await box.files.delete(file_path, recursive=True)
-            return Said(text="", artifact={}, error=False)
+            return ToolReply(text="", artifact={}, error=False)
 
         said = await self._do_here("delete", file_path, {}, act)
         if said is None:
@@ -208,9 +208,9 @@ class CarrelBackend(BaseSandbox):
         if not path.startswith("/"):
             return "invalid_path"
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             await box.files.write(path, data)
-            return Said(text="", artifact={}, error=False)
+            return ToolReply(text="", artifact={}, error=False)
 
         said = await self._do_here("upload", path, {"bytes": len(data)}, act)
         if said is not None:
@@ -218,7 +218,7 @@ class CarrelBackend(BaseSandbox):
         quoted, above = shlex.quote(path), shlex.quote(posixpath.dirname(path))
         given = base64.b64encode(data).decode()
 
-        async def act_outside(attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act_outside(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             async def start() -> AsyncCommand:
                 line = f"mkdir -p {above} && base64 -d > {quoted}"
                 return await box.commands.start(line, timeout="default", stdin=given, id=attempt.id)
@@ -246,7 +246,7 @@ class CarrelBackend(BaseSandbox):
 
     # how it is done
 
-    def _call(self, name: str, arguments: Mapping[str, object], summary: str, act: Act) -> Call:
+    def _call(self, name: str, arguments: Mapping[str, object], summary: str, act: Act) -> GraphCall:
         if self._blocks:  # the client of the run belongs to another loop
             return asked(None, self._workspace, None, name, arguments, summary, act)
         thread_id, context = None, None
@@ -256,7 +256,7 @@ class CarrelBackend(BaseSandbox):
             pass  # used without a graph
         return asked(context, self._workspace, thread_id, name, arguments, summary, act)
 
-    async def _do(self, name: str, arguments: Mapping[str, object], summary: str, act: Act) -> Said:
+    async def _do(self, name: str, arguments: Mapping[str, object], summary: str, act: Act) -> ToolReply:
         call = self._call(name, arguments, summary, act)
         if call.thread_id is not None:
             return await settle(call)
@@ -265,7 +265,7 @@ class CarrelBackend(BaseSandbox):
         except ApprovalNeeded as needed:
             return refused(needed)
 
-    async def _do_here(self, name: str, path: str, arguments: Mapping[str, object], act: Act) -> Said | None:
+    async def _do_here(self, name: str, path: str, arguments: Mapping[str, object], act: Act) -> ToolReply | None:
         """Do it in the workspace; None when the path is outside of it."""
         said = await self._do(name, {"path": path, **arguments}, f"{name} {path}", act)
         outside = said["error"] and said["artifact"].get("code") == InvalidPath.code and path.startswith("/")
@@ -318,7 +318,7 @@ class CarrelBackend(BaseSandbox):
         return asyncio.run(alone())
 
 
-async def _nothing(_attempt: Attempt, _box: AsyncSandbox) -> Said:
+async def _nothing(_attempt: Attempt, _box: AsyncSandbox) -> ToolReply:
     raise Unsupported("this call does nothing")
 
 
@@ -351,7 +351,7 @@ async def _edited(box: AsyncSandbox, path: str, old: str, new: str, *, replace_a
     raise missing
 
 
-def _joined(result: CommandResult) -> Said:
+def _joined(result: CommandResult) -> ToolReply:
     output = result.stdout
     if result.stderr:
         output += ("" if not output or output.endswith("\n") else "\n") + result.stderr
@@ -362,7 +362,7 @@ def _joined(result: CommandResult) -> Said:
         "timed_out": result.timed_out,
         "truncated": result.truncated,
     }
-    return Said(text=output, artifact=artifact, error=False)
+    return ToolReply(text=output, artifact=artifact, error=False)
 
 
 def _window(data: bytes, offset: int, limit: int) -> dict[str, object]:
@@ -399,15 +399,15 @@ def _window(data: bytes, offset: int, limit: int) -> dict[str, object]:
     }
 
 
-def _why(said: Said, missing: str) -> str:
+def _why(said: ToolReply, missing: str) -> str:
     return missing if said["artifact"].get("code") == FileMissing.code else said["text"]
 
 
-def _file_error(said: Said) -> str:
+def _file_error(said: ToolReply) -> str:
     return "file_not_found" if said["artifact"].get("code") == FileMissing.code else "permission_denied"
 
 
-def _edit_error(said: Said, path: str, old: str) -> str:
+def _edit_error(said: ToolReply, path: str, old: str) -> str:
     artifact = said["artifact"]
     if artifact.get("code") == FileMissing.code:
         return f"Error: File '{path}' not found"

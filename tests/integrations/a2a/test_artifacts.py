@@ -10,7 +10,7 @@ from tests.support.a2a_ground import Ground
 
 from carrel.client import AsyncSandbox
 from carrel.integrations.a2a import artifacts
-from carrel.integrations.a2a.artifacts import MOST_BYTES, MOST_FILES, Found, changed, harmless, listing, marks
+from carrel.integrations.a2a.artifacts import MOST_BYTES, MOST_FILES, OutputFiles, changed, harmless, listing, marks
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ async def box(ground: Ground) -> AsyncSandbox:
     return await ground.owner.sandbox(ground.context)
 
 
-async def given_back(box: AsyncSandbox, ground: Ground, found: Found) -> dict[str, bytes | str]:
+async def given_back(box: AsyncSandbox, ground: Ground, found: OutputFiles) -> dict[str, bytes | str]:
     result: dict[str, bytes | str] = {}
     async for each in artifacts.artifacts(box, ground.url, found):
         part = each.parts[0]
@@ -79,7 +79,7 @@ async def test_many_files_are_counted(box: AsyncSandbox, ground: Ground) -> None
     found = await given_back(box, ground, await changed(box, {}))
     assert len(found) == MOST_FILES + 1
     assert found["more files"] == "5 more files in output/"
-    truncated = await given_back(box, ground, Found([], truncated=True))
+    truncated = await given_back(box, ground, OutputFiles([], truncated=True))
     assert truncated == {"more files": "there are more files in output/"}
 
 

@@ -7,7 +7,7 @@ from a2a.server.context import ServerCallContext
 from tests.support.a2a_ground import Ground
 
 from carrel.errors import ServerUnreachable, Unauthorized
-from carrel.integrations.a2a.callers import MOST_IDLE, TRUSTED_S, Caller, Callers, caller_of
+from carrel.integrations.a2a.callers import MOST_IDLE, TRUSTED_S, A2aCaller, Callers, caller_of
 
 
 async def test_a_token_is_taken_and_its_caller_does_what_it_may(ground: Ground) -> None:
@@ -56,10 +56,10 @@ async def test_no_carrel_no_callers() -> None:
 
 async def test_idle_clients_are_closed_in_the_end(ground: Ground) -> None:
     callers = Callers(ground.url)
-    kept = Caller("carrel_kept", "kept")
+    kept = A2aCaller("carrel_kept", "kept")
     async with callers.client(kept) as client:
         for number in range(MOST_IDLE + 10):
-            async with callers.client(Caller(f"carrel_{number}", "others")):
+            async with callers.client(A2aCaller(f"carrel_{number}", "others")):
                 pass
         async with callers.client(kept) as again:
             assert again is client
@@ -68,9 +68,9 @@ async def test_idle_clients_are_closed_in_the_end(ground: Ground) -> None:
 
 
 def test_no_token_is_printed() -> None:
-    context = ServerCallContext(user=Caller("carrel_secret", "me"))
+    context = ServerCallContext(user=A2aCaller("carrel_secret", "me"))
     assert "carrel_secret" not in repr(context) + str(context) + repr(context.user)
-    assert caller_of(context).user_name == Caller("carrel_secret", "me").name
-    assert Caller("carrel_secret", "me").name != Caller("carrel_other", "other").name
+    assert caller_of(context).user_name == A2aCaller("carrel_secret", "me").name
+    assert A2aCaller("carrel_secret", "me").name != A2aCaller("carrel_other", "other").name
     with pytest.raises(Unauthorized):
         caller_of(ServerCallContext())

@@ -10,8 +10,8 @@ from starlette.types import Receive, Scope, Send
 from tests.support.a2a_ground import Ground
 
 from carrel.errors import Unauthorized
-from carrel.integrations.a2a.callers import Caller, Callers
-from carrel.integrations.a2a.gate import CALLER, CallContexts, Gate
+from carrel.integrations.a2a.callers import A2aCaller, Callers
+from carrel.integrations.a2a.gate import CALLER, CallContexts, TokenGate
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -26,7 +26,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def http(ground: Ground):  # type: ignore[no-untyped-def]
     callers = Callers(ground.url)
-    gate = Gate(application, callers, frozenset({"/open"}), max_body=1000)
+    gate = TokenGate(application, callers, frozenset({"/open"}), max_body=1000)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://agent") as client:
         yield client
     await callers.close()
@@ -71,7 +71,7 @@ async def test_a_failure_tells_nothing_of_the_inside(http: httpx.AsyncClient, gr
 
 def test_the_context_of_a_call_keeps_no_token() -> None:
     headers = [(b"a2a-version", b"1.0"), (b"authorization", b"Bearer carrel_x")]
-    scope = {"type": "http", "headers": headers, "query_string": b"", CALLER: Caller("carrel_x", "x")}
+    scope = {"type": "http", "headers": headers, "query_string": b"", CALLER: A2aCaller("carrel_x", "x")}
     context = CallContexts().build(Request(scope))
     assert context.state == {"headers": {"A2A-Version": "1.0"}}
     with pytest.raises(Unauthorized):

@@ -10,13 +10,13 @@ import pytest
 from a2a.client.errors import A2AClientError
 from a2a.types.a2a_pb2 import ListTasksRequest, Role, SubscribeToTaskRequest, TaskPushNotificationConfig, TaskState
 from a2a.utils.errors import A2AError
-from tests.support.a2a_ground import Caller, Ground, Process, answer, caller, said, state, until, words
+from tests.support.a2a_ground import A2aCaller, Ground, Process, answer, caller, said, state, until, words
 
 from carrel.integrations.a2a.push import MOST_CONFIGS
 
 
 @asynccontextmanager
-async def another(ground: Ground, *arguments: str) -> AsyncIterator[tuple[Process, Caller]]:
+async def another(ground: Ground, *arguments: str) -> AsyncIterator[tuple[Process, A2aCaller]]:
     process = await asyncio.to_thread(Process, ground, *arguments)
     try:
         async with caller(process.url, ground.token) as found:

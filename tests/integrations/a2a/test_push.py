@@ -26,7 +26,7 @@ from tests.support.a2a_ground import Ground, said, until
 
 from carrel.errors import Denied, InvalidRequest, LimitExceeded
 from carrel.integrations.a2a.background import Background
-from carrel.integrations.a2a.callers import Caller
+from carrel.integrations.a2a.callers import A2aCaller
 from carrel.integrations.a2a.push import MOST_CONFIGS, TRIES, Destinations, Push, is_public
 from carrel.integrations.a2a.tasks import open_tasks
 
@@ -168,7 +168,7 @@ async def test_a_receiver_that_never_comes_to_an_end_is_given_up(tmp_path: Path)
     config = TaskPushNotificationConfig(id="1", url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
     async with open_tasks(str(tmp_path / "agent.db")) as kept, Background() as background:
         push = Push(kept.push, Destinations(["127.0.0.1"]), background, pause_s=0, timeout_s=0.3)
-        await kept.push.set_info("task", config, ServerCallContext(user=Caller("carrel_x", "x")))
+        await kept.push.set_info("task", config, ServerCallContext(user=A2aCaller("carrel_x", "x")))
         await push.send_notification("task", Task(id="task"))
 
         async def given_up() -> bool:

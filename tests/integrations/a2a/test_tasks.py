@@ -16,11 +16,14 @@ from a2a.types.a2a_pb2 import ListTasksRequest, Task, TaskPushNotificationConfig
 from sqlalchemy import func, select
 
 from carrel.errors import InvalidRequest, PlatformError
-from carrel.integrations.a2a.callers import Caller
+from carrel.integrations.a2a.callers import A2aCaller
 from carrel.integrations.a2a.names import LONGEST
-from carrel.integrations.a2a.tasks import FOLLOWED, Kept, KeptUrls, open_tasks
+from carrel.integrations.a2a.tasks import FOLLOWED, KeptUrls, TaskStore, open_tasks
 
-ME, OTHER = ServerCallContext(user=Caller("carrel_me", "me")), ServerCallContext(user=Caller("carrel_other", "other"))
+ME, OTHER = (
+    ServerCallContext(user=A2aCaller("carrel_me", "me")),
+    ServerCallContext(user=A2aCaller("carrel_other", "other")),
+)
 
 
 def task(state: TaskState = TaskState.TASK_STATE_WORKING, age: timedelta = timedelta()) -> Task:
@@ -29,7 +32,7 @@ def task(state: TaskState = TaskState.TASK_STATE_WORKING, age: timedelta = timed
     return made
 
 
-async def save(kept: Kept, made: Task, version: TaskVersion = TaskVersion.MISSING) -> TaskVersion:
+async def save(kept: TaskStore, made: Task, version: TaskVersion = TaskVersion.MISSING) -> TaskVersion:
     return await kept.tasks.save(made, event=made, prev=None, prev_version=version, context=ME)
 
 

@@ -14,7 +14,7 @@ from tests.support.slow_way import slow_way
 
 from carrel.integrations.a2a import executor, handler
 from carrel.integrations.a2a.push import MOST_CONFIGS
-from carrel.integrations.a2a.runs import Runs
+from carrel.integrations.a2a.runs import TaskRuns
 from carrel.integrations.langgraph import PendingApproval, open_checkpointer
 from carrel.models import ApprovalState
 
@@ -130,15 +130,15 @@ async def test_a_task_whose_database_failed_when_it_began_to_wait_is_waited_for_
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
-    really = Runs.waits
+    really = TaskRuns.waits
 
-    async def waits(self: Runs, thread: str) -> list[PendingApproval]:
+    async def waits(self: TaskRuns, thread: str) -> list[PendingApproval]:
         looked.append(thread)
         if len(looked) == 1:
             raise sqlite3.OperationalError("disk I/O error")
         return await really(self, thread)
 
-    monkeypatch.setattr(Runs, "waits", waits)
+    monkeypatch.setattr(TaskRuns, "waits", waits)
     async with ground.talk() as one:
         task = await one.send("uname -s", context=ground.context)
         assert state(task) == "input_required"

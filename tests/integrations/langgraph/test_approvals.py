@@ -11,7 +11,7 @@ from tests.support.langgraph_ground import Ground
 
 from carrel.errors import ApprovalNeeded, InvalidRequest
 from carrel.integrations.langgraph import PendingApproval, Workspace, answer, at_rest, build_graph, pending
-from carrel.integrations.langgraph.approvals import MOST_GIVEN, Answer
+from carrel.integrations.langgraph.approvals import MOST_GIVEN, InterruptAnswer
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -31,22 +31,22 @@ def result(*approvals: str) -> dict[str, Any]:
 
 @given(json_values)
 def test_an_answer_of_any_form_is_understood_or_only_looks(value: Any) -> None:
-    found = Answer.read(value)
+    found = InterruptAnswer.read(value)
     assert found.decision in {"approve", "deny", "look"}
     assert not found.take()
 
 
 @given(st.sampled_from(["approve", "deny", "look"]), st.none() | st.text(max_size=2000))
 def test_an_answer_survives_the_checkpoint_and_is_taken_once(decision: Any, message: str | None) -> None:
-    kept = Answer.read(Answer.give(decision, message).model_dump())
+    kept = InterruptAnswer.read(InterruptAnswer.give(decision, message).model_dump())
     assert (kept.decision, kept.message) == (decision, message)
     assert kept.take() and not kept.take()
 
 
 def test_answers_that_nobody_takes_are_bounded() -> None:
-    first = Answer.give("look", None)
+    first = InterruptAnswer.give("look", None)
     for _ in range(MOST_GIVEN):
-        last = Answer.give("look", None)
+        last = InterruptAnswer.give("look", None)
     assert last.take() and not first.take()
 
 

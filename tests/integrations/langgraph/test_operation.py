@@ -13,7 +13,7 @@ from tests.support.langgraph_ground import Ground, lines_of
 from carrel.client import AsyncClient
 from carrel.errors import ApprovalNeeded, Conflict, Denied, ServerUnreachable
 from carrel.integrations.langgraph import Workspace, answer, build_graph, carrel_tools, pending
-from carrel.integrations.langgraph.operation import Attempt, Said, asked, refused, settle
+from carrel.integrations.langgraph.operation import Attempt, ToolReply, asked, refused, settle
 
 
 class State(TypedDict):
@@ -30,10 +30,10 @@ async def test_things_that_one_node_does_have_ids_of_their_own_and_keep_them(gro
     async def node(_state: State) -> State:
         ids: list[str] = []
 
-        async def act(attempt: Attempt, box: Any) -> Said:
+        async def act(attempt: Attempt, box: Any) -> ToolReply:
             ids.append(attempt.id)
             await box.files.edit("f", "x", "xx", id=attempt.id)
-            return Said(text="", artifact={}, error=False)
+            return ToolReply(text="", artifact={}, error=False)
 
         workspace = get_runtime(Workspace).context
         for _ in range(2):

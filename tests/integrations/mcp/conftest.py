@@ -23,7 +23,7 @@ from tests.support.governed import POLICY
 
 from carrel.client import Client
 from carrel.errors import NotFound
-from carrel.integrations.mcp.server import Workspaces
+from carrel.integrations.mcp.server import WorkspaceServer
 
 MODES = ("legacy", "auto")
 """Both eras of the protocol: the handshake, and an envelope for each request."""
@@ -146,12 +146,12 @@ def connect(ground: Ground) -> Connect:
     async def connected(
         context: str, *, token: str | None = None, mode: str = "auto", asking: Any = None, **more: Any
     ) -> AsyncIterator[McpClient]:
-        given = Workspaces(url=ground.url, token=token or ground.token, context_id=context, asking=asking)
+        given = WorkspaceServer(url=ground.url, token=token or ground.token, context_id=context, asking=asking)
         async with McpClient(given.server, mode=mode, raise_exceptions=True, **more) as client:
             try:
                 yield client
             finally:
-                await given.reach.close()
+                await given.clients.close()
 
     return connected
 

@@ -14,7 +14,7 @@ from carrel.errors import (
     LimitExceeded,
     SandboxLost,
 )
-from carrel.integrations.mcp.answers import Answer, Image, refusal, refused, shown
+from carrel.integrations.mcp.answers import Image, ToolAnswer, refusal, refused, shown
 
 DENIED = Denied(
     "curl is denied for this agent",
@@ -88,16 +88,16 @@ def test_every_error_has_one_shape(error: CarrelError, retry: bool, word: str) -
 
 
 def test_text_value_images_and_a_note() -> None:
-    result = Answer("text", {"a": 1}, [Image("aGk=", "image/png")], "more").result()
+    result = ToolAnswer("text", {"a": 1}, [Image("aGk=", "image/png")], "more").result()
     assert [block.type for block in result.content] == ["text", "image", "text"]
     assert result.structured_content == {"a": 1} and not result.is_error
-    alone = Answer("", images=[Image("aGk=", "image/png")]).result()
+    alone = ToolAnswer("", images=[Image("aGk=", "image/png")]).result()
     assert [block.type for block in alone.content] == ["image"]
-    assert [block.type for block in Answer("").result().content] == ["text"]
+    assert [block.type for block in ToolAnswer("").result().content] == ["text"]
 
 
 def test_names_that_are_not_utf8_can_be_sent() -> None:
     odd = b"a\xff.txt".decode("utf-8", "surrogateescape")
-    result = Answer(odd, {"path": odd, odd: [odd]}).result()
+    result = ToolAnswer(odd, {"path": odd, odd: [odd]}).result()
     assert json.loads(result.model_dump_json())["content"][0]["text"] == "a\\udcff.txt"
     assert shown("plain") == "plain" and shown("né") == "né"

@@ -9,9 +9,9 @@ from jsonschema import Draft202012Validator
 
 from carrel.errors import InvalidRequest
 from carrel.integrations.mcp import calls
-from carrel.integrations.mcp.answers import Answer
-from carrel.integrations.mcp.calls import Call, Parameters, Tool, schema_of
-from carrel.integrations.mcp.reach import Place
+from carrel.integrations.mcp.answers import ToolAnswer
+from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall, schema_of
+from carrel.integrations.mcp.clients import ContextAccess
 from carrel.integrations.mcp.server import CATALOGUE
 
 
@@ -20,8 +20,8 @@ class Given(Parameters):
     count: int | None = None
 
 
-async def _say(_call: Call, given: Given) -> Answer:
-    return Answer(given.word)
+async def _say(_call: ToolCall, given: Given) -> ToolAnswer:
+    return ToolAnswer(given.word)
 
 
 TOOL = Tool("say", "Say", "Says a word.", Given, _say, read_only=True)
@@ -94,12 +94,12 @@ async def test_who_wants_to_hears_how_it_goes(often: None) -> None:
         if len(heard) == 3:
             enough.set()
 
-    call = Call(cast("Place", None), tell=tell)
+    call = ToolCall(cast("ContextAccess", None), tell=tell)
     async with call.telling(lambda: "on the way"):
         await asyncio.wait_for(enough.wait(), 30)
     assert [progress for progress, _ in heard] == sorted(progress for progress, _ in heard)
     assert {message for _, message in heard} == {"on the way"}
     count = len(heard)
-    async with Call(cast("Place", None)).telling(lambda: "nobody listens"):
+    async with ToolCall(cast("ContextAccess", None)).telling(lambda: "nobody listens"):
         await asyncio.sleep(0)
     assert len(heard) == count

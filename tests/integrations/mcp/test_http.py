@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from carrel.client import Client
-from carrel.integrations.mcp.http import FairManager, Front, allowed, application, is_wildcard, url_of
-from carrel.integrations.mcp.server import Workspaces
+from carrel.integrations.mcp.http import FairManager, HttpFront, allowed, application, is_wildcard, url_of
+from carrel.integrations.mcp.server import WorkspaceServer
 
 MODES = ["legacy", "auto"]
 ACCEPT = {"accept": "application/json, text/event-stream", "content-type": "application/json"}
@@ -171,7 +171,7 @@ async def test_a_wrong_client_is_told_at_once(over_http: Any, context: str) -> N
 
 
 async def test_who_names_no_context_gets_that_of_the_server(ground: Any, context: str) -> None:
-    app = application(Workspaces(url=ground.url), context_id=context)
+    app = application(WorkspaceServer(url=ground.url), context_id=context)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
@@ -182,7 +182,7 @@ async def test_who_names_no_context_gets_that_of_the_server(ground: Any, context
 
 
 async def test_without_a_server_it_is_503(ground: Any) -> None:
-    app = application(Workspaces(url="http://127.0.0.1:9"))
+    app = application(WorkspaceServer(url="http://127.0.0.1:9"))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http,
@@ -202,9 +202,9 @@ def test_addresses() -> None:
 
 
 async def test_one_token_cannot_take_all_sessions(ground: Any, context: str, governed: str, agent: str) -> None:
-    workspaces = Workspaces(url=ground.url)
+    workspaces = WorkspaceServer(url=ground.url)
     manager = FairManager(workspaces.server, max_sessions=8)
-    front = Front(workspaces, manager, allowed([], "127.0.0.1"), None)
+    front = HttpFront(workspaces, manager, allowed([], "127.0.0.1"), None)
     app = Starlette(routes=[Route("/{context}/mcp", endpoint=front)])
     transport = httpx.ASGITransport(app)
     async with manager.run(), httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:

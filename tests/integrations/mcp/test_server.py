@@ -12,7 +12,7 @@ from mcp import MCPError, types
 
 from carrel.client import Client
 from carrel.errors import NotFound
-from carrel.integrations.mcp.server import CATALOGUE, Caller, Workspaces, instructions
+from carrel.integrations.mcp.server import CATALOGUE, McpCaller, WorkspaceServer, instructions
 
 Said = Callable[[types.CallToolResult], str]
 MODES = ["legacy", "auto"]
@@ -121,14 +121,14 @@ async def test_every_call_is_in_the_audit_log_under_its_caller(
 
 
 def test_a_caller_has_a_name_that_tells_nothing() -> None:
-    one, two, three = Caller("t", "a"), Caller("t", "b"), Caller("u", "a")
+    one, two, three = McpCaller("t", "a"), McpCaller("t", "b"), McpCaller("u", "a")
     assert len({one.digest, two.digest, three.digest}) == 3
-    assert one.digest == Caller("t", "a").digest and one.digest != "t"
+    assert one.digest == McpCaller("t", "a").digest and one.digest != "t"
 
 
 def test_instructions_name_the_context() -> None:
     assert "'conversation-42'" in instructions("conversation-42")
-    assert Workspaces(context_id="c").server.name == "carrel"
+    assert WorkspaceServer(context_id="c").server.name == "carrel"
 
 
 async def test_without_a_context_of_that_name_nothing_is_made_before_a_call(connect: Any, admin: Client) -> None:

@@ -34,7 +34,7 @@ Listing = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Found:
+class OutputFiles:
     """The files of `output/` that are new or changed, and whether there were too many to look at."""
 
     files: list[FileInfo]
@@ -58,14 +58,16 @@ def marks(files: list[FileInfo]) -> Listing:
     return {harmless(info.path): f"{info.size} {info.modified_at.timestamp():.6f}" for info in files}
 
 
-async def changed(box: AsyncSandbox, before: Listing) -> Found:
+async def changed(box: AsyncSandbox, before: Listing) -> OutputFiles:
     """The files that were made or changed since `before` was taken."""
     files, truncated = await listing(box)
     now = marks(files)
-    return Found([info for info in files if before.get(harmless(info.path)) != now[harmless(info.path)]], truncated)
+    return OutputFiles(
+        [info for info in files if before.get(harmless(info.path)) != now[harmless(info.path)]], truncated
+    )
 
 
-async def artifacts(box: AsyncSandbox, url: str, found: Found) -> AsyncIterator[Artifact]:
+async def artifacts(box: AsyncSandbox, url: str, found: OutputFiles) -> AsyncIterator[Artifact]:
     """One artifact for each file, as many as are given; the last says how many were not."""
     together = 0
     for info in sorted(found.files, key=lambda info: info.path)[:MOST_FILES]:

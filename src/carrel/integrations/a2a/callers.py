@@ -26,7 +26,7 @@ TRUSTED_S = 5.0
 MOST_IDLE = 64
 
 
-class Caller(User):
+class A2aCaller(User):
     """One caller. Its printed form shows no token."""
 
     def __init__(self, token: str, name: str):
@@ -34,7 +34,7 @@ class Caller(User):
         self.name = name
 
     def __repr__(self) -> str:
-        return f"<Caller {self.name[:8]}>"
+        return f"<A2aCaller {self.name[:8]}>"
 
     @property
     def is_authenticated(self) -> bool:
@@ -57,7 +57,7 @@ def owner(identity: IdentityInfo) -> str:
 
 
 @dataclass
-class _Held:
+class _CallerClient:
     client: AsyncClient
     users: int = 0
     trusted_until: float = 0.0
@@ -70,9 +70,9 @@ class Callers:
     def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic):
         self._url = url
         self._clock = clock
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._held: OrderedDict[str, _CallerClient] = OrderedDict()
 
-    async def admit(self, token: str) -> Caller:
+    async def admit(self, token: str) -> A2aCaller:
         """The caller of a token. Raises `Unauthorized` when carrel does not take it."""
         if not sendable(token):
             raise Unauthorized("this is no token of carrel", hint="send `Authorization: Bearer TOKEN`")
@@ -80,19 +80,19 @@ class Callers:
             if not self._clock() < held.trusted_until:
                 held.name = owner(await held.client.tokens.mine())
                 held.trusted_until = self._clock() + TRUSTED_S
-            return Caller(token, held.name)
+            return A2aCaller(token, held.name)
 
     @asynccontextmanager
-    async def client(self, caller: Caller) -> AsyncIterator[AsyncClient]:
+    async def client(self, caller: A2aCaller) -> AsyncIterator[AsyncClient]:
         """A client with the caller's own token, shared by all they do at once."""
         async with self._using(caller.token) as held:
             yield held.client
 
     @asynccontextmanager
-    async def _using(self, token: str) -> AsyncIterator[_Held]:
+    async def _using(self, token: str) -> AsyncIterator[_CallerClient]:
         held = self._held.get(token)
         if held is None:
-            held = self._held[token] = _Held(AsyncClient(self._url, token))
+            held = self._held[token] = _CallerClient(AsyncClient(self._url, token))
         self._held.move_to_end(token)
         held.users += 1
         try:
@@ -113,8 +113,8 @@ class Callers:
             await held.client.close()
 
 
-def caller_of(context: ServerCallContext) -> Caller:
+def caller_of(context: ServerCallContext) -> A2aCaller:
     """The caller of a request that came through the gate."""
-    if not isinstance(context.user, Caller):
+    if not isinstance(context.user, A2aCaller):
         raise Unauthorized("nobody is known to have sent this", hint="send `Authorization: Bearer TOKEN`")
     return context.user

@@ -29,12 +29,12 @@ from carrel.errors import (
 )
 from carrel.integrations.a2a import shown
 from carrel.integrations.a2a.background import Background
-from carrel.integrations.a2a.callers import Caller, Callers, caller_of
+from carrel.integrations.a2a.callers import A2aCaller, Callers, caller_of
 from carrel.integrations.a2a.inbox import Inbox
 from carrel.integrations.a2a.names import carrel_context, task_thread
 from carrel.integrations.a2a.replies import text_of
-from carrel.integrations.a2a.runs import Ask, Runs
-from carrel.integrations.a2a.tasks import TERMINAL, Kept
+from carrel.integrations.a2a.runs import RunRequest, TaskRuns
+from carrel.integrations.a2a.tasks import TERMINAL, TaskStore
 from carrel.integrations.a2a.updates import Updates
 from carrel.integrations.langgraph import Checkpoints
 
@@ -51,7 +51,7 @@ MOST_OF_ONE = 256
 LOOK_S = 2.0
 _TURNED_AWAY = (Denied, InvalidRequest, Unauthorized)
 
-Nudge = Callable[[Task, Caller, str], Awaitable[None]]
+Nudge = Callable[[Task, A2aCaller, str], Awaitable[None]]
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Executor(AgentExecutor):
 
     def __init__(
         self,
-        runs: Runs,
+        runs: TaskRuns,
         checkpoints: Checkpoints,
-        kept: Kept,
+        kept: TaskStore,
         callers: Callers,
         inbox: Inbox,
         background: Background,
@@ -124,7 +124,7 @@ class Executor(AgentExecutor):
                 return
         self._stop_watching(task_id)
         late = not new and not nudged and context.call_context.state.get(SHOWN) != shown_of(known)
-        ask = Ask(known, carrel_context(context_id), None if nudged else context.message, updates, new, late)
+        ask = RunRequest(known, carrel_context(context_id), None if nudged else context.message, updates, new, late)
         self._counts[caller.name] += 1
         job = _Job(asyncio.get_running_loop().create_task(self._run(ask, caller, nudged), name=f"run of {task_id}"))
         self._jobs[task_id] = job
@@ -156,23 +156,25 @@ class Executor(AgentExecutor):
             return
         updates = Updates(event_queue, task_id, context_id)
         task = context.current_task or Task(id=task_id, context_id=context_id)
-        await self._canceled(Ask(task, carrel_context(context_id), None, updates), caller_of(context.call_context))
+        await self._canceled(
+            RunRequest(task, carrel_context(context_id), None, updates), caller_of(context.call_context)
+        )
 
-    async def kill_left(self, task: Task, caller: Caller) -> None:
+    async def kill_left(self, task: Task, caller: A2aCaller) -> None:
         """End what a task has running that no process here runs."""
         context = carrel_context(task.context_id)
         thread = task_thread(context, task.id)
         async with self._callers.client(caller) as client:
             await self._runs.kill(thread, context, client)
 
-    def wait_again(self, task: Task, caller: Caller) -> None:
+    def wait_again(self, task: Task, caller: A2aCaller) -> None:
         """Wait for the inbox to decide about a task that waits for it."""
         if task.id not in self._watches and task.id not in self._nudging:
             waiting = self._background.start(self._watch(task, caller), f"wait for {task.id}")
             if waiting is not None:
                 self._watches[task.id] = waiting
 
-    async def _begin(self, context: RequestContext, caller: Caller, updates: Updates) -> Task | None:
+    async def _begin(self, context: RequestContext, caller: A2aCaller, updates: Updates) -> Task | None:
         """Take a new task, or turn it away."""
         message = context.message or Message()
         try:
@@ -188,7 +190,7 @@ class Executor(AgentExecutor):
         await updates.begin(message, state, name)
         return Task(id=context.task_id or "", context_id=context.context_id or "", history=[message])
 
-    async def _run(self, ask: Ask, caller: Caller, nudged: bool) -> None:
+    async def _run(self, ask: RunRequest, caller: A2aCaller, nudged: bool) -> None:
         """Run a task unless another process does."""
         try:
             async with self._checkpoints.running(ask.thread):
@@ -204,7 +206,7 @@ class Executor(AgentExecutor):
         if waits:
             self.wait_again(ask.task, caller)
 
-    async def _run_alone(self, ask: Ask, caller: Caller, nudged: bool) -> bool:
+    async def _run_alone(self, ask: RunRequest, caller: A2aCaller, nudged: bool) -> bool:
         """Run a task to its end, or until it waits for a person; whether it does."""
         try:
             async with self._slots, self._callers.client(caller) as client:
@@ -231,17 +233,17 @@ class Executor(AgentExecutor):
         except Exception:  # the task has ended all the same
             log.exception("the checkpoints of %s are not removed", thread)
 
-    async def _fail(self, ask: Ask, error: CarrelError) -> None:
+    async def _fail(self, ask: RunRequest, error: CarrelError) -> None:
         refused = isinstance(error, _TURNED_AWAY) and not ask.task.HasField("status")
         state = TaskState.TASK_STATE_REJECTED if refused else TaskState.TASK_STATE_FAILED
         await ask.updates.status(state, shown.failure(error))
 
-    async def _canceled(self, ask: Ask, caller: Caller) -> None:
+    async def _canceled(self, ask: RunRequest, caller: A2aCaller) -> None:
         await self.kill_left(ask.task, caller)
         await ask.updates.status(TaskState.TASK_STATE_CANCELED, [new_text_part("Canceled; all it ran was ended.")])
         self._background.start(self._clear_up(ask, caller), f"clear up after {ask.task.id}")
 
-    async def _clear_up(self, ask: Ask, caller: Caller) -> None:
+    async def _clear_up(self, ask: RunRequest, caller: A2aCaller) -> None:
         # A command whose start was on its way when the run was cancelled runs only then.
         for workspace in ask.used:
             await workspace.settled()
@@ -265,11 +267,11 @@ class Executor(AgentExecutor):
             return False
         return stored is not None and stored.task.status.state == TaskState.TASK_STATE_CANCELED
 
-    async def _ended(self, task_id: str, caller: Caller) -> bool:
+    async def _ended(self, task_id: str, caller: A2aCaller) -> bool:
         stored = await self._kept.tasks.get(task_id, ServerCallContext(user=caller))
         return stored is None or stored.task.status.state in TERMINAL
 
-    async def _watch(self, task: Task, caller: Caller) -> None:
+    async def _watch(self, task: Task, caller: A2aCaller) -> None:
         try:
             waiting = await self._runs.waits(task_thread(carrel_context(task.context_id), task.id))
             if waiting:

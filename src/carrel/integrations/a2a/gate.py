@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from carrel.connections import mark_authenticated
 from carrel.errors import CarrelError, PlatformError, TooLarge, Unauthorized
-from carrel.integrations.a2a.callers import Caller, Callers
+from carrel.integrations.a2a.callers import A2aCaller, Callers
 
 log = logging.getLogger("carrel.a2a")
 
@@ -26,7 +26,7 @@ CALLER = "carrel.caller"
 _CHALLENGE = (b"www-authenticate", b'Bearer realm="carrel"')
 
 
-class Gate:
+class TokenGate:
     """Wraps the application."""
 
     def __init__(self, app: ASGIApp, callers: Callers, open_paths: frozenset[str], *, max_body: int = MAX_BODY):
@@ -88,7 +88,7 @@ class CallContexts(ServerCallContextBuilder):
         version = request.headers.get(VERSION_HEADER) or request.query_params.get(VERSION_HEADER, "")
         extensions = get_requested_extensions(request.headers.getlist(HTTP_EXTENSION_HEADER))
         caller = request.scope.get(CALLER)
-        if not isinstance(caller, Caller):
+        if not isinstance(caller, A2aCaller):
             raise Unauthorized("nobody is known to have sent this", hint="send `Authorization: Bearer TOKEN`")
         return ServerCallContext(
             user=caller, state={"headers": {VERSION_HEADER: version}}, requested_extensions=extensions

@@ -35,11 +35,11 @@ from a2a.utils.errors import A2AError, InvalidParamsError
 
 from carrel.errors import CarrelError
 from carrel.integrations.a2a.background import Background
-from carrel.integrations.a2a.callers import Caller, caller_of
+from carrel.integrations.a2a.callers import A2aCaller, caller_of
 from carrel.integrations.a2a.executor import NUDGE, SHOWN, Executor, shown_of
 from carrel.integrations.a2a.names import LONGEST
 from carrel.integrations.a2a.push import Push
-from carrel.integrations.a2a.tasks import TERMINAL, Kept
+from carrel.integrations.a2a.tasks import TERMINAL, TaskStore
 
 log = logging.getLogger("carrel.a2a")
 
@@ -62,7 +62,7 @@ class _Registry(ActiveTaskRegistry):
 class Handler(DefaultRequestHandlerV2):
     """Answers every request of the protocol."""
 
-    def __init__(self, executor: Executor, kept: Kept, card: AgentCard, push: Push, background: Background):
+    def __init__(self, executor: Executor, kept: TaskStore, card: AgentCard, push: Push, background: Background):
         super().__init__(
             executor,
             kept.tasks,
@@ -168,7 +168,7 @@ class Handler(DefaultRequestHandlerV2):
         if task.status.state not in TERMINAL and not self._executor.knows(task.id):
             self._background.start(self._revive(task, caller_of(context)), f"go on with {task.id}")
 
-    async def _revive(self, task: Task, caller: Caller) -> None:
+    async def _revive(self, task: Task, caller: A2aCaller) -> None:
         """Let a task go on that no process has in its hands."""
         if task.status.state in TERMINAL or self._executor.knows(task.id) or task.id in self._reviving:
             return
@@ -181,7 +181,7 @@ class Handler(DefaultRequestHandlerV2):
         finally:
             self._reviving.discard(task.id)
 
-    async def _nudge(self, task: Task, caller: Caller, words: str) -> None:
+    async def _nudge(self, task: Task, caller: A2aCaller, words: str) -> None:
         """Send a task a message of our own, after which it looks for itself how to go on."""
         message = Message(
             role=Role.ROLE_AGENT,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from carrel.client import AsyncClient
 from carrel.errors import CarrelError, PlatformError
 from carrel.integrations.a2a.background import Background
-from carrel.integrations.a2a.callers import Caller, Callers
+from carrel.integrations.a2a.callers import A2aCaller, Callers
 from carrel.models import ApprovalState
 
 log = logging.getLogger("carrel.a2a")
@@ -18,7 +18,7 @@ LONGEST_PAUSE_S = 30.0
 LOOK_S = 2.0
 
 
-class _Watch:
+class _InboxWatch:
     """What is waited for with one caller's token."""
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class Inbox:
         self._callers = callers
         self._background = background
         self._pause_s = pause_s
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[str, _InboxWatch] = {}
 
-    async def decided(self, caller: Caller, approvals: Iterable[str]) -> None:
+    async def decided(self, caller: A2aCaller, approvals: Iterable[str]) -> None:
         """Return once one of the approvals no longer waits, or cannot be seen any more."""
         watch = self._watches.get(caller.token)
         if watch is None or watch.lost:
-            watch = self._watches[caller.token] = _Watch()
+            watch = self._watches[caller.token] = _InboxWatch()
         event, names = asyncio.Event(), list(approvals)
         for name in names:
             watch.waiting.setdefault(name, set()).add(event)
@@ -83,7 +83,7 @@ class Inbox:
                 return True
         return False
 
-    async def _follow(self, caller: Caller, watch: _Watch) -> None:
+    async def _follow(self, caller: A2aCaller, watch: _InboxWatch) -> None:
         pause = self._pause_s
         while True:
             try:
@@ -103,7 +103,7 @@ class Inbox:
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE_S, pause * 2)
 
-    async def _read(self, client: AsyncClient, watch: _Watch) -> None:
+    async def _read(self, client: AsyncClient, watch: _InboxWatch) -> None:
         watch.shown.clear()
         async for info in client.approvals.watch():
             if info.state is ApprovalState.PENDING:
@@ -112,7 +112,7 @@ class Inbox:
                 watch.shown.discard(info.id)
                 watch.tell(info.id)
 
-    async def _look(self, client: AsyncClient, watch: _Watch) -> None:
+    async def _look(self, client: AsyncClient, watch: _InboxWatch) -> None:
         """Look at what the stream has not shown: it was decided before the stream began, or is about to be shown."""
         while True:
             for name in [name for name in watch.waiting if name not in watch.shown]:

@@ -36,7 +36,7 @@ LONGEST_URL = 2000
 
 
 @dataclass(frozen=True)
-class Target:
+class PushTarget:
     """Where a notification goes: the URL with the address that was checked, and the name it stands for."""
 
     url: str
@@ -77,7 +77,7 @@ class Destinations:
             raise InvalidRequest("a push notification goes to an http or https URL", field="url")
         return parts
 
-    async def resolve(self, url: str) -> Target:
+    async def resolve(self, url: str) -> PushTarget:
         """Where a URL leads now. `Denied` when that is no place for a caller to name."""
         parts = self.read(url)
         name = parts.hostname or ""
@@ -96,7 +96,7 @@ class Destinations:
         address = addresses[0]
         place = f"[{address}]" if ":" in address else address
         pinned = urlunsplit((parts.scheme, f"{place}:{port}", parts.path or "/", parts.query, ""))
-        return Target(pinned, parts.netloc, name)
+        return PushTarget(pinned, parts.netloc, name)
 
     def _named(self, host: str) -> bool:
         host = host.lower().rstrip(".")
@@ -182,7 +182,7 @@ class Push(PushNotificationSender):
             said = f"status {status}"
         log.warning("%s was not told of task %s: %s", urlsplit(config.url).hostname, task_id, said)
 
-    async def _post(self, target: Target, config: TaskPushNotificationConfig, body: bytes) -> int:
+    async def _post(self, target: PushTarget, config: TaskPushNotificationConfig, body: bytes) -> int:
         """Send it. Of the answer only the status is read: the rest is whatever a stranger sends."""
         about = {"sni_hostname": target.name}
         headers = _headers(config, target)
@@ -198,7 +198,7 @@ class Push(PushNotificationSender):
         await self._client.aclose()
 
 
-def _headers(config: TaskPushNotificationConfig, target: Target) -> dict[str, str]:
+def _headers(config: TaskPushNotificationConfig, target: PushTarget) -> dict[str, str]:
     headers = {"host": target.host, "content-type": "application/json"}
     if config.token:
         headers[TOKEN_HEADER] = config.token

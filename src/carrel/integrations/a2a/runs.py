@@ -46,7 +46,7 @@ class Beginnings(Protocol):
 
 
 @dataclass(frozen=True)
-class Ask:
+class RunRequest:
     """What a run is for. `message` is None when nobody said anything: it only goes on, if it can.
 
     `late` is what was sent before the task asked for what it waits for now. `used` is whatever the run works in.
@@ -78,7 +78,7 @@ class _Nothing(Exception):
     """There is nothing to run: it was said why."""
 
 
-class Runs:
+class TaskRuns:
     """Runs tasks."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Runs:
         self._approver = approver
         self._pause_s = pause_s
 
-    async def run(self, ask: Ask, client: AsyncClient) -> list[PendingApproval]:
+    async def run(self, ask: RunRequest, client: AsyncClient) -> list[PendingApproval]:
         """Run until the task has ended or waits for a person; then what it waits for."""
         box = await client.sandbox(ask.context)
         before = await self._before(ask, box)
@@ -146,14 +146,14 @@ class Runs:
         """Drop the checkpoints of a task that has ended."""
         await self._conversations.drop(thread)
 
-    async def _before(self, ask: Ask, box: AsyncSandbox) -> artifacts.Listing:
+    async def _before(self, ask: RunRequest, box: AsyncSandbox) -> artifacts.Listing:
         before = None if ask.new else await self._beginnings.beginning(ask.task.id)
         if before is None:
             before = artifacts.marks((await artifacts.listing(box))[0])
             await self._beginnings.begin(ask.task.id, before)
         return before
 
-    async def _input(self, ask: Ask, state: StateSnapshot) -> dict[str, object] | Command[Any] | None:
+    async def _input(self, ask: RunRequest, state: StateSnapshot) -> dict[str, object] | Command[Any] | None:
         """What the graph goes on with; `_Nothing` after words about why it does not."""
         if not state.values:
             said = HumanMessage(replies.text_of(_first(ask.task)), id=_first_id(ask.task))
@@ -172,7 +172,7 @@ class Runs:
         return answer(state, decision.decision, message=decision.message, approval=decision.approval)
 
     def _read(
-        self, ask: Ask, message: Message, waiting: Sequence[PendingApproval]
+        self, ask: RunRequest, message: Message, waiting: Sequence[PendingApproval]
     ) -> tuple[str | None, replies.Decision | None]:
         """What a person decided, or why that cannot be taken for a decision."""
         decision = replies.decision_of(message)
@@ -188,7 +188,7 @@ class Runs:
             return "This agent may not approve what it asked for itself.", None
         return None, decision
 
-    async def _go(self, ask: Ask, given: dict[str, object] | Command[Any] | None, workspace: Workspace) -> None:
+    async def _go(self, ask: RunRequest, given: dict[str, object] | Command[Any] | None, workspace: Workspace) -> None:
         await ask.updates.working(again=ask.message is None)
         for attempt in range(TRIES):
             try:
@@ -210,7 +210,7 @@ class Runs:
                 raise LimitExceeded("the model went round in circles", hint="ask for less at once") from None
 
     async def _finish(
-        self, ask: Ask, client: AsyncClient, box: AsyncSandbox, state: StateSnapshot, before: artifacts.Listing
+        self, ask: RunRequest, client: AsyncClient, box: AsyncSandbox, state: StateSnapshot, before: artifacts.Listing
     ) -> None:
         said = _own(shown.messages_in(state.values), _first_id(ask.task))
         await self._conversations.add(ask.context, said)

@@ -33,13 +33,13 @@ from carrel.integrations.a2a.callers import Callers
 from carrel.integrations.a2a.card import REST_PATH, RPC_PATH, agent_card
 from carrel.integrations.a2a.conversations import Conversations
 from carrel.integrations.a2a.executor import AT_ONCE, Executor
-from carrel.integrations.a2a.gate import CallContexts, Gate
+from carrel.integrations.a2a.gate import CallContexts, TokenGate
 from carrel.integrations.a2a.handler import Handler
 from carrel.integrations.a2a.inbox import Inbox
-from carrel.integrations.a2a.keeping import KEEP_DAYS, Keeping
 from carrel.integrations.a2a.logs import CallersMistakes
 from carrel.integrations.a2a.push import Destinations, Push
-from carrel.integrations.a2a.runs import Runs
+from carrel.integrations.a2a.retention import KEEP_DAYS, Retention
+from carrel.integrations.a2a.runs import TaskRuns
 from carrel.integrations.a2a.tasks import open_tasks
 from carrel.integrations.langgraph import ModelMetrics, build_graph, open_checkpointer, resolve_model
 
@@ -121,9 +121,9 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
         background = await stack.enter_async_context(Background())
         graph = build_graph(model, checkpointer=checkpoints.saver)
         conversations = Conversations(graph, checkpoints)
-        keeping = Keeping(kept, conversations, checkpoints, keep_days=settings.keep_days)
-        background.start(keeping.run(), "forget old tasks")
-        runs = Runs(graph, conversations, kept, approver=approver, speaks=settings.model != "shell")
+        retention = Retention(kept, conversations, checkpoints, keep_days=settings.keep_days)
+        background.start(retention.run(), "forget old tasks")
+        runs = TaskRuns(graph, conversations, kept, approver=approver, speaks=settings.model != "shell")
         inbox = Inbox(callers, background)
         executor = Executor(runs, checkpoints, kept, callers, inbox, background, at_once=settings.at_once)
         push = Push(kept.push, destinations, background)
@@ -138,13 +138,13 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
             *create_jsonrpc_routes(handler, RPC_PATH, CallContexts(), enable_v0_3_compat=True),
             *create_rest_routes(handler, CallContexts(), enable_v0_3_compat=True, path_prefix=REST_PATH),
         ]
-        gate = Gate(Starlette(routes=routes), callers, OPEN_PATHS)
+        gate = TokenGate(Starlette(routes=routes), callers, OPEN_PATHS)
         await stack.enter_async_context(_serving(gate, listener))
         yield RunningAgent(url, url + AGENT_CARD_WELL_KNOWN_PATH)
 
 
 @asynccontextmanager
-async def _serving(app: Gate, listener: socket.socket) -> AsyncIterator[None]:
+async def _serving(app: TokenGate, listener: socket.socket) -> AsyncIterator[None]:
     connections = Connections(connections_allowed())
     server = _HttpServer(
         uvicorn.Config(

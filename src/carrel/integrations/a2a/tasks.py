@@ -118,7 +118,7 @@ class KeptUrls(DatabasePushNotificationConfigStore):
 
 
 @dataclass(frozen=True)
-class Kept:
+class TaskStore:
     """The stores of one database."""
 
     engine: AsyncEngine
@@ -175,11 +175,11 @@ def _now() -> datetime:
 
 
 @asynccontextmanager
-async def open_tasks(database: str) -> AsyncIterator[Kept]:
+async def open_tasks(database: str) -> AsyncIterator[TaskStore]:
     """The stores of a SQLite file or a `postgresql://` URL; tables are made. No error shows a password."""
     engine = _engine(database)
     try:
-        kept = Kept(
+        kept = TaskStore(
             engine,
             VersionedDatabaseTaskStore(engine),
             DatabaseTaskEventStream(engine),

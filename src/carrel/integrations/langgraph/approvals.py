@@ -68,7 +68,7 @@ class PendingApproval(BaseModel):
         )
 
 
-class Answer(BaseModel):
+class InterruptAnswer(BaseModel):
     """What a graph is resumed with."""
 
     model_config = ConfigDict(extra="ignore")
@@ -78,7 +78,7 @@ class Answer(BaseModel):
     nonce: str | None = Field(default=None, description="of an answer that was given in this process")
 
     @classmethod
-    def give(cls, decision: Decision, message: str | None) -> Answer:
+    def give(cls, decision: Decision, message: str | None) -> InterruptAnswer:
         """A new answer, given here and now."""
         given = cls(decision=decision, message=message, nonce=secrets.token_hex(16))
         if given.nonce is not None:
@@ -95,7 +95,7 @@ class Answer(BaseModel):
         return self.nonce is not None and _given.pop(self.nonce, self) is None
 
     @classmethod
-    def read(cls, value: object) -> Answer:
+    def read(cls, value: object) -> InterruptAnswer:
         """An answer of any form; what cannot be understood only says "look again"."""
         if isinstance(value, str):
             value = {"decision": value}
@@ -133,8 +133,8 @@ def answer(
             field="approval",
             hint="take the state of the graph as it is now",
         )
-    given = Answer.give(decision, message).model_dump()
-    look = Answer().model_dump()
+    given = InterruptAnswer.give(decision, message).model_dump()
+    look = InterruptAnswer().model_dump()
     return Command(
         resume={
             interrupt: given if approval is None or each.approval == approval else look

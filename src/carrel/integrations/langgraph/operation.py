@@ -30,13 +30,13 @@ from carrel.errors import (
     SandboxLost,
     Unauthorized,
 )
-from carrel.integrations.langgraph.approvals import Answer, PendingApproval, one_line
+from carrel.integrations.langgraph.approvals import InterruptAnswer, PendingApproval, one_line
 from carrel.integrations.langgraph.workspace import Workspace, own_id
 
 Runtime = ToolRuntime[Any, Any]
 
 
-class Said(TypedDict):
+class ToolReply(TypedDict):
     """What a tool tells the model, and beside it what a program may want to know."""
 
     text: str
@@ -44,11 +44,11 @@ class Said(TypedDict):
     error: bool
 
 
-class Outcome(TypedDict):
+class FirstTry(TypedDict):
     """What became of the first try: a result, or an approval that is needed first."""
 
     id: str
-    said: Said | None
+    said: ToolReply | None
     waits: dict[str, object] | None
 
 
@@ -60,12 +60,12 @@ class Attempt:
     workspace: Workspace
 
 
-Act = Callable[[Attempt, AsyncSandbox], Awaitable[Said]]
+Act = Callable[[Attempt, AsyncSandbox], Awaitable[ToolReply]]
 """Does a thing in a sandbox. It may be called again with the same id, and then must not do it again."""
 
 
 @dataclass(frozen=True)
-class Call:
+class GraphCall:
     """One thing to be done for a run."""
 
     workspace: Workspace
@@ -80,7 +80,7 @@ class Call:
         """The context it is done in."""
         return self.workspace.context(self.thread_id)
 
-    async def run(self, id: str, approval: str | None = None) -> Said:
+    async def run(self, id: str, approval: str | None = None) -> ToolReply:
         """Do it, under an approval if there is one. What the model can act on is said; other failures are raised."""
         box = await self.workspace.sandbox(self.context_id)
         try:
@@ -95,7 +95,7 @@ class Call:
             return refused(error)
 
 
-def refused(error: CarrelError) -> Said:
+def refused(error: CarrelError) -> ToolReply:
     """A refusal or a failure in words for the model, and as the problem object every protocol shows."""
     problem = error.problem()
     lines = [f"{problem['title']}: {error.detail}"]
@@ -105,7 +105,7 @@ def refused(error: CarrelError) -> Said:
         lines.append("try again later" if error.extra.get("retry") else "do not try the same again")
     if error.hint:
         lines.append(f"hint: {error.hint}")
-    return Said(text="\n".join(lines), artifact=dict(problem), error=True)
+    return ToolReply(text="\n".join(lines), artifact=dict(problem), error=True)
 
 
 async def perform(
@@ -137,14 +137,14 @@ def asked(
     arguments: Mapping[str, object],
     summary: str,
     act: Act,
-) -> Call:
+) -> GraphCall:
     """A call in the workspace that the run names, or else in a fixed one."""
     workspace = context if isinstance(context, Workspace) else fixed
     if workspace is None:
         raise InvalidRequest(
             "the run has no workspace", field="context", hint="pass context=Workspace(client) when the graph is run"
         )
-    return Call(
+    return GraphCall(
         workspace=workspace,
         thread_id=None if thread_id is None else str(thread_id),
         name=name,
@@ -154,7 +154,7 @@ def asked(
     )
 
 
-async def settle(call: Call) -> Said:
+async def settle(call: GraphCall) -> ToolReply:
     """Do a call of a graph that runs: once, however often its node is run, and after a person's word if need be."""
     outcome = await operation(call)
     if outcome["said"] is not None:
@@ -163,24 +163,24 @@ async def settle(call: Call) -> Said:
 
 
 @task
-async def operation(call: Call) -> Outcome:
+async def operation(call: GraphCall) -> FirstTry:
     """The first try. Its outcome is kept, so that a node that is run again does not try again."""
     here = get_runtime().execution_info
     # LangGraph gives a task the same id on every try, and each task of a node its own.
     id = own_id(call.thread_id, here.task_id if here is not None else uuid.uuid4().hex)
     try:
-        return Outcome(id=id, said=await call.run(id), waits=None)
+        return FirstTry(id=id, said=await call.run(id), waits=None)
     except ApprovalNeeded as needed:
         waits = PendingApproval.of(
             needed, tool=call.name, summary=call.summary, arguments=call.arguments, context_id=call.context_id
         )
-        return Outcome(id=id, said=None, waits=waits.model_dump())
+        return FirstTry(id=id, said=None, waits=waits.model_dump())
 
 
-async def _decided(call: Call, id: str, waits: PendingApproval) -> Said:
+async def _decided(call: GraphCall, id: str, waits: PendingApproval) -> ToolReply:
     """Interrupt until it is decided; then do it, or say why not."""
     while True:
-        given = Answer.read(interrupt(waits.model_dump()))
+        given = InterruptAnswer.read(interrupt(waits.model_dump()))
         told, problem = await _tell(call.workspace, waits, given)
         if given.decision == "deny" and not told:
             return _declined(waits, given)
@@ -190,7 +190,7 @@ async def _decided(call: Call, id: str, waits: PendingApproval) -> Said:
             waits = waits.model_copy(update={"problem": problem})
 
 
-async def _tell(workspace: Workspace, waits: PendingApproval, given: Answer) -> tuple[bool, str | None]:
+async def _tell(workspace: Workspace, waits: PendingApproval, given: InterruptAnswer) -> tuple[bool, str | None]:
     """Give a decision to the inbox, if this process may: whether it has one now, and else why not."""
     if not given.take() or workspace.approver is None or given.decision == "look":
         return False, None
@@ -207,7 +207,7 @@ async def _tell(workspace: Workspace, waits: PendingApproval, given: Answer) -> 
     return True, None
 
 
-def _declined(waits: PendingApproval, given: Answer) -> Said:
+def _declined(waits: PendingApproval, given: InterruptAnswer) -> ToolReply:
     words = given.message or "whoever was asked said no"
     return refused(
         Denied(

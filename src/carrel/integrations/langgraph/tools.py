@@ -14,7 +14,7 @@ from pydantic import Field
 
 from carrel.client import AsyncCommand, AsyncSandbox
 from carrel.errors import Conflict, NotFound, NotRunning, RunsElsewhere
-from carrel.integrations.langgraph.operation import Attempt, Runtime, Said, perform
+from carrel.integrations.langgraph.operation import Attempt, Runtime, ToolReply, perform
 from carrel.integrations.langgraph.workspace import Workspace
 from carrel.models import MAX_TIMEOUT_S, CommandResult, FileInfo, FileKind
 
@@ -40,7 +40,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     ) -> ToolMessage:
         """Run a shell command in the workspace and wait for it. Gives its output and how it ended."""
 
-        async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             async def start() -> AsyncCommand:
                 return await box.commands.start(
                     command,
@@ -63,7 +63,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     ) -> ToolMessage:
         """Run Python code in a fresh process in the workspace and wait for it."""
 
-        async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             async def start() -> AsyncCommand:
                 return await box.python.start(code, requirements=requirements or None, timeout=timeout, id=attempt.id)
 
@@ -80,7 +80,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     ) -> ToolMessage:
         """Read a text file of the workspace, whole or some lines of it."""
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             data = await box.files.read(path, length=MOST_READ + 1)
             return _lines_of(path, data, first_line, lines)
 
@@ -92,9 +92,9 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     ) -> ToolMessage:
         """Make a file in the workspace, or replace all of one. The directories above it are made."""
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             info = await box.files.write(path, content)
-            return Said(text=f"wrote {info.path}, {info.size} bytes", artifact=_entry(info), error=False)
+            return ToolReply(text=f"wrote {info.path}, {info.size} bytes", artifact=_entry(info), error=False)
 
         asked = {"path": path, "content": content}
         return await perform(runtime, workspace, "write_file", asked, f"write {path}", act)
@@ -108,10 +108,10 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     ) -> ToolMessage:
         """Replace a text in a file of the workspace."""
 
-        async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             result = await box.files.edit(path, old, new, replace_all=replace_all, id=attempt.id)
             text = f"replaced {result.replaced} in {result.file.path}, {result.file.size} bytes now"
-            return Said(text=text, artifact={"replaced": result.replaced, **_entry(result.file)}, error=False)
+            return ToolReply(text=text, artifact={"replaced": result.replaced, **_entry(result.file)}, error=False)
 
         asked = {"path": path, "old": old, "new": new, "replace_all": replace_all}
         return await perform(runtime, workspace, "edit_file", asked, f"edit {path}", act)
@@ -123,13 +123,13 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     ) -> ToolMessage:
         """List a directory of the workspace."""
 
-        async def act(_attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             found = await box.files.list(path, recursive=recursive, limit=MOST_ENTRIES)
             shown = [_described(info) for info in found]
             if found.truncated:
                 shown.append(f"[only the first {MOST_ENTRIES}; list a directory below]")
             artifact: dict[str, object] = {"entries": len(found), "truncated": found.truncated}
-            return Said(text=short("\n".join(shown)) or "(empty)", artifact=artifact, error=False)
+            return ToolReply(text=short("\n".join(shown)) or "(empty)", artifact=artifact, error=False)
 
         asked = {"path": path, "recursive": recursive}
         return await perform(runtime, workspace, "list_files", asked, f"list {path}", act)
@@ -144,21 +144,21 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
         only = [] if names is None else [f"--include={names}"]
         words = ["grep", "-rnIsE", f"--max-count={MOST_MATCHES}", *only, "-e", pattern, "--", path]
 
-        async def act(attempt: Attempt, box: AsyncSandbox) -> Said:
+        async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             async def start() -> AsyncCommand:
                 return await box.commands.start(words, timeout="default", output_limit=MOST_OUTPUT, id=attempt.id)
 
             return await followed(attempt, box, start, found)
 
-        def found(result: CommandResult) -> Said:
+        def found(result: CommandResult) -> ToolReply:
             if result.exit_code == 1 and not result.stdout:
-                return Said(text="no match", artifact=_ending(result), error=False)
+                return ToolReply(text="no match", artifact=_ending(result), error=False)
             matches = result.stdout.splitlines()
             if result.exit_code not in {0, 1, 2} or not matches:
                 return told(result)
             if len(matches) > MOST_MATCHES:
                 matches = [*matches[:MOST_MATCHES], f"[{len(matches) - MOST_MATCHES} more; narrow the search]"]
-            return Said(text=short("\n".join(matches)), artifact=_ending(result), error=False)
+            return ToolReply(text=short("\n".join(matches)), artifact=_ending(result), error=False)
 
         asked = {"pattern": pattern, "path": path, "names": names}
         return await perform(runtime, workspace, "search_files", asked, " ".join(words), act)
@@ -171,8 +171,8 @@ async def followed(
     attempt: Attempt,
     box: AsyncSandbox,
     start: Callable[[], Awaitable[AsyncCommand]],
-    tell: Callable[[CommandResult], Said] | None = None,
-) -> Said:
+    tell: Callable[[CommandResult], ToolReply] | None = None,
+) -> ToolReply:
     """Start a command and wait for its end; if an earlier try started it, only wait."""
     try:
         command = await attempt.workspace.started(start)
@@ -196,7 +196,7 @@ async def followed(
     return (tell or told)(result)
 
 
-def told(result: CommandResult) -> Said:
+def told(result: CommandResult) -> ToolReply:
     """A finished command in words: its output, then how it ended unless that is a plain success."""
     parts = []
     if result.stdout:
@@ -213,7 +213,7 @@ def told(result: CommandResult) -> Said:
         parts.append(f"[ended by {result.signal}]")
     elif result.exit_code:
         parts.append(f"[exit code {result.exit_code}]")
-    return Said(text="\n".join(parts) or "(no output)", artifact=_ending(result), error=False)
+    return ToolReply(text="\n".join(parts) or "(no output)", artifact=_ending(result), error=False)
 
 
 def short(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -228,10 +228,10 @@ def _ending(result: CommandResult) -> dict[str, object]:
     return result.model_dump(exclude={"stdout", "stderr", "stdout_base64", "stderr_base64"})
 
 
-def _lines_of(path: str, data: bytes, first: int, count: int) -> Said:
+def _lines_of(path: str, data: bytes, first: int, count: int) -> ToolReply:
     if b"\0" in data[:8192]:
         text = f"'{path}' is no text; read it with a command"
-        return Said(text=text, artifact={"path": path, "binary": True}, error=True)
+        return ToolReply(text=text, artifact={"path": path, "binary": True}, error=True)
     whole = len(data) <= MOST_READ
     lines = data[:MOST_READ].decode("utf-8", "replace").splitlines()
     shown = lines[first - 1 : first - 1 + count]
@@ -240,7 +240,7 @@ def _lines_of(path: str, data: bytes, first: int, count: int) -> Said:
         text += f"\n[lines {first} to {first - 1 + len(shown)} of {len(lines)}]"
     if not whole:
         text += f"\n[only the first {MOST_READ} bytes were looked at]"
-    return Said(text=text, artifact={"path": path, "lines": len(lines), "whole": whole}, error=False)
+    return ToolReply(text=text, artifact={"path": path, "lines": len(lines), "whole": whole}, error=False)
 
 
 def _entry(info: FileInfo) -> dict[str, object]:

@@ -25,7 +25,7 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """What a tool has to say. `note` is said after the text, apart from it, where the text is exactly a file's."""
 
     text: str

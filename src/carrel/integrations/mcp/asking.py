@@ -18,7 +18,7 @@ from mcp import types
 
 from carrel.client import AsyncClient
 from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, from_problem
-from carrel.integrations.mcp.calls import Call
+from carrel.integrations.mcp.calls import ToolCall
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
 
 KEY = "approval"
@@ -94,7 +94,7 @@ class Asking:
         schema = {"type": "object", "properties": properties, "required": required}
         return Question(needed, decides), types.ElicitRequestFormParams(message=message, requested_schema=schema)
 
-    async def answered(self, question: Question, answer: types.ElicitResult | None, call: Call) -> None:
+    async def answered(self, question: Question, answer: types.ElicitResult | None, call: ToolCall) -> None:
         """Do what the person said. Returns when the operation may be tried with the approval; else raises what it was
         refused with.
         """
@@ -127,7 +127,7 @@ class Asking:
         except CarrelError as error:
             raise _because(needed, f"the approver's token could not decide it: {error.detail}") from None
 
-    async def _wait(self, approval: str, call: Call) -> None:
+    async def _wait(self, approval: str, call: ToolCall) -> None:
         until = time.monotonic() + self.wait_s
         async with call.telling(lambda: f"{call.elapsed:.0f} s: waiting for approval {approval}"):
             while (await call.place.client.approvals.get(approval)).state is ApprovalState.PENDING:

@@ -15,8 +15,8 @@ from mcp import types
 from pydantic import Field, ValidationError
 
 from carrel.errors import InvalidRequest
-from carrel.integrations.mcp.answers import Answer
-from carrel.integrations.mcp.reach import Place, T, Work
+from carrel.integrations.mcp.answers import ToolAnswer
+from carrel.integrations.mcp.clients import ContextAccess, T, Work
 from carrel.models.base import Request
 
 EVERY_S = 1.0
@@ -36,10 +36,10 @@ class Parameters(Request):
 
 
 @dataclass
-class Call:
+class ToolCall:
     """One call of a tool."""
 
-    place: Place
+    place: ContextAccess
     approval: str | None = None
     tell: Tell | None = None
     began: float = field(default_factory=time.monotonic)
@@ -83,7 +83,7 @@ class Tool(Generic[P]):
     title: str
     description: str
     parameters: type[P]
-    run: Callable[[Call, P], Awaitable[Answer]]
+    run: Callable[[ToolCall, P], Awaitable[ToolAnswer]]
     read_only: bool = False
     destructive: bool = False
     idempotent: bool = False
@@ -121,7 +121,7 @@ class Tool(Generic[P]):
                 hint=f"it takes {', '.join(schema_of(self.parameters)['properties']) or 'nothing'}",
             ) from None
 
-    async def call(self, call: Call, parameters: P) -> Answer:
+    async def call(self, call: ToolCall, parameters: P) -> ToolAnswer:
         """Run it."""
         return await self.run(call, parameters)
 

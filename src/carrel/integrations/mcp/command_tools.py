@@ -11,8 +11,8 @@ from pydantic import Field
 
 from carrel.client import AsyncCommand, AsyncOutputStream, AsyncSandbox
 from carrel.errors import InvalidRequest, NotFound
-from carrel.integrations.mcp.answers import Answer
-from carrel.integrations.mcp.calls import Call, Parameters, Tool
+from carrel.integrations.mcp.answers import ToolAnswer
+from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.output import Capture
 from carrel.models import CommandInfo
 from carrel.models.base import MAX_TIMEOUT_S, EnvName, NoNul, Request
@@ -61,7 +61,7 @@ class RunCommand(Parameters):
     )
     background: bool = Field(
         default=False,
-        description="Answer at once with a handle and leave it running, for servers and long jobs.",
+        description="ToolAnswer at once with a handle and leave it running, for servers and long jobs.",
     )
 
 
@@ -71,25 +71,22 @@ class StopCommand(Request):
     handle: str = Field(min_length=1, max_length=256, description="The handle that run_command answered.")
 
 
-async def _run(call: Call, given: RunCommand) -> Answer:
+async def _run(call: ToolCall, given: RunCommand) -> ToolAnswer:
     more: Any = {"cwd": given.cwd, "env": given.env or None, "stdin": given.stdin}
     if given.timeout is not None:
         more["timeout"] = given.timeout
 
-    async def start(box: AsyncSandbox) -> AsyncCommand:
-        return await box.commands.start(given.command, **more)
-
     if given.background:
-        command = await call.do(start)
+        command = await call.do(lambda box: box.commands.start(given.command, **more))
         handle = handle_of(await command.info())
         note = (
             f"Started in the background. Its handle is {handle}: read_output reads what it wrote, stop_command ends it."
         )
-        return Answer(note, {"handle": handle, "running": True, "output": "", "next_offset": 0})
+        return ToolAnswer(note, {"handle": handle, "running": True, "output": "", "next_offset": 0})
     return await followed(call, lambda box: box.commands.stream(given.command, **more))
 
 
-async def followed(call: Call, begin: Callable[[AsyncSandbox], AsyncOutputStream]) -> Answer:
+async def followed(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputStream]) -> ToolAnswer:
     """Start a command and follow its output to the end. Who cancels kills it with all it started."""
     capture = Capture()
 
@@ -144,7 +141,7 @@ async def opened(box: AsyncSandbox, handle: str) -> tuple[AsyncCommand, CommandI
     return command, info
 
 
-def _ended(capture: Capture, info: CommandInfo) -> Answer:
+def _ended(capture: Capture, info: CommandInfo) -> ToolAnswer:
     """The answer for a command that has ended."""
     handle, left_out = handle_of(info), capture.left_out
     marker = (
@@ -153,7 +150,7 @@ def _ended(capture: Capture, info: CommandInfo) -> Answer:
     output = capture.text(marker)
     value: dict[str, object] = {"output": output, "handle": handle, **facts(info)}
     value |= {"left_out_bytes": left_out, "next_offset": capture.resume if left_out else capture.offset}
-    return Answer(joined(output, ending_of(info)), value)
+    return ToolAnswer(joined(output, ending_of(info)), value)
 
 
 def facts(info: CommandInfo) -> dict[str, object]:
@@ -190,7 +187,7 @@ def joined(output: str, ending: str) -> str:
     return output + ("" if not output or output.endswith("\n") else "\n") + ending
 
 
-async def _stop(call: Call, given: StopCommand) -> Answer:
+async def _stop(call: ToolCall, given: StopCommand) -> ToolAnswer:
     async def stop(box: AsyncSandbox) -> CommandInfo:
         command, _ = await opened(box, given.handle)
         await command.kill()
@@ -198,7 +195,7 @@ async def _stop(call: Call, given: StopCommand) -> Answer:
         return await command.info()
 
     info = await call.place.do(stop)
-    return Answer(
+    return ToolAnswer(
         f"It has ended, with everything it started; read_output still reads what it wrote. {ending_of(info)}",
         {"handle": given.handle, **facts(info)},
     )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import Field
 
-from carrel.client import AsyncSandbox, Listing
+from carrel.client import AsyncSandbox
 from carrel.errors import InvalidRequest, TooLarge
-from carrel.integrations.mcp.answers import Answer, Image
-from carrel.integrations.mcp.calls import Call, Parameters, Tool
+from carrel.integrations.mcp.answers import Image, ToolAnswer
+from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.output import LIMIT, boundary
-from carrel.models import CommandResult, EditResult, FileInfo, FileKind
+from carrel.models import FileInfo, FileKind
 from carrel.models.base import NoNul
 
 MOST_IMAGE_BYTES = 500_000
@@ -99,7 +101,7 @@ class SearchFiles(Parameters):
     max_matches: int = Field(default=200, ge=1, le=2000, description="At most so many lines.")
 
 
-async def _read(call: Call, given: ReadFile) -> Answer:
+async def _read(call: ToolCall, given: ReadFile) -> ToolAnswer:
     by_line = given.offset is None and (given.first_line > 1 or given.max_lines is not None)
 
     async def read(box: AsyncSandbox) -> _Part:
@@ -120,21 +122,21 @@ async def _read(call: Call, given: ReadFile) -> Answer:
                 field="path",
                 hint="make a smaller copy of it, and read that",
             )
-        return Answer("", images=[Image(base64.b64encode(part.data).decode(), media_type)])
+        return ToolAnswer("", images=[Image(base64.b64encode(part.data).decode(), media_type)])
     if len(part.data) > LIMIT:
         part.data, part.more = part.data[: boundary(part.data, LIMIT)], True
     after = part.start + len(part.data)
     note = f"[there is more: read_file with offset {after} goes on]" if part.more else None
-    return Answer(_text(given.path, part.data), note=note)
+    return ToolAnswer(_text(given.path, part.data), note=note)
 
 
+@dataclass
 class _Part:
     """A part of a file, and whether the file goes on."""
 
-    def __init__(self, start: int, data: bytes, *, more: bool = False):
-        self.start = start
-        self.data = data
-        self.more = more
+    start: int
+    data: bytes
+    more: bool = False
 
 
 async def _lines(box: AsyncSandbox, given: ReadFile) -> _Part:
@@ -197,7 +199,7 @@ def _text(path: str, data: bytes) -> str:
     )
 
 
-async def _write(call: Call, given: WriteFile) -> Answer:
+async def _write(call: ToolCall, given: WriteFile) -> ToolAnswer:
     try:
         data = base64.b64decode(given.content, validate=True) if given.encoding == "base64" else given.content.encode()
     except (binascii.Error, UnicodeEncodeError):
@@ -205,46 +207,45 @@ async def _write(call: Call, given: WriteFile) -> Answer:
             f"the content is not {given.encoding}", field="content", hint="send text, or bytes as base64"
         ) from None
 
-    async def write(box: AsyncSandbox) -> FileInfo:
-        mode = 0o755 if given.executable else None
-        return await box.files.write(given.path, data, mode=mode, exclusive=not given.overwrite)
-
-    info = await call.do(write)
-    return Answer(f"Wrote {info.path}: {info.size} bytes.", _described(info))
+    mode = 0o755 if given.executable else None
+    info = await call.do(lambda box: box.files.write(given.path, data, mode=mode, exclusive=not given.overwrite))
+    return ToolAnswer(f"Wrote {info.path}: {info.size} bytes.", _described(info))
 
 
-async def _edit(call: Call, given: EditFile) -> Answer:
-    async def edit(box: AsyncSandbox) -> EditResult:
-        return await box.files.edit(given.path, given.old, given.new, replace_all=given.replace_all)
-
-    result = await call.do(edit)
+async def _edit(call: ToolCall, given: EditFile) -> ToolAnswer:
+    result = await call.do(lambda box: box.files.edit(given.path, given.old, given.new, replace_all=given.replace_all))
     places = "1 place" if result.replaced == 1 else f"{result.replaced} places"
-    return Answer(f"Replaced {places} in {result.file.path}.", {"replaced": result.replaced, **_described(result.file)})
+    return ToolAnswer(
+        f"Replaced {places} in {result.file.path}.", {"replaced": result.replaced, **_described(result.file)}
+    )
 
 
-async def _list(call: Call, given: ListFiles) -> Answer:
+async def _list(call: ToolCall, given: ListFiles) -> ToolAnswer:
     recursive = given.recursive or given.glob is not None
     wanted = MOST_ENTRIES if given.glob is not None else given.limit
 
-    async def listing(box: AsyncSandbox) -> Listing:
-        return await box.files.list(given.path, recursive=recursive, limit=wanted)
-
-    found = await call.do(listing)
+    found = await call.do(lambda box: box.files.list(given.path, recursive=recursive, limit=wanted))
     items = [each for each in found if given.glob is None or _like(each.path, given.glob)]
     truncated = found.truncated or len(items) > given.limit
-    lines: list[str] = []
-    size = 0
-    for info in items[: given.limit]:
-        line = _line(info)
-        size += len(line) + 1
-        if size > LIMIT:
-            truncated = True
-            break
-        lines.append(line)
+    shown = items[: given.limit]
+    lines = _fitting(_line(info) for info in shown)
+    truncated = truncated or len(lines) < len(shown)
     value = {"entries": [_described(each) for each in items[: len(lines)]], "truncated": truncated}
     text = "\n".join(lines) or "[nothing]"
     note = "[there is more: list a directory of it, or give a glob]" if truncated else None
-    return Answer(text, value, note=note)
+    return ToolAnswer(text, value, note=note)
+
+
+def _fitting(lines: Iterable[str]) -> list[str]:
+    """The first lines, as many as an answer has room for."""
+    fitting: list[str] = []
+    size = 0
+    for line in lines:
+        size += len(line) + 1
+        if size > LIMIT:
+            break
+        fitting.append(line)
+    return fitting
 
 
 def _like(path: str, glob: str) -> bool:
@@ -263,34 +264,24 @@ def _described(info: FileInfo) -> dict[str, object]:
     return info.model_dump(mode="json", exclude_none=True)
 
 
-async def _search(call: Call, given: SearchFiles) -> Answer:
+async def _search(call: ToolCall, given: SearchFiles) -> ToolAnswer:
     words = ["grep", "-rnIHZ", "-F" if given.literal else "-E", "--exclude-dir=.git"]
     words += ["-i"] if given.ignore_case else []
     words += [f"--include={given.glob}"] if given.glob is not None else []
     words += ["-e", given.pattern, "--", given.path]
 
-    async def search(box: AsyncSandbox) -> CommandResult:
-        return await box.commands.run(words, timeout=SEARCH_S, output_limit=SEARCH_BYTES)
-
-    result = await call.do(search)
+    result = await call.do(lambda box: box.commands.run(words, timeout=SEARCH_S, output_limit=SEARCH_BYTES))
     matches = parsed_matches(result.stdout)
     if result.exit_code not in {0, 1} and not matches:
         what = "it took too long" if result.timed_out else result.stderr.strip()[:500] or "grep failed"
         raise InvalidRequest(
             f"the search failed: {what}", field="pattern", hint="narrow it with path or glob, or use run_command"
         )
-    lines: list[str] = []
-    size = 0
-    for match in matches[: given.max_matches]:
-        line = f"{match['path']}:{match['line']}:{match['text']}"
-        size += len(line) + 1
-        if size > LIMIT:
-            break
-        lines.append(line)
+    lines = _fitting(f"{each['path']}:{each['line']}:{each['text']}" for each in matches[: given.max_matches])
     truncated = len(lines) < len(matches) or result.truncated or result.timed_out
     value = {"matches": matches[: len(lines)], "truncated": truncated}
     note = "[there may be more: narrow it with path or glob]" if truncated else None
-    return Answer("\n".join(lines) or "[no match]", value, note=note)
+    return ToolAnswer("\n".join(lines) or "[no match]", value, note=note)
 
 
 def parsed_matches(output: str) -> list[dict[str, object]]:

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from carrel.client.locate import sendable
 from carrel.connections import mark_authenticated
 from carrel.errors import CarrelError, InvalidRequest, NotFound, Unauthorized
-from carrel.integrations.mcp.server import CALLER, Caller, Workspaces
+from carrel.integrations.mcp.server import CALLER, McpCaller, WorkspaceServer
 
 CONTEXT_HEADER = "carrel-context"
 KNOWN_S = 60.0
@@ -36,11 +36,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def application(
-    workspaces: Workspaces, *, hosts: Collection[str] = (), context_id: str | None = None, host: str = "127.0.0.1"
+    workspaces: WorkspaceServer, *, hosts: Collection[str] = (), context_id: str | None = None, host: str = "127.0.0.1"
 ) -> Starlette:
     """The ASGI application. `hosts` are more names it may be reached by; `context_id` is for those who name none."""
     manager = FairManager(workspaces.server)
-    front = Front(workspaces, manager, allowed(hosts, host), context_id)
+    front = HttpFront(workspaces, manager, allowed(hosts, host), context_id)
     routes = [Route("/mcp", endpoint=front), Route("/{context}/mcp", endpoint=front)]
     return Starlette(routes=routes, lifespan=lambda _app: manager.run())
 
@@ -87,12 +87,12 @@ class FairManager(StreamableHTTPSessionManager):
         return super()._admit_session(requestor)
 
 
-class Front:
+class HttpFront:
     """Finds out who calls and where, before anything of a request is read."""
 
     def __init__(
         self,
-        workspaces: Workspaces,
+        workspaces: WorkspaceServer,
         manager: StreamableHTTPSessionManager,
         security: TransportSecuritySettings,
         context_id: str | None,
@@ -109,7 +109,7 @@ class Front:
         refusal: Response | None = await self._security.validate_request(request)
         if refusal is None:
             try:
-                caller = Caller(_token(request), self._context(request))
+                caller = McpCaller(_token(request), self._context(request))
                 subject = await self._check(caller)
                 mark_authenticated(scope)
             except CarrelError as error:
@@ -144,7 +144,7 @@ class Front:
             )
         return str(context_id)
 
-    async def _check(self, caller: Caller) -> str:
+    async def _check(self, caller: McpCaller) -> str:
         """Whom a token stands for. One that carrel does not know, or that does not reach the context, is refused: told
         at once, and not first by a tool. What it may do is decided anew at each call.
         """
@@ -152,7 +152,7 @@ class Front:
         checked, subject = self._known.get(caller.digest, (-KNOWN_S, ""))
         if checked > now - KNOWN_S:
             return subject
-        async with self._workspaces.reach.place(caller.token, caller.context_id) as place:
+        async with self._workspaces.clients.place(caller.token, caller.context_id) as place:
             try:
                 await place.client.find(caller.context_id)
             except NotFound:

@@ -20,44 +20,32 @@ class Capture:
     def __init__(self, offset: int = 0, *, head: int = HEAD, tail: int = _TAIL):
         self.total = 0
         self.last_line = ""
-        self._offset = offset
+        self.offset = offset
+        """The offset after all that was seen."""
+        self.left_out = 0
+        """How many bytes lie between the beginning and the end that are shown."""
+        self.resume = offset
+        """The offset at which what was left out begins."""
         self._room = head
         self._keep = tail
         self._head = bytearray()
         self._tail = bytearray()
-        self._dropped = 0
         self._full = False
-        self._resume = offset
-
-    @property
-    def left_out(self) -> int:
-        """How many bytes lie between the beginning and the end that are shown."""
-        return self._dropped
-
-    @property
-    def resume(self) -> int:
-        """The offset at which what was left out begins."""
-        return self._resume
-
-    @property
-    def offset(self) -> int:
-        """The offset after all that was seen."""
-        return self._offset
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk."""
-        before, self._offset = self._offset, chunk.offset
+        before, self.offset = self.offset, chunk.offset
         data = chunk.data
         self.total += len(data)
         self._note(data)
         if not self._full:
-            # Only where nothing was taken out of a chunk do its bytes tell offsets.
+            # Redaction changes lengths, so offsets are only valid for chunks that were not redacted.
             exact = chunk.offset - before == len(data)
             cut = len(data) if len(data) <= self._room else (boundary(data, self._room) if exact else 0)
             self._head += data[:cut]
             self._room -= cut
             self._full = cut < len(data)
-            self._resume = before + cut if self._full else chunk.offset
+            self.resume = before + cut if self._full else chunk.offset
             data = data[cut:]
         self._tail += data
         if len(self._tail) > self._keep:
@@ -65,7 +53,7 @@ class Capture:
 
     def text(self, marker: str) -> str:
         """What is shown; `marker` stands where something was left out."""
-        if not self._dropped:
+        if not self.left_out:
             return decoded(self._head + self._tail)
         return f"{decoded(self._head)}\n{marker}\n{decoded(self._tail)}"
 
@@ -74,7 +62,7 @@ class Capture:
         while cut < len(self._tail) and self._tail[cut] & 0xC0 == 0x80:
             cut += 1
         del self._tail[:cut]
-        self._dropped += cut
+        self.left_out += cut
 
     def _note(self, data: bytes) -> None:
         lines = data[-400:].decode("utf-8", "replace").strip().splitlines()
@@ -99,22 +87,15 @@ class Reading:
     def add(self, chunk: Chunk) -> bool:
         """Take a chunk, or as much as there is room for. False when there is none for more."""
         room = self._limit - len(self._data)
-        if len(chunk.data) > room:
-            self.more = True
-            if chunk.offset - self.offset != len(chunk.data):
-                # Something was taken out of it, so that it cannot be cut: a first one is given whole.
-                if self._data:
-                    return False
-                self._data += chunk.data
-                self.offset = chunk.offset
-                return False
+        self.more = len(chunk.data) > room
+        if self.more and chunk.offset - self.offset == len(chunk.data):
             cut = boundary(chunk.data, room)
             self._data += chunk.data[:cut]
             self.offset += cut
-            return False
-        self._data += chunk.data
-        self.offset = chunk.offset
-        return True
+        elif not (self.more and self._data):  # a redacted chunk cannot be cut: a first one is given whole
+            self._data += chunk.data
+            self.offset = chunk.offset
+        return not self.more
 
 
 def boundary(data: bytes, at: int) -> int:

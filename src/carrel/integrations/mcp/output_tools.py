@@ -9,12 +9,12 @@ from pydantic import Field
 
 from carrel.client import AsyncSandbox
 from carrel.errors import InvalidRequest, NotFound
-from carrel.integrations.mcp.answers import Answer
-from carrel.integrations.mcp.calls import Call, Tool
+from carrel.integrations.mcp.answers import ToolAnswer
+from carrel.integrations.mcp.calls import Tool, ToolCall
 from carrel.integrations.mcp.command_tools import OUTPUT, ending_of, facts, joined, opened
 from carrel.integrations.mcp.output import LIMIT, Reading
 from carrel.integrations.mcp.python_tools import CELL, cell_handle, cell_text
-from carrel.models import CellResult, CommandInfo
+from carrel.models import CommandInfo
 from carrel.models.base import Request
 
 
@@ -28,7 +28,7 @@ class ReadOutput(Request):
     )
 
 
-async def _read(call: Call, given: ReadOutput) -> Answer:
+async def _read(call: ToolCall, given: ReadOutput) -> ToolAnswer:
     if given.handle.startswith(CELL):
         return await _read_cell(call, given)
 
@@ -53,18 +53,15 @@ async def _read(call: Call, given: ReadOutput) -> Answer:
     left_out = max(0, info.output_bytes - reading.offset)
     value = {"output": reading.text, "handle": given.handle, **facts(info)}
     value |= {"next_offset": reading.offset, "left_out_bytes": left_out}
-    return Answer(joined(reading.text, ending), value)
+    return ToolAnswer(joined(reading.text, ending), value)
 
 
-async def _read_cell(call: Call, given: ReadOutput) -> Answer:
+async def _read_cell(call: ToolCall, given: ReadOutput) -> ToolAnswer:
     parts = given.handle.removeprefix(CELL).split("/")
     if len(parts) != 3 or not all(parts):
         raise InvalidRequest("this is no handle", field="handle", hint="take the handle that an answer named")
 
-    async def read(box: AsyncSandbox) -> CellResult:
-        return await box.python.context(parts[0]).cell(parts[1])
-
-    result = await call.place.do(read)
+    result = await call.place.do(lambda box: box.python.context(parts[0]).cell(parts[1]))
     text = cell_text(result)
     if cell_handle(result, text) != given.handle:
         raise NotFound(
@@ -77,7 +74,7 @@ async def _read_cell(call: Call, given: ReadOutput) -> Answer:
     left_out = len(text) - after if after < len(text) else 0
     ending = f"[there is more: read_output with offset {after}]" if left_out else "[that is all]"
     value = {"output": part, "handle": given.handle, "running": False, "next_offset": after, "left_out_bytes": left_out}
-    return Answer(joined(part, ending), value)
+    return ToolAnswer(joined(part, ending), value)
 
 
 TOOLS: list[Tool[Any]] = [

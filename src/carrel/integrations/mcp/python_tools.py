@@ -9,8 +9,8 @@ import anyio
 from pydantic import Field
 
 from carrel.client import AsyncCodeContext, AsyncSandbox
-from carrel.integrations.mcp.answers import Answer, Image
-from carrel.integrations.mcp.calls import Call, Parameters, Tool
+from carrel.integrations.mcp.answers import Image, ToolAnswer
+from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.command_tools import TIDY_S, followed, joined
 from carrel.integrations.mcp.output import Capture, cut_middle
 from carrel.models import MAX_PYTHON_TIMEOUT_S, CellResult, CodeContextName
@@ -42,14 +42,14 @@ class RunPython(Parameters):
     )
 
 
-async def _python(call: Call, given: RunPython) -> Answer:
+async def _python(call: ToolCall, given: RunPython) -> ToolAnswer:
     if given.code_context is not None:
         return await _cell(call, given, given.code_context)
 
     return await followed(call, lambda box: box.python.stream(given.code, env=given.env, timeout=given.timeout))
 
 
-async def _cell(call: Call, given: RunPython, name: str) -> Answer:
+async def _cell(call: ToolCall, given: RunPython, name: str) -> ToolAnswer:
     seen = Capture()
 
     async def run(box: AsyncSandbox) -> CellResult:
@@ -74,7 +74,7 @@ async def _interrupt(context: AsyncCodeContext) -> None:
         await context.interrupt()
 
 
-def shown_cell(result: CellResult) -> Answer:
+def shown_cell(result: CellResult) -> ToolAnswer:
     """A cell as an answer, its images too."""
     text = cell_text(result)
     handle = cell_handle(result, text)
@@ -83,7 +83,7 @@ def shown_cell(result: CellResult) -> Answer:
     lines = [_ending(result), *too_large]
     if result.fresh and result.number <= 1:
         lines.append(f"[the code context {result.context} has just started: it has no variables from before]")
-    return Answer(joined(output, "\n".join(lines)), images=images)
+    return ToolAnswer(joined(output, "\n".join(lines)), images=images)
 
 
 def cell_handle(result: CellResult, text: str) -> str:

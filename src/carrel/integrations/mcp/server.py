@@ -27,8 +27,8 @@ from carrel.errors import ApprovalNeeded, CarrelError, PlatformError
 from carrel.integrations.mcp import command_tools, file_tools, output_tools, python_tools, workspace_tools
 from carrel.integrations.mcp.answers import refused
 from carrel.integrations.mcp.asking import KEY, Asking, Question
-from carrel.integrations.mcp.calls import Call, Parameters, Tool
-from carrel.integrations.mcp.reach import Reach
+from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
+from carrel.integrations.mcp.clients import Clients
 
 log = logging.getLogger("carrel.mcp")
 
@@ -45,13 +45,13 @@ CATALOGUE: dict[str, Tool[Any]] = {
 """Every tool, by its name."""
 
 CALLER = "carrel.caller"
-"""Where a transport leaves the `Caller` of an HTTP request."""
+"""Where a transport leaves the `McpCaller` of an HTTP request."""
 
 Context = ServerRequestContext[None, Any]
 
 
 @dataclass(frozen=True)
-class Caller:
+class McpCaller:
     """Who calls, and the context they work in."""
 
     token: str | None
@@ -63,7 +63,7 @@ class Caller:
         return hashlib.sha256(f"{self.token}\0{self.context_id}".encode()).hexdigest()[:32]
 
 
-class Workspaces:
+class WorkspaceServer:
     """An MCP server for contexts of one carrel server. Over stdio there is one caller; over HTTP each request has its
     own.
     """
@@ -77,7 +77,7 @@ class Workspaces:
         template: str | None = None,
         asking: Asking | None = None,
     ):
-        self.reach = Reach(url, template)
+        self.clients = Clients(url, template)
         self._token = token
         self._context_id = context_id
         self._asking = asking or Asking()
@@ -104,15 +104,15 @@ class Workspaces:
         try:
             yield
         finally:
-            await self.reach.close()
+            await self.clients.close()
 
-    def _caller(self, ctx: Context) -> Caller:
+    def _caller(self, ctx: Context) -> McpCaller:
         if ctx.request is not None:
-            caller: Caller = ctx.request.scope[CALLER]
+            caller: McpCaller = ctx.request.scope[CALLER]
             return caller
         if self._context_id is None:
             self._context_id = _named_after(ctx)
-        return Caller(self._token, self._context_id)
+        return McpCaller(self._token, self._context_id)
 
     async def _instruct(self, ctx: Context, call_next: CallNext) -> HandlerResult:
         """Tell each client the context it works in."""
@@ -149,8 +149,8 @@ class Workspaces:
         async def tell(progress: float, message: str) -> None:
             await ctx.session.report_progress(progress, None, message)
 
-        async with self.reach.place(caller.token, caller.context_id) as place:
-            call = Call(place, given.approval if isinstance(given, Parameters) else None, tell)
+        async with self.clients.place(caller.token, caller.context_id) as place:
+            call = ToolCall(place, given.approval if isinstance(given, Parameters) else None, tell)
             if params.request_state is not None:  # the second half of a call that a person was asked about
                 question = Question.recalled(params.request_state)
                 await self._asking.answered(question, _response(params), call)

@@ -6,11 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from carrel.client import AsyncSandbox
 from carrel.errors import InvalidRequest
-from carrel.integrations.mcp.answers import Answer
-from carrel.integrations.mcp.calls import Call, Parameters, Tool
-from carrel.models import EnvironmentInfo, SandboxInfo, SnapshotInfo
+from carrel.integrations.mcp.answers import ToolAnswer
+from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
+from carrel.models import EnvironmentInfo, SnapshotInfo
 from carrel.models.base import ContextId, Request
 from carrel.models.environments import EnvironmentName, PythonVersion, Requirement
 
@@ -60,50 +59,35 @@ class AttachEnvironment(Parameters):
     python: PythonVersion | None = Field(default=None, description="Only with requirements: such as 3.12.")
 
 
-async def _snapshot(call: Call, _given: Nothing) -> Answer:
-    async def take(box: AsyncSandbox) -> SnapshotInfo:
-        return await box.snapshot()
-
-    info = await call.do(take)
-    return Answer(f"Took snapshot {info.id}.", _picture(info))
+async def _snapshot(call: ToolCall, _given: Nothing) -> ToolAnswer:
+    info = await call.do(lambda box: box.snapshot())
+    return ToolAnswer(f"Took snapshot {info.id}.", _picture(info))
 
 
-async def _snapshots(call: Call, _given: Nothing) -> Answer:
-    async def listing(box: AsyncSandbox) -> list[SnapshotInfo]:
-        return await box.snapshots()
-
-    found = [each for each in await call.do(listing) if each.status == "ready"]
+async def _snapshots(call: ToolCall, _given: Nothing) -> ToolAnswer:
+    found = [each for each in await call.do(lambda box: box.snapshots()) if each.status == "ready"]
     lines = [f"{each.id}  {each.created_at:%Y-%m-%d %H:%M:%S}  {each.reason}" for each in found[:MOST_SHOWN]]
     value = {"snapshots": [_picture(each) for each in found[:MOST_SHOWN]], "truncated": len(found) > MOST_SHOWN}
     note = f"[{len(found) - MOST_SHOWN} older ones are not shown]" if len(found) > MOST_SHOWN else None
-    return Answer("\n".join(lines) or "[no snapshot]", value, note=note)
+    return ToolAnswer("\n".join(lines) or "[no snapshot]", value, note=note)
 
 
-async def _restore(call: Call, given: Restore) -> Answer:
-    async def restore(box: AsyncSandbox) -> SandboxInfo:
-        return await box.restore(given.snapshot)
-
-    await call.do(restore)
-    return Answer(f"The workspace has the files of snapshot {given.snapshot} again. What ran was ended.")
+async def _restore(call: ToolCall, given: Restore) -> ToolAnswer:
+    await call.do(lambda box: box.restore(given.snapshot))
+    return ToolAnswer(f"The workspace has the files of snapshot {given.snapshot} again. What ran was ended.")
 
 
-async def _fork(call: Call, given: Fork) -> Answer:
-    async def fork(box: AsyncSandbox) -> AsyncSandbox:
-        return await box.fork(given.context, given.snapshot)
-
-    twin = await call.do(fork)
-    return Answer(
+async def _fork(call: ToolCall, given: Fork) -> ToolAnswer:
+    twin = await call.do(lambda box: box.fork(given.context, given.snapshot))
+    return ToolAnswer(
         f"Context {twin.context_id} has a copy of the files. These tools stay in {call.place.context_id}: "
         f"to work in the copy, a connection for {twin.context_id} is needed.",
         {"context": twin.context_id, "from": call.place.context_id},
     )
 
 
-async def _environments(call: Call, _given: Nothing) -> Answer:
-    async def attached(box: AsyncSandbox) -> list[EnvironmentInfo]:
-        return await box.envs.list()
-
-    mine = await call.do(attached)
+async def _environments(call: ToolCall, _given: Nothing) -> ToolAnswer:
+    mine = await call.do(lambda box: box.envs.list())
     names = {each.name for each in mine}
     # By their labels: a name would be enough to run one, and whether this context may is decided when it is attached.
     others = [
@@ -113,23 +97,23 @@ async def _environments(call: Call, _given: Nothing) -> Answer:
     ][:MOST_SHOWN]
     lines = [f"{_env_line(each)} (attached)" for each in mine] + [_env_line(each) for each in others]
     value = {"attached": [_environment(each) for each in mine], "others": [_environment(each) for each in others]}
-    return Answer("\n".join(lines) or "[no environment: attach_environment makes one]", value)
+    return ToolAnswer("\n".join(lines) or "[no environment: attach_environment makes one]", value)
 
 
-async def _attach(call: Call, given: AttachEnvironment) -> Answer:
+async def _attach(call: ToolCall, given: AttachEnvironment) -> ToolAnswer:
     if (given.env is None) == (given.requirements is None):
         raise InvalidRequest(
             "name an environment or give requirements, one of the two", field="env", hint='such as requirements ["six"]'
         )
+    wanted = given.env if given.env is not None else given.requirements or []
     last = ["starting"]
 
-    async def attach(box: AsyncSandbox) -> EnvironmentInfo:
-        wanted = given.env if given.env is not None else given.requirements or []
-        return await box.envs.attach(wanted, python=given.python, progress=lambda line: last.append(line[:200]))
+    def note(line: str) -> None:
+        last.append(line[:200])
 
     async with call.telling(lambda: f"{call.elapsed:.0f} s: {last[-1]}"):
-        info = await call.do(attach)
-    return Answer(
+        info = await call.do(lambda box: box.envs.attach(wanted, python=given.python, progress=note))
+    return ToolAnswer(
         f"Environment {info.name} is attached: pass it as env to python, or run {info.path}/bin/python.\n"
         f"Python {info.python}; {len(info.packages)} packages, among them {', '.join(info.requirements)}.",
         _environment(info),

@@ -22,7 +22,7 @@ MOST_CLIENTS = 256
 MOST_PLACES = 1024
 
 
-class Place:
+class ContextAccess:
     """A context as one caller reaches it. Its sandbox is made or resumed when something is done in it."""
 
     def __init__(self, client: AsyncClient, context_id: str, template: str | None = None):
@@ -49,16 +49,16 @@ class Place:
             return await work(_approved(await self.sandbox(), approval))
 
 
-class Reach:
+class Clients:
     """The carrel server as the callers of one MCP server reach it."""
 
     def __init__(self, url: str | None = None, template: str | None = None):
         self._url = url
         self._template = template
-        self._clients: OrderedDict[str, _Held] = OrderedDict()
+        self._clients: OrderedDict[str, _PooledClient] = OrderedDict()
 
     @asynccontextmanager
-    async def place(self, token: str | None, context_id: str) -> AsyncIterator[Place]:
+    async def place(self, token: str | None, context_id: str) -> AsyncIterator[ContextAccess]:
         """A context for as long as something is done there. Without a token the client finds its own, as any does."""
         held = self._held(token)
         held.users += 1
@@ -74,15 +74,15 @@ class Reach:
             held.users -= 1
             await self._let_go(held)
 
-    def _held(self, token: str | None) -> _Held:
+    def _held(self, token: str | None) -> _PooledClient:
         key = token or ""
         held = self._clients.get(key)
         if held is None:
-            held = self._clients[key] = _Held(AsyncClient(self._url, token))
+            held = self._clients[key] = _PooledClient(AsyncClient(self._url, token))
         self._clients.move_to_end(key)
         return held
 
-    async def _let_go(self, held: _Held) -> None:
+    async def _let_go(self, held: _PooledClient) -> None:
         gone = [held] if held.dropped and not held.users else []
         idle = [key for key, each in self._clients.items() if not each.users]
         # All at once: one that is still known may be in use again by the time that another is closed.
@@ -97,19 +97,19 @@ class Reach:
             await self._clients.popitem()[1].client.close()
 
 
-class _Held:
+class _PooledClient:
     """A client, the places that were reached with it, and how many calls use it now."""
 
     def __init__(self, client: AsyncClient):
         self.client = client
         self.users = 0
         self.dropped = False
-        self._places: OrderedDict[str, Place] = OrderedDict()
+        self._places: OrderedDict[str, ContextAccess] = OrderedDict()
 
-    def place(self, context_id: str, template: str | None) -> Place:
+    def place(self, context_id: str, template: str | None) -> ContextAccess:
         place = self._places.get(context_id)
         if place is None:
-            place = self._places[context_id] = Place(self.client, context_id, template)
+            place = self._places[context_id] = ContextAccess(self.client, context_id, template)
             if len(self._places) > MOST_PLACES:
                 self._places.popitem(last=False)
         self._places.move_to_end(context_id)

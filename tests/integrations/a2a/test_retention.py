@@ -17,9 +17,9 @@ from tests.support.a2a_ground import Ground, answer, state, until
 
 from carrel.errors import InvalidRequest
 from carrel.integrations.a2a.conversations import Conversations
-from carrel.integrations.a2a.keeping import AT_ONCE, Keeping
 from carrel.integrations.a2a.names import carrel_context, task_thread
-from carrel.integrations.a2a.tasks import TERMINAL, Kept, KeptBeginning, KeptTask, open_tasks
+from carrel.integrations.a2a.retention import AT_ONCE, Retention
+from carrel.integrations.a2a.tasks import TERMINAL, KeptBeginning, KeptTask, TaskStore, open_tasks
 from carrel.integrations.langgraph import Checkpoints, build_graph, open_checkpointer
 
 DAYS = 30.0
@@ -28,20 +28,20 @@ SAID = [HumanMessage("hello", id="task-1"), AIMessage("hello yourself")]
 
 
 @asynccontextmanager
-async def keeping(database: str) -> AsyncIterator[tuple[Kept, Conversations, Checkpoints, Keeping]]:
+async def keeping(database: str) -> AsyncIterator[tuple[TaskStore, Conversations, Checkpoints, Retention]]:
     async with open_checkpointer(database) as checkpoints, open_tasks(database) as kept:
         conversations = Conversations(build_graph("shell", checkpointer=checkpoints.saver), checkpoints)
-        yield kept, conversations, checkpoints, Keeping(kept, conversations, checkpoints, keep_days=DAYS)
+        yield kept, conversations, checkpoints, Retention(kept, conversations, checkpoints, keep_days=DAYS)
 
 
-async def put(kept: Kept, made: Task) -> None:
+async def put(kept: TaskStore, made: Task) -> None:
     """Keep a task that has come to its state from another."""
     before = task()
     before.id, before.context_id = made.id, made.context_id
     await save(kept, made, await save(kept, before))
 
 
-async def counts(kept: Kept) -> list[int]:
+async def counts(kept: TaskStore) -> list[int]:
     async with kept.engine.connect() as connection:
         return [(await connection.execute(select(func.count()).select_from(each))).scalar_one() for each in TABLES]
 

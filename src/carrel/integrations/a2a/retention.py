@@ -13,7 +13,7 @@ from datetime import timedelta
 from carrel.errors import InvalidRequest, RunsElsewhere
 from carrel.integrations.a2a.conversations import Conversations
 from carrel.integrations.a2a.names import carrel_context, conversation, task_thread
-from carrel.integrations.a2a.tasks import Kept
+from carrel.integrations.a2a.tasks import TaskStore
 from carrel.integrations.langgraph import Checkpoints
 
 log = logging.getLogger("carrel.a2a")
@@ -24,10 +24,10 @@ EVERY_S = 3600.0
 AT_ONCE = 100
 
 
-class Keeping:
+class Retention:
     """Keeps tasks for `keep_days` after their end."""
 
-    def __init__(self, kept: Kept, conversations: Conversations, checkpoints: Checkpoints, *, keep_days: float):
+    def __init__(self, kept: TaskStore, conversations: Conversations, checkpoints: Checkpoints, *, keep_days: float):
         if not 0 < keep_days <= MOST_DAYS:
             raise InvalidRequest(
                 f"tasks are kept for more than 0 and at most {MOST_DAYS:.0f} days",

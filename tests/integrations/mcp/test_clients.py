@@ -7,8 +7,8 @@ import pytest
 
 from carrel.client import AsyncSandbox, Client
 from carrel.errors import FileMissing, ServerUnreachable, Unauthorized
-from carrel.integrations.mcp import reach as module
-from carrel.integrations.mcp.reach import Reach
+from carrel.integrations.mcp import clients as module
+from carrel.integrations.mcp.clients import Clients
 
 
 async def _echo(box: AsyncSandbox) -> str:
@@ -16,7 +16,7 @@ async def _echo(box: AsyncSandbox) -> str:
 
 
 async def test_a_sandbox_that_was_stopped_is_resumed(ground: Any, context: str, admin: Client) -> None:
-    reach = Reach(ground.url)
+    reach = Clients(ground.url)
     async with reach.place(ground.token, context) as place:
         assert await place.do(_echo) == "hi\n"
         await asyncio.to_thread(admin.attach(admin.find(context)).stop)
@@ -35,7 +35,7 @@ async def test_a_sandbox_that_was_stopped_is_resumed(ground: Any, context: str, 
 
 
 async def test_each_token_has_a_client_and_each_context_a_place(ground: Any) -> None:
-    reach = Reach(ground.url)
+    reach = Clients(ground.url)
     async with reach.place(ground.token, "a") as one, reach.place(ground.token, "b") as two:
         assert one is not two and one.client is two.client
         async with reach.place("carrel_other", "a") as other:
@@ -50,7 +50,7 @@ async def test_each_token_has_a_client_and_each_context_a_place(ground: Any) -> 
 async def test_clients_that_nobody_uses_are_let_go(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_CLIENTS", 2)
     monkeypatch.setattr(module, "MOST_PLACES", 2)
-    reach = Reach(ground.url)
+    reach = Clients(ground.url)
     async with reach.place("t0", "c") as used:
         for number in range(1, 6):
             async with reach.place(f"t{number}", "c"):
@@ -71,7 +71,7 @@ async def test_one_that_comes_back_while_others_are_let_go_keeps_its_client(
     ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_CLIENTS", 4)
-    reach = Reach(ground.url)
+    reach = Clients(ground.url)
 
     async def ask(token: str, meanwhile: asyncio.Event | None = None) -> None:
         async with reach.place(token, "c") as place:
@@ -106,7 +106,7 @@ async def test_a_server_that_is_back_elsewhere_is_found(
     for name in ("CARREL_URL", "CARREL_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
-    reach = Reach()
+    reach = Clients()
     with pytest.raises(ServerUnreachable):
         async with reach.place(None, context):
             pass
