@@ -1,7 +1,7 @@
-"""The egress process: takes sandboxes from the control plane and lets them out, each by its own rules.
+"""The egress process: takes sandboxes from the control plane and serves their connections, each by its own rules.
 
-It outlives a control plane that is killed: connections go on, what a person has to be asked is refused, and what is
-logged is kept until the next control plane takes it. When it is killed itself, a keeper has the next one ready at once.
+It outlives a control plane that is killed: connections go on, questions for a person are refused, and the log is kept
+until the next control plane takes it. When it is killed itself, a keeper has the next one ready at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The way out of sandboxes: gives each its plan and its listening socket to the egress process, answers what that asks,
-writes down what it lets through.
+"""The outbound network of sandboxes: gives the egress process each sandbox's plan and listening socket, answers its
+questions through admission, and hands its log to the audit log.
 
-Holds a copy of every listening socket, so that a proxy that died is replaced without a sandbox noticing more than a
-pause. Nothing goes around it: a sandbox has no other way out, whether the proxy runs or not.
+Keeps a copy of every listening socket, so that a proxy that died is replaced and sandboxes notice only a pause. Nothing
+goes around the proxy: a sandbox has no other connection to the outside, whether the proxy runs or not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from carrel.policy.verdict import Verdict
 log = logging.getLogger("carrel.egress")
 
 MOST_ASKED = 20
-"""Hosts of one sandbox that may wait for a person at once: who asks for more is told no."""
+"""Hosts of one sandbox that may wait for a person at once. More questions are denied."""
 MOST_HOSTS = 100
 """Hosts of one sandbox that a person may be asked about within an hour."""
 REFRESH_S = 5.0
@@ -52,12 +52,12 @@ class _Attached:
     listener: int
     plan: Plan
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from reading a policy until it holds, so that one read earlier does not come later."""
+    """Held from reading a policy until the proxy follows it, so that an older policy never replaces a newer one."""
     asking: int = 0
     asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def may_ask(self, host: str, port: int, now: float) -> bool:
-        """Whether one more question is not too many."""
+        """Whether the sandbox may ask one more question."""
         self.asked = {key: at for key, at in self.asked.items() if at > now - _HOUR_S}
         if self.asking >= MOST_ASKED or (len(self.asked) >= MOST_HOSTS and (host, port) not in self.asked):
             return False
@@ -66,7 +66,7 @@ class _Attached:
 
 
 class Egress(Attachment):
-    """Every way out of this server."""
+    """The outbound network of all sandboxes of this server."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Egress(Attachment):
         return self._client.pid
 
     async def open(self, boxes: list[LiveSandbox], *, warm: bool) -> None:
-        """Take over the ways out of sandboxes that run already. With `warm` the process is started now, so that the
-        first sandbox need not wait for it.
+        """Take over the sandboxes that run already. With `warm` the process is started now, so that the first sandbox
+        need not wait for it.
         """
         self._log.start()
         wanting = [box for box in boxes if box.record.network.proxied]
@@ -121,7 +121,7 @@ class Egress(Attachment):
         self._upkeep = asyncio.get_running_loop().create_task(self._refresh_all())
 
     async def attach(self, box: LiveSandbox) -> None:
-        """Let a new sandbox out by its policy, when it is one that may go out at all."""
+        """Connect a new sandbox to the proxy, if its network goes through it."""
         if not box.record.network.proxied:
             return
         self._know(box)
@@ -166,8 +166,8 @@ class Egress(Attachment):
             log.exception("the way out of sandbox %s keeps the policy it has", box.record.id)
 
     async def _renew(self, attached: _Attached) -> None:
-        """Make the policy hold that a context has now. One that is known and cannot be carried out shuts the way: what
-        it denies must not go on because of something else in it.
+        """Make the proxy follow the policy that the context has now. A policy that cannot be carried out closes the
+        network of the sandbox: what it denies must not go on because another part of it is wrong.
         """
         record = attached.box.record
         read = await self._plans.read(record)
@@ -248,7 +248,7 @@ class Egress(Attachment):
                 return
 
     async def _attach_again(self, attached: _Attached) -> bool:
-        """Whether a sandbox has its way out again. One that does not get it takes that of no other."""
+        """Whether a sandbox is attached to the new process. A failure keeps no other sandbox from being attached."""
         sandbox = attached.box.record.id
         if self._boxes.get(sandbox) is not attached:
             return True  # it has ended meanwhile, and the number of its listener may be that of another by now
@@ -265,7 +265,7 @@ class Egress(Attachment):
             for attached in list(self._boxes.values()):
                 await self.refresh(attached.box)
 
-    # what it says
+    # messages of the process
 
     def _receive(self, message: Message) -> None:
         if message.get("op") == "log":
@@ -274,7 +274,7 @@ class Egress(Attachment):
             self._start(self._asked(message))
 
     def _know(self, box: LiveSandbox) -> None:
-        """What a sandbox did may be told after it has ended."""
+        """Remember the context of a sandbox: its log may come after it has ended."""
         self._contexts[box.record.id] = box.record.context_id or box.record.acts_for or None
         while len(self._contexts) > _MOST_KNOWN:
             self._contexts.popitem(last=False)

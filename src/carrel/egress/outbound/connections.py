@@ -9,11 +9,10 @@ import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
-from typing import Protocol
 
 from carrel.egress.access import Access, Address, Ask, Dial, Refused, Report, Resolve, Target
 from carrel.egress.http import answers
@@ -30,15 +29,11 @@ _MOST_VERDICTS = 4096
 _MOST_REFUSALS = 10
 
 
-class Inspect(Protocol):
-    """Opens the TLS of a tunnel and looks at each request."""
-
-    async def __call__(
-        self, client: socket.socket, upstream: socket.socket, target: Target, outbound: Outbound, tunnel: Access
-    ) -> None:
-        """Serve the tunnel to its end. Every byte the client sent after its CONNECT is still unread in `client`, and
-        the name in its ClientHello was checked. Closes neither socket.
-        """
+Inspect = Callable[[socket.socket, socket.socket, Target, "Outbound", Access], Awaitable[None]]
+"""Opens the TLS of a tunnel between a client and an upstream, decides each request, and serves the tunnel to its end.
+Every byte that the client sent after its CONNECT is still unread, and the name in its ClientHello was checked. Closes
+neither socket.
+"""
 
 
 @dataclass(slots=True)
