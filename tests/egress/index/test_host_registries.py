@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from carrel.egress.index.registries import host_registries
+from carrel.egress.index.host import host_registries
 from carrel.egress.plan import HostRegistry
 
 
