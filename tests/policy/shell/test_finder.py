@@ -140,3 +140,8 @@ def test_a_normal_path_is_absolute_and_stays_so(parts: list[str]) -> None:
     assert path.startswith("/")
     assert not {".", ".."} & set(path.split("/"))
     assert "//" not in path
+
+
+def test_reasons_come_in_the_same_order_in_every_process() -> None:
+    found = find("x=$(a); y=$(b); z=$(c); w=$(d); echo $((x + z + w + y))")
+    assert [reason.split("'")[1] for reason in found.asks] == ["z", "y", "x", "w"]

@@ -206,7 +206,7 @@ class _Finder:
         for name, count in self.facts.changed.items():
             if count > self._excused[name]:
                 self._assigned(name)
-        for name in self.facts.evaluated:
+        for name in sorted(self.facts.evaluated):
             self._assigned(name)  # arithmetic can assign
         self.facts.conclude()
 

@@ -190,8 +190,8 @@ class Facts:
         self.evaluated.update(identifiers(text))
 
     def conclude(self) -> None:
-        """Say which evaluated variables may hold a command."""
-        pending, seen = list(self.evaluated), set(self.evaluated)
+        """Say which evaluated variables may hold a command, in the same order in every process."""
+        pending, seen = sorted(self.evaluated), set(self.evaluated)
         while pending:
             name = pending.pop()
             self.budget.spend()
@@ -200,7 +200,7 @@ class Facts:
                     f"'{name}' is evaluated, and a value known only at run time may hold commands: "
                     f"{self.dangerous[name][:80]}"
                 )
-            for other in self.links.get(name, ()):
+            for other in sorted(self.links.get(name, ())):
                 if other not in seen:
                     seen.add(other)
                     pending.append(other)
