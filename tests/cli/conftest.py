@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cli_process import CliServer
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -42,12 +43,22 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         server.wait()
 
 
-def _runner(directory: Path) -> Carrel:
+@pytest.fixture(scope="session")
+def cli_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
+    directory = tmp_path_factory.mktemp("cli")
+    server = CliServer(directory, environment(directory))
+    yield server
+    server.close()
+
+
+def _runner(directory: Path, server: CliServer) -> Carrel:
     def run(
         *words: str, stdin: bytes | None = None, env: dict[str, str] | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[bytes]:
+        forked = all(name.startswith("CARREL_") for name in env or ())
+        command = server.command(*words) if forked else [sys.executable, "-m", "carrel", *words]
         return subprocess.run(
-            [sys.executable, "-m", "carrel", *words],
+            command,
             input=stdin,
             stdin=subprocess.DEVNULL if stdin is None else None,
             capture_output=True,
@@ -60,12 +71,12 @@ def _runner(directory: Path) -> Carrel:
 
 
 @pytest.fixture
-def carrel(data_dir: Path) -> Carrel:
+def carrel(data_dir: Path, cli_server: CliServer) -> Carrel:
     """The command beside a running server."""
-    return _runner(data_dir)
+    return _runner(data_dir, cli_server)
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Carrel:
+def alone(tmp_path: Path, cli_server: CliServer) -> Carrel:
     """The command on a machine where no server runs."""
-    return _runner(tmp_path / "nothing")
+    return _runner(tmp_path / "nothing", cli_server)
