@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.isolation import programs
-from carrel.isolation.programs import Catalogue, Remaining, is_called, is_unchanged
+from carrel.isolation.programs import Catalogue, is_called, is_unchanged
 
 
 @pytest.fixture
@@ -82,26 +82,9 @@ def test_a_link_to_itself_ends(root: Path) -> None:
     assert Catalogue(str(root)).find("loop") == ["/usr/bin/loop"]
 
 
-def left(root: Path, *names: str) -> set[tuple[str, str]]:
-    return {(each.program, each.way) for each in Catalogue(str(root)).remaining(names)}
-
-
-def test_what_remains_is_told(root: Path) -> None:
-    assert left(root, "busybox", "curl", "nc", "perl", "gcc", "python3", "wget") == set()
-    assert left(root, "busybox", "awk") == {("awk", "/usr/bin/mawk")}
-    assert left(root, "busybox", "cc") == {
-        ("cc", f"/usr/bin/{name}") for name in ("gcc", "gcc-12", "x86_64-linux-gnu-gcc-12")
-    }
-    assert left(root, "busybox", "bunzip2") == {("bunzip2", "/usr/bin/bzip2")}
-    assert left(root, "wget") == {("wget", "/usr/bin/busybox"), ("wget", "/usr/bin/ls"), ("wget", "busybox wget")}
-    os.link(root / "usr/bin/curl", root / "opt/tool/curl")
-    [found] = Catalogue(str(root)).remaining(["curl", "busybox"])
-    assert found == Remaining("curl", "/usr/bin/curl", "has hard links outside of PATH, 1 in number")
-
-
 def test_an_empty_root_has_no_programs(tmp_path: Path) -> None:
     catalogue = Catalogue(str(tmp_path))
-    assert (catalogue.directories, catalogue.find("sh"), catalogue.remaining(["sh"])) == ((), [], [])
+    assert (catalogue.directories, catalogue.find("sh")) == ((), [])
 
 
 def test_directories_that_are_one_are_looked_into_once(root: Path) -> None:

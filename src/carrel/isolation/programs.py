@@ -2,7 +2,7 @@
 
 A link is followed, and what it leads to belongs to the program only when its own name says so (`python3` to
 `python3.11`, `nc` to `nc.openbsd`, but not `wget` to `busybox` or `sh` to `dash`): another program must not be masked
-along. What is left that way is told by `remaining`. Only reads.
+along. Only reads.
 """
 
 from __future__ import annotations
@@ -10,28 +10,16 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 _OWN = ("/etc/carrel/bin", "/etc/carrel/tools")
 PATH = (*_OWN, "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-MULTI_CALL = ("busybox", "toybox", "coreutils", "sbase-box", "ubase-box")
 _MOST_LINKS = 40
 _File = tuple[int, int]
 _JUST_NOW_NS = 1_000_000_000
 
 Stamps = dict[str, tuple[int, int, int] | None]
 """Directories as they were when they were looked into: device, inode and time of change; None for one not there."""
-
-
-@dataclass(frozen=True)
-class Remaining:
-    """A way to a masked program that a mask does not close: the program, what to run, and why it works."""
-
-    program: str
-    way: str
-    reason: str
 
 
 class Catalogue:
@@ -112,45 +100,6 @@ class Catalogue:
             except OSError:
                 self._listed[directory] = []
         return self._listed[directory]
-
-    def remaining(self, programs: Iterable[str]) -> list[Remaining]:
-        """What still runs a program when these are masked, as far as the file system can tell."""
-        wanted = list(dict.fromkeys(programs))
-        covered = {path for program in wanted for path in self.find(program)}
-        names, free = self._ways(covered)
-        left: list[Remaining] = []
-        for program in wanted:
-            ends = {}
-            for start in self._starts(program):
-                chain = list(self._chain(start))
-                if chain and stat.S_ISREG(chain[-1][1].st_mode):
-                    ends[chain[-1][1].st_dev, chain[-1][1].st_ino] = chain[-1]
-            for file, (path, status) in ends.items():
-                left += [Remaining(program, way, "another name of the same file") for way in free[file]]
-                unknown = status.st_nlink - len(names[file] | {path})
-                if unknown > 0:
-                    left.append(Remaining(program, path, f"has hard links outside of PATH, {unknown} in number"))
-            if os.path.basename(program) not in MULTI_CALL:
-                for name in MULTI_CALL:
-                    if any(path not in covered for start in self._starts(name) for path, _ in self._chain(start)):
-                        reason = f"{name} holds many programs, and may hold this one"
-                        left.append(Remaining(program, f"{name} {os.path.basename(program)}", reason))
-        return left
-
-    def _ways(self, covered: set[str]) -> tuple[dict[_File, set[str]], dict[_File, list[str]]]:
-        """The names of each file on PATH, and the paths by which it is reached past no mask."""
-        names: dict[_File, set[str]] = defaultdict(set)
-        free: dict[_File, list[str]] = defaultdict(list)
-        for directory in self.directories:
-            for entry in sorted(self._names(directory)):
-                chain = list(self._chain(f"{directory}/{entry}"))
-                if chain:
-                    path, status = chain[-1]
-                    file = (status.st_dev, status.st_ino)
-                    names[file].add(path)
-                    if covered.isdisjoint(hop for hop, _ in chain):
-                        free[file].append(chain[0][0])
-        return names, free
 
 
 def is_unchanged(stamps: Stamps, root: str = "") -> bool:
