@@ -48,7 +48,9 @@ def test_the_key_is_changed_where_no_server_runs(alone: Carrel, tmp_path: Path) 
     async def fill() -> None:
         database, sealed = await Database.open(str(data / "carrel.db")), first.seal("context", "c", "A", "open-sesame")
         for _ in range(2):
-            await SecretStore(database).put("context", "c", "A", sealed=sealed.data, key_id=sealed.key_id)
+            await SecretStore(database).put(
+                "context", "c", "A", sealed=sealed.data, key_id=sealed.key_id, sandboxes=(), check=lambda _sizes: None
+            )
         await database.close()
 
     asyncio.run(fill())

@@ -8,7 +8,7 @@ from carrel.errors import LimitExceeded
 from carrel.models import Limits, Network, State, Trust
 from carrel.secrets import Sealed, Vault, rewrap
 from carrel.store import Database, SecretStore, SessionRecord, SessionStore
-from carrel.store.secrets import MOST, MOST_FORMER, places_of
+from carrel.store.secrets import MOST, MOST_FORMER, ScopeKind, SecretInfo, places_of
 
 
 @pytest.fixture
@@ -16,11 +16,16 @@ def store(database: Database) -> SecretStore:
     return SecretStore(database)
 
 
+async def put(store: SecretStore, kind: ScopeKind, scope: str, name: str, *, sealed: bytes, key_id: str) -> SecretInfo:
+    """Store a secret that no running sandbox gets."""
+    return await store.put(kind, scope, name, sealed=sealed, key_id=key_id, sandboxes=(), check=lambda _sizes: None)
+
+
 async def test_a_secret_is_put_again_and_again(store: SecretStore) -> None:
-    first = await store.put("context", "c", "TOKEN", sealed=b"\x00one", key_id="k1")
+    first = await put(store, "context", "c", "TOKEN", sealed=b"\x00one", key_id="k1")
     assert (first.kind, first.scope, first.name, first.version) == ("context", "c", "TOKEN", 1)
     assert first.created_at == first.updated_at > 0
-    second = await store.put("context", "c", "TOKEN", sealed=b"two", key_id="k2")
+    second = await put(store, "context", "c", "TOKEN", sealed=b"two", key_id="k2")
     assert (second.version, second.created_at) == (2, first.created_at)
     assert second.updated_at >= first.updated_at
     record = await store.get("context", "c", "TOKEN")
@@ -34,9 +39,9 @@ async def test_a_secret_is_put_again_and_again(store: SecretStore) -> None:
 
 async def test_lists_show_no_value(store: SecretStore) -> None:
     for name in ("B", "A"):
-        await store.put("context", "c", name, sealed=b"sealed-value", key_id="k")
-    await store.put("context", "d", "C", sealed=b"x", key_id="k")
-    await store.put("template", "c", "D", sealed=b"x", key_id="k")
+        await put(store, "context", "c", name, sealed=b"sealed-value", key_id="k")
+    await put(store, "context", "d", "C", sealed=b"x", key_id="k")
+    await put(store, "template", "c", "D", sealed=b"x", key_id="k")
     listed = await store.list("context", "c")
     assert [info.name for info in listed] == ["A", "B"]
     assert not hasattr(listed[0], "sealed")
@@ -52,7 +57,7 @@ async def test_the_context_beats_the_templates_and_the_first_template_the_next(s
         ("context", "t1", "F"),
     ):
         for name in names:
-            await store.put(kind, scope, name, sealed=f"{kind}-{scope}".encode(), key_id="k")  # type: ignore[arg-type]
+            await put(store, kind, scope, name, sealed=f"{kind}-{scope}".encode(), key_id="k")  # type: ignore[arg-type]
 
     async def effective(context: str | None, *templates: str) -> dict[str, str]:
         return {record.name: record.sealed.decode() for record in await store.of_scope(context, templates)}
@@ -65,7 +70,7 @@ async def test_the_context_beats_the_templates_and_the_first_template_the_next(s
 
 async def test_many_puts_at_once_are_all_counted(store: SecretStore) -> None:
     await asyncio.gather(
-        *(store.put("context", "c", "TOKEN", sealed=b"%d" % number, key_id="k") for number in range(12))
+        *(put(store, "context", "c", "TOKEN", sealed=b"%d" % number, key_id="k") for number in range(12))
     )
     record = await store.get("context", "c", "TOKEN")
     assert record is not None and record.version == 12
@@ -73,11 +78,11 @@ async def test_many_puts_at_once_are_all_counted(store: SecretStore) -> None:
 
 async def test_a_scope_has_its_limit(store: SecretStore) -> None:
     for number in range(MOST):
-        await store.put("context", "c", f"N{number}", sealed=b"x", key_id="k")
+        await put(store, "context", "c", f"N{number}", sealed=b"x", key_id="k")
     with pytest.raises(LimitExceeded):
-        await store.put("context", "c", "ONE_MORE", sealed=b"x", key_id="k")
-    await store.put("context", "c", "N1", sealed=b"y", key_id="k")
-    await store.put("context", "d", "N1", sealed=b"y", key_id="k")
+        await put(store, "context", "c", "ONE_MORE", sealed=b"x", key_id="k")
+    await put(store, "context", "c", "N1", sealed=b"y", key_id="k")
+    await put(store, "context", "d", "N1", sealed=b"y", key_id="k")
     assert await store.forget("context", "c") == MOST
     assert await store.list("context", "c") == [] and await store.former("c") == []
     assert len(await store.list("context", "d")) == 1
@@ -88,9 +93,9 @@ async def test_the_key_is_changed_under_the_secrets(store: SecretStore, database
     for number in range(5):
         for time in ("former", "value"):
             sealed = old.seal("context", "c", f"N{number}", f"{time} {number}")
-            await store.put("context", "c", f"N{number}", sealed=sealed.data, key_id=sealed.key_id)
+            await put(store, "context", "c", f"N{number}", sealed=sealed.data, key_id=sealed.key_id)
     mine = new.seal("template", "t", "NEW", "already new")
-    await store.put("template", "t", "NEW", sealed=mine.data, key_id=mine.key_id)
+    await put(store, "template", "t", "NEW", sealed=mine.data, key_id=mine.key_id)
     remembered = await store.former("c", ["t"])
     mark = await store.mark()
     assert await store.not_sealed_with(new.key_id) == 10
@@ -120,7 +125,7 @@ async def test_what_was_damaged_does_not_keep_the_rest_from_a_new_key(store: Sec
         for _ in range(2):
             sealed = old.seal("context", "c", name, "value")
             data = b"damaged" if name in "AC" else sealed.data
-            await store.put("context", "c", name, sealed=data, key_id=sealed.key_id)
+            await put(store, "context", "c", name, sealed=data, key_id=sealed.key_id)
     assert await rewrap(store, old, new, batch=1) == (3, 3)
     assert [record.name for record in await store.sealed_with(old.key_id, limit=10)] == ["A", "C"]
     assert {each.name for each in await store.former_sealed_with(old.key_id, limit=10)} == {"A", "C"}
@@ -129,8 +134,8 @@ async def test_what_was_damaged_does_not_keep_the_rest_from_a_new_key(store: Sec
 
 
 async def test_what_was_put_meanwhile_is_not_sealed_over(store: SecretStore) -> None:
-    await store.put("context", "c", "A", sealed=b"one", key_id="old")
-    await store.put("context", "c", "A", sealed=b"two", key_id="old")
+    await put(store, "context", "c", "A", sealed=b"one", key_id="old")
+    await put(store, "context", "c", "A", sealed=b"two", key_id="old")
     assert not await store.reseal("context", "c", "A", version=1, sealed=b"one again", key_id="new")
     record = await store.get("context", "c", "A")
     assert record is not None and (record.sealed, record.key_id) == (b"two", "old")
@@ -140,11 +145,11 @@ async def test_former_values_are_remembered_as_long_as_somebody_may_have_seen_th
     store: SecretStore, database: Database
 ) -> None:
     for number in range(MOST_FORMER + 3):
-        await store.put("context", "c", "TOKEN", sealed=b"%d" % number, key_id="k")
-    await store.put("template", "t", "TOKEN", sealed=b"t", key_id="k")
+        await put(store, "context", "c", "TOKEN", sealed=b"%d" % number, key_id="k")
+    await put(store, "template", "t", "TOKEN", sealed=b"t", key_id="k")
     await store.delete("template", "t", "TOKEN")
-    await store.put("template", "t", "TOKEN", sealed=b"t2", key_id="k")
-    await store.put("context", "other", "TOKEN", sealed=b"o", key_id="k")
+    await put(store, "template", "t", "TOKEN", sealed=b"t2", key_id="k")
+    await put(store, "context", "other", "TOKEN", sealed=b"o", key_id="k")
     await store.delete("context", "other", "TOKEN")
     found = await store.former("c", ["t"])
     assert [each.sealed for each in found if each.kind == "template"] == [b"t"]
@@ -169,9 +174,9 @@ def session(name: str, context: str, state: State, template: str | None = None) 
 
 
 async def test_what_is_checked_is_what_each_sandbox_would_have(store: SecretStore) -> None:
-    await store.put("context", "c", "A", sealed=b"x" * 10, key_id="k")
-    await store.put("template", "t", "A", sealed=b"x" * 100, key_id="k")
-    await store.put("template", "t", "B", sealed=b"x" * 5, key_id="k")
+    await put(store, "context", "c", "A", sealed=b"x" * 10, key_id="k")
+    await put(store, "template", "t", "A", sealed=b"x" * 100, key_id="k")
+    await put(store, "template", "t", "B", sealed=b"x" * 5, key_id="k")
     seen: list[dict[str, int]] = []
     places = places_of("c", ["t"])
     await store.put(
@@ -183,6 +188,6 @@ async def test_what_is_checked_is_what_each_sandbox_would_have(store: SecretStor
         raise LimitExceeded("no")
 
     with pytest.raises(LimitExceeded):
-        await store.put("context", "c", "A", sealed=b"y", key_id="k", check=refuse)
+        await store.put("context", "c", "A", sealed=b"y", key_id="k", sandboxes=(), check=refuse)
     record = await store.get("context", "c", "A")
     assert record is not None and record.sealed == b"x" * 10 and await store.former("c") == []

@@ -72,10 +72,6 @@ _ALL = (*_SHOWN, secrets.c.key_id, secrets.c.sealed)
 _FORMER = tuple(former_secrets.c[name] for name in FormerSecret.__slots__)
 
 
-def _anything(_sizes: Sizes) -> None:
-    return
-
-
 class SecretStore:
     """Reads and writes sealed secrets."""
 
@@ -91,8 +87,8 @@ class SecretStore:
         *,
         sealed: bytes,
         key_id: str,
-        sandboxes: Sequence[Places] = (),
-        check: Callable[[Sizes], None] = _anything,
+        sandboxes: Sequence[Places],
+        check: Callable[[Sizes], None],
     ) -> SecretInfo:
         """Store a secret or the next version of it; `LimitExceeded` when its scope has too many.
 

@@ -83,7 +83,15 @@ async def test_what_a_sandbox_gets_is_taken_out_also_when_another_server_put_it_
             waiting = False
             await plane.secret_values.redactor("c")
             sealed = vault.seal("context", "c", "PASSWORD", NEW.encode())
-            await store.put("context", "c", "PASSWORD", sealed=sealed.data, key_id=sealed.key_id)
+            await store.put(
+                "context",
+                "c",
+                "PASSWORD",
+                sealed=sealed.data,
+                key_id=sealed.key_id,
+                sandboxes=(),
+                check=lambda _sizes: None,
+            )
         return await look(context, templates)
 
     store.of_scope = overtaken  # type: ignore[method-assign]
