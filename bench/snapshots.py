@@ -18,8 +18,8 @@ from bench import ground
 from bench.measure import BenchFailed, Figures, Progress, Report, Table, median, paired_ratio
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver, kernel
-from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.directory import opened
+from carrel.workspaces.volumes.plain_trees import copy_tree
 
 MEGABYTES = int(os.environ.get("CARREL_BENCH_MB", "1000"))
 FILES = MEGABYTES * 20

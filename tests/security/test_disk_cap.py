@@ -102,7 +102,7 @@ async def test_a_subvolume_of_ones_own(capped: Capped) -> None:
     assert await capped.attack(attack) == "None"
     fd = os.open(capped.driver.path("a"), kernel.DIRECTORY)
     try:
-        assert btrfs_ioctls.children(fd, btrfs_ioctls.number_of(fd)) == []
+        assert btrfs_ioctls.subvolumes_in(fd, btrfs_ioctls.number_of(fd)) == []
     finally:
         os.close(fd)
 

@@ -17,9 +17,8 @@ from carrel.errors import LimitExceeded
 from carrel.models import State
 from carrel.workspaces.synced_tree import SyncedTree
 from carrel.workspaces.usage import scan
-from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.directory import DirectoryDriver, opened
-from carrel.workspaces.volumes.plain_trees import compare
+from carrel.workspaces.volumes.plain_trees import compare, copy_tree
 
 NAME = "n" * 250
 MB = 1 << 20

@@ -10,8 +10,8 @@ from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes import VolumeDriver, kernel
-from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.directory import opened, remove_tree
+from carrel.workspaces.volumes.plain_trees import copy_tree
 
 
 def damage_of(driver: VolumeDriver, snapshot_id: str) -> str | None:

@@ -150,7 +150,7 @@ def test_what_the_agent_put_a_subvolume_into_can_still_be_removed(btrfs: BtrfsDr
         os.setgroups([])
         os.setresgid(CANONICAL_UID, CANONICAL_UID, CANONICAL_UID)
         os.setresuid(CANONICAL_UID, CANONICAL_UID, CANONICAL_UID)
-        btrfs_ioctls.create(fd, "nested")
+        btrfs_ioctls.create_subvolume(fd, "nested")
 
     try:
         assert in_child(as_agent) is None

@@ -389,7 +389,7 @@ import os, random, signal, sys
 sys.path.insert(0, sys.argv[4])
 from tests.support.trees_for_tests import mutate
 from carrel.workspaces.volumes import DirectoryDriver
-from carrel.workspaces.volumes import capture, copying, objects, rebuild, directory, kernel
+from carrel.workspaces.volumes import capture, plain_trees, objects, rebuild, directory, kernel
 left = int(sys.argv[2])
 def guarded(name):
     real = getattr(os, name)

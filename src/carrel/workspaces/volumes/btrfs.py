@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from carrel.errors import AlreadyExists, NotFound, Unsupported
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import btrfs_ioctls, btrfs_pool, kernel, plain_trees, quota
+from carrel.workspaces.volumes import btrfs_ioctls, btrfs_pool, kernel, plain_trees
 from carrel.workspaces.volumes.base import (
     Change,
     Collected,
@@ -25,11 +25,11 @@ from carrel.workspaces.volumes.base import (
     check_name,
 )
 from carrel.workspaces.volumes.capture import Known
-from carrel.workspaces.volumes.copying import copy_tree
 from carrel.workspaces.volumes.directory import failing, opened
 from carrel.workspaces.volumes.exporting import Exported, export_files
 from carrel.workspaces.volumes.kernel import exchange
 from carrel.workspaces.volumes.objects import Batch, ObjectStore
+from carrel.workspaces.volumes.plain_trees import copy_tree
 
 _ASIDE = ".aside-"
 _SUBVOLUME_INODE = 256
@@ -81,8 +81,8 @@ class BtrfsDriver(VolumeDriver):
         for path in (self._volumes, self._snapshots):
             os.makedirs(path, 0o700, exist_ok=True)
         with opened(self._top) as top:
-            quota.enable(top)
-            quota.mend(top)
+            btrfs_ioctls.enable_quota(top)
+            btrfs_ioctls.rescan_quota(top)
             found = btrfs_ioctls.file_system(top)
             self._uuid = found.uuid if found is not None else ""
         self._clean()
@@ -111,18 +111,18 @@ class BtrfsDriver(VolumeDriver):
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
         """Change the limit; it holds from the next write on."""
         with self._locks.hold(volume), failing("cannot set the cap"), self._opened(volume) as fd:
-            quota.set_limit(fd, cap_bytes)
+            btrfs_ioctls.set_limit(fd, cap_bytes)
 
     def cap(self, volume: str) -> int | None:
         """The limit the kernel holds."""
         with failing("cannot read the cap"), self._opened(volume) as fd:
-            return quota.referenced(fd)[1]
+            return btrfs_ioctls.referenced(fd)[1]
 
     def usage(self, volume: str) -> int:
         """What the kernel has counted, and what was written since it did."""
         with failing("cannot read the usage"), self._opened(volume) as fd:
-            used = quota.awaited(fd, self._uuid)
-            return used + quota.referenced(fd)[0]
+            used = btrfs_ioctls.uncommitted_bytes(fd, self._uuid)
+            return used + btrfs_ioctls.referenced(fd)[0]
 
     def generation(self, volume: str) -> int | None:
         """The transaction of the last change. One that was still running is ended first, so that a later change
@@ -144,7 +144,7 @@ class BtrfsDriver(VolumeDriver):
             self._grow()
             with opened(self.path(volume)) as source, opened(self._snapshots) as folder:
                 try:
-                    btrfs_ioctls.snapshot(source, folder, snapshot_id, read_only=True)
+                    btrfs_ioctls.create_snapshot(source, folder, snapshot_id, read_only=True)
                 except FileExistsError:
                     raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id") from None
             return self.facts(snapshot_id)
@@ -195,7 +195,7 @@ class BtrfsDriver(VolumeDriver):
         """What the kernel has counted; it does not count files."""
         source = self._source(snapshot_id)
         with failing("cannot read what the snapshot holds"), opened(source) as fd:
-            return SnapshotFacts(quota.referenced(fd)[0], -1, -1)
+            return SnapshotFacts(btrfs_ioctls.referenced(fd)[0], -1, -1)
 
     def diff(self, a: str, b: str) -> list[Change]:
         """Walk both; content is read only where a file's change time differs."""
@@ -216,7 +216,7 @@ class BtrfsDriver(VolumeDriver):
         """Give back to the host what the kernel has freed; remove quota groups whose subvolume is gone."""
         with failing("cannot collect garbage"), opened(self._top) as top:
             btrfs_ioctls.commit(top)  # the kernel frees what was removed after a commit
-            quota.remove_stale(top)
+            btrfs_ioctls.remove_stale_groups(top)
             if self._pool is not None:
                 self._pool.give_back()
         return Collected(0, 0)
@@ -254,18 +254,18 @@ class BtrfsDriver(VolumeDriver):
     def _make(self, path: str, cap_bytes: int | None) -> None:
         """An empty subvolume with its owner and limit; nobody can use it before it has its name."""
         with opened(self._volumes) as folder:
-            btrfs_ioctls.create(folder, os.path.basename(path))
+            btrfs_ioctls.create_subvolume(folder, os.path.basename(path))
         with opened(path) as fd:
             os.fchmod(fd, 0o700)
             os.fchown(fd, CANONICAL_UID, CANONICAL_UID)
-            quota.set_limit(fd, cap_bytes)
+            btrfs_ioctls.set_limit(fd, cap_bytes)
 
     def _copy(self, source: str, path: str, cap_bytes: int | None) -> None:
         """A writable snapshot of a snapshot, with a limit."""
         with opened(source) as origin, opened(self._volumes) as folder:
-            btrfs_ioctls.snapshot(origin, folder, os.path.basename(path), read_only=False)
+            btrfs_ioctls.create_snapshot(origin, folder, os.path.basename(path), read_only=False)
         with opened(path) as fd:
-            quota.set_limit(fd, cap_bytes)
+            btrfs_ioctls.set_limit(fd, cap_bytes)
 
     def _swap(self, aside: str, path: str) -> None:
         exchange(aside, path)
@@ -298,7 +298,7 @@ class BtrfsDriver(VolumeDriver):
         Also has the kernel count again when its figures are off. Costs microseconds when there is nothing to do.
         """
         with failing("cannot tend the volumes"), opened(self._top) as top:
-            quota.mend(top)
+            btrfs_ioctls.rescan_quota(top)
         return self._pool is not None and self._pool.grow_when_full()
 
     def _snapshot_path(self, snapshot_id: str) -> str:
@@ -327,7 +327,7 @@ class BtrfsDriver(VolumeDriver):
         except FileNotFoundError:
             return
         with opened(os.path.dirname(path)) as folder, suppress(FileNotFoundError):  # another thread was faster
-            btrfs_ioctls.destroy(folder, os.path.basename(path))
+            btrfs_ioctls.delete_subvolume(folder, os.path.basename(path))
 
     def _clean(self) -> None:
         for folder in (self._volumes, self._snapshots):

@@ -1,7 +1,7 @@
-"""Makes, pictures and removes btrfs subvolumes by asking the kernel: no program is started.
+"""Requests to the kernel about btrfs: make, picture and remove subvolumes, count and limit their bytes (quota).
 
-Every call works on an open directory and, where one is needed, a plain name in it. Needs root. Knows nothing of
-volumes or snapshots; what the kernel counts and limits is in `quota`.
+No program is started. Every call works on an open directory and, where one is needed, a plain name in it. Needs root.
+Knows nothing of volumes or snapshots.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import errno
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
+from carrel.errors import PlatformError
 from carrel.workspaces.volumes import kernel
 
 # A request's number holds the size of its argument; the letter of all of btrfs is 0x94.
@@ -29,6 +31,16 @@ _AT_A_TIME = 64
 _ALL = (1 << 64) - 1
 _AT_NAME, _AT_CHANGED, _AT_UUID, _AT_FLAGS, _AT_TRANSACTION = 56, 344, 16, 48, 56
 _TELL_TRANSACTION = 2
+
+_QUOTA_CTL, _GROUP_CREATE, _GROUP_LIMIT, _RESCAN = 0xC0109428, 0x4010942A, 0x8030942B, 0x4040942C
+_QUOTA_ENABLE = 1
+_QUOTA_TREE = 8
+_QUOTA_STATUS, _QUOTA_INFO, _QUOTA_LIMIT = 240, 242, 244
+_AT_STATUS_FLAGS, _INCONSISTENT = 16, 4
+_MAX_REFERENCED = 1
+_NO_LIMIT = (1 << 64) - 1
+_OF_SUBVOLUMES = (1 << 48) - 1
+"""Greater numbers are those of groups of groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +66,17 @@ def file_system(fd: int) -> FileSystem | None:
     return FileSystem(uuid, struct.unpack_from("<Q", answer, _AT_TRANSACTION)[0])
 
 
-def create(parent: int, name: str) -> None:
+def create_subvolume(parent: int, name: str) -> None:
     """Make an empty subvolume."""
     kernel.control(parent, _SUBVOL_CREATE_V2, _arguments(name))
 
 
-def snapshot(source: int, parent: int, name: str, *, read_only: bool) -> None:
+def create_snapshot(source: int, parent: int, name: str, *, read_only: bool) -> None:
     """Take a picture of an open subvolume; durable on return. It inherits the limit of its source."""
     kernel.control(parent, _SNAP_CREATE_V2, _arguments(name, source, _READ_ONLY if read_only else 0))
 
 
-def destroy(parent: int, name: str) -> None:
+def delete_subvolume(parent: int, name: str) -> None:
     """Remove a subvolume, and first those that were made inside it. Its blocks are freed some time later."""
     try:
         kernel.control(parent, _SNAP_DESTROY_V2, _arguments(name))
@@ -77,7 +89,7 @@ def destroy(parent: int, name: str) -> None:
             found = []
             while pending:
                 found.append(pending.pop())
-                pending += children(parent, found[-1])
+                pending += subvolumes_in(parent, found[-1])
         finally:
             os.close(fd)
         for number in reversed(found):
@@ -99,14 +111,14 @@ def number_of(fd: int) -> int:
     return number
 
 
-def children(fd: int, number: int) -> list[int]:
+def subvolumes_in(fd: int, number: int) -> list[int]:
     """The subvolumes that lie in a subvolume, by number."""
-    return [child for child, _ in search(fd, _ROOT_TREE, number, _ROOT_REF)]
+    return [child for child, _ in _search(fd, _ROOT_TREE, number, _ROOT_REF)]
 
 
-def exists(fd: int, number: int) -> bool:
+def has_subvolume(fd: int, number: int) -> bool:
     """Whether there is a subvolume of this number, or one that was removed and is not yet freed."""
-    return any(True for _ in search(fd, _ROOT_TREE, number, _ROOT_ITEM))
+    return any(True for _ in _search(fd, _ROOT_TREE, number, _ROOT_ITEM))
 
 
 def changed_in(fd: int) -> int:
@@ -124,7 +136,9 @@ def commit(fd: int) -> None:
     kernel.control(fd, _WAIT_SYNC, transaction)
 
 
-def search(fd: int, tree: int, number: int, kind: int, first: int = 0, last: int = _ALL) -> Iterator[tuple[int, bytes]]:
+def _search(
+    fd: int, tree: int, number: int, kind: int, first: int = 0, last: int = _ALL
+) -> Iterator[tuple[int, bytes]]:
     """The items of one number and kind in one of the file system's trees, as offset and bytes, in their order."""
     while first <= last:
         answer = bytearray(4096)
@@ -142,3 +156,69 @@ def search(fd: int, tree: int, number: int, kind: int, first: int = 0, last: int
             yield offset, bytes(answer[at : at + length])
             at += length
             first = offset + 1
+
+
+def enable_quota(fd: int) -> None:
+    """Let the kernel count on the file system of an open directory; nothing happens when it does already."""
+    if _quota_item(fd, _QUOTA_STATUS, 0) is None:
+        kernel.control(fd, _QUOTA_CTL, bytearray(struct.pack("<QQ", _QUOTA_ENABLE, 0)))
+
+
+def rescan_quota(fd: int) -> None:
+    """Have the kernel count everything again in the background when it says that its figures are off."""
+    status = _quota_item(fd, _QUOTA_STATUS, 0)
+    if status is None or not struct.unpack_from("<Q", status, _AT_STATUS_FLAGS)[0] & _INCONSISTENT:
+        return
+    try:
+        kernel.control(fd, _RESCAN, bytearray(64))
+    except OSError as error:
+        if error.errno not in {errno.EINPROGRESS, errno.EBUSY}:
+            raise
+
+
+def set_limit(fd: int, cap_bytes: int | None) -> None:
+    """Limit the subvolume of an open directory; it holds from the next write on."""
+    most = _NO_LIMIT if cap_bytes is None else cap_bytes
+    kernel.control(fd, _GROUP_LIMIT, bytearray(struct.pack("<6Q", 0, _MAX_REFERENCED, most, 0, 0, 0)))
+
+
+def referenced(fd: int) -> tuple[int, int | None]:
+    """Bytes that the subvolume of an open directory referred to at the last commit, and the limit on them."""
+    number = number_of(fd)
+    info = _quota_item(fd, _QUOTA_INFO, number)
+    if info is None:
+        raise PlatformError("the kernel counts nothing for this volume", hint="quotas may have been switched off")
+    used: int = struct.unpack_from("<Q", info, 8)[0]
+    limit = _quota_item(fd, _QUOTA_LIMIT, number)
+    if limit is None:
+        return used, None
+    flags, most = struct.unpack_from("<QQ", limit)
+    return used, most if flags & _MAX_REFERENCED else None
+
+
+def uncommitted_bytes(fd: int, uuid: str) -> int:
+    """Bytes that were written since the last commit and are not yet part of `referenced`; 0 on an old kernel."""
+    reserved = f"/sys/fs/btrfs/{uuid}/qgroups/0_{number_of(fd)}/rsv_data"
+    with suppress(OSError, ValueError), open(reserved, "rb", buffering=0) as file:
+        return max(int(file.read(32)), 0)
+    return 0
+
+
+def remove_stale_groups(fd: int) -> None:
+    """Remove the quota groups of subvolumes that are gone, which older kernels leave."""
+    for number in [number for number, _ in _quota_items(fd, _QUOTA_INFO, 0, _OF_SUBVOLUMES)]:
+        if not has_subvolume(fd, number):
+            with suppress(OSError):  # made or removed meanwhile
+                kernel.control(fd, _GROUP_CREATE, bytearray(struct.pack("<QQ", 0, number)))
+
+
+def _quota_items(fd: int, kind: int, first: int, last: int) -> list[tuple[int, bytes]]:
+    try:
+        return list(_search(fd, _QUOTA_TREE, 0, kind, first, last))
+    except FileNotFoundError:
+        return []  # there is no quota tree
+
+
+def _quota_item(fd: int, kind: int, number: int) -> bytes | None:
+    found = _quota_items(fd, kind, number, number)
+    return found[0][1] if found else None

@@ -28,10 +28,9 @@ from carrel.workspaces.volumes.base import (
 )
 from carrel.workspaces.volumes.capture import Known, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.exporting import Exported, export_tree
-from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, sync_directory
+from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, newest_ns, sweep, sync_directory
 from carrel.workspaces.volumes.rebuild import rebuild
 from carrel.workspaces.volumes.records import Records, write_file
-from carrel.workspaces.volumes.sweeping import newest_ns, sweep
 from carrel.workspaces.volumes.trees import Kind, Node, Where, compare, unpack_tree
 
 _NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"

@@ -7,6 +7,7 @@ Knows nothing of trees, volumes or snapshots.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -21,6 +22,7 @@ import zstandard
 from blake3 import blake3
 
 from carrel.errors import SnapshotDamaged
+from carrel.workspaces.volumes.base import Collected
 
 CHUNK = 64 << 20
 PACKED_MAX = 1 << 20
@@ -474,3 +476,65 @@ def damaged(key: bytes, how: str) -> SnapshotDamaged:
         hint="restore another snapshot, or fetch this one from the archive",
         object=key.hex(),
     )
+
+
+def sweep(store: ObjectStore, live: set[bytes], keep_ns: int = 0) -> Collected:
+    """Remove every object that is neither in `live` nor as old as `keep_ns`. The exclusive lock must be held.
+
+    What frees room without taking any comes first, so that it works on a full disk. A pack that is mostly garbage is
+    written anew without it, if there is room; one that cannot be read is left for a person.
+    """
+    dead: list[Pack] = []
+    mixed: list[Pack] = []
+    for pack in store.packs():
+        kept = sum(key in live for key in pack.objects)
+        garbage = sum(length for key, length in pack.objects.items() if key not in live)
+        if kept == pack.total or (kept and garbage * 2 < sum(pack.objects.values())):
+            continue
+        if os.stat(pack.path).st_mtime_ns > keep_ns:
+            (mixed if kept else dead).append(pack)
+    loose = [path for key, path in store.loose_files() if key not in live and os.stat(path).st_mtime_ns > keep_ns]
+    if dead or mixed or loose:
+        store.new_generation()
+    freed = _remove([pack.path for pack in dead] + loose)
+    stored, rewritten = _rewrite(store, mixed, live)
+    freed += _remove([pack.path for pack in rewritten]) - stored
+    objects = sum(pack.total for pack in dead) + len(loose)
+    objects += sum(pack.total - sum(key in live for key in pack.objects) for pack in rewritten)
+    store.refresh()
+    return Collected(objects, max(freed, 0))
+
+
+def _rewrite(store: ObjectStore, mixed: list[Pack], live: set[bytes]) -> tuple[int, list[Pack]]:
+    """Store what is needed of some packs again: the bytes that took, and the packs of which all was."""
+    done = []
+    try:
+        with Reader(store) as reader, Batch(store) as batch:
+            for pack in mixed:
+                try:
+                    for key in pack.objects:
+                        if key in live:
+                            batch.add(key, reader.read(key), packed=True)
+                except SnapshotDamaged:
+                    continue  # what can still be read of it is needed
+                done.append(pack)
+            batch.finish()
+            return batch.stored, done
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        return 0, []  # next time, when there is room
+
+
+def _remove(paths: list[str]) -> int:
+    freed = 0
+    for path in paths:
+        freed += os.stat(path).st_size
+        os.unlink(path)
+    return freed
+
+
+def newest_ns(store: ObjectStore) -> int:
+    """When the newest object was written."""
+    paths = [pack.path for pack in store.packs()] + [path for _, path in store.loose_files()]
+    return max((os.stat(path).st_mtime_ns for path in paths), default=0)
