@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from carrel.policy.documents.settings import Settings
     from carrel.policy.documents.sources import Sources
     from carrel.policy.rules.layers import Policy
+    from carrel.policy.verdict import Verdict
 
 app = typer.Typer(help="Check policy documents, explain decisions, set those of a context.", no_args_is_help=True)
 
@@ -106,14 +107,19 @@ def explain(
     if context is not None and not settings and not sources and template is None:
         if shell is not None:
             raise typer.BadParameter("the server knows which shell runs it", param_hint="--shell")
-        verdict = _held(context, command)
+        with connected() as client:
+            explanation = client.policy(context).explain(command)
+        shape: object = explanation
     else:
+        from carrel.policy.verdict import explained
+
         verdict = _decided(command, _policy(settings or [], sources or [], context or _EXAMPLE, template), shell)
+        explanation, shape = explained(verdict), _as_json(verdict)
     if json:
-        print_json(verdict)
+        print_json(shape)
     else:
-        _show(verdict)
-    raise typer.Exit(0 if verdict.verdict == "allow" else 1)
+        _show(explanation)
+    raise typer.Exit(0 if explanation.verdict == "allow" else 1)
 
 
 @app.command("get")
@@ -169,19 +175,22 @@ def rm(context: options.Context, json: options.Json = False) -> None:
         print_done(removed=context)
 
 
-def _held(context: str, command: str) -> Explanation:
-    """What holds in a context: all layers, as the server has them."""
-    with connected() as client:
-        return client.policy(context).explain(command)
-
-
-def _decided(command: str, policy: Policy, shell: str | None) -> Explanation:
+def _decided(command: str, policy: Policy, shell: str | None) -> Verdict:
     from carrel.policy.rules.decide import decide_shell
-    from carrel.policy.verdict import explained
 
     if not policy.layers:
         note("no rules are given, so everything is allowed; --context CONTEXT asks the server what holds there")
-    return explained(decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here))
+    return decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
+
+
+def _as_json(verdict: Verdict) -> dict[str, object]:
+    """All of a verdict, with the source and the hint that the API leaves out."""
+
+    def fields(each: Verdict) -> dict[str, object]:
+        return {name: getattr(each, name) for name in ("verdict", "reason", "rule", "source", "hint")}
+
+    parts = [{"kind": part.kind, "text": part.text, **fields(part.verdict), "via": part.via} for part in verdict.parts]
+    return {**fields(verdict), "parts": parts}
 
 
 def _given(file: Path) -> dict[str, object]:
