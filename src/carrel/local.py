@@ -103,8 +103,9 @@ class LocalCommands:
         """Start a command; see `AsyncCommands.start`."""
         from pydantic import ValidationError
 
-        from carrel.control.operations.checks import SMALL, check, command_body, json_object, segment_of
+        from carrel.control.operations.checks import check, command_body, json_object, segment_of
         from carrel.models import CommandInfo, CommandRequest
+        from carrel.models.operations import SMALL
 
         words = command if isinstance(command, str) else [*command]
         size = None if terminal is None else {"rows": terminal[0], "cols": terminal[1]}

@@ -16,8 +16,7 @@ from tests.support.sandboxes import until
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
-from carrel.control.secrets import files
-from carrel.control.sessions.live import LiveSandbox
+from carrel.control.supervisor.client import SupervisorClient
 from carrel.errors import CarrelError
 from carrel.models import CommandRequest, SandboxRequest
 from carrel.store.secrets import FormerSecret, SecretRecord
@@ -104,18 +103,18 @@ async def test_changes_at_once_reach_the_sandbox_in_their_order(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-    deliver, inside, most = files.deliver, 0, 0
+    deliver, inside, most = SupervisorClient.put_secrets, 0, 0
 
-    async def watched(box: LiveSandbox, values: Mapping[str, bytes]) -> None:
+    async def watched(supervisor: SupervisorClient, values: Mapping[str, bytes]) -> None:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
         while len((await plane.secrets.list("c")).items) < 8:  # until every change is stored
             await asyncio.sleep(0)
-        await deliver(box, values)
+        await deliver(supervisor, values)
         inside -= 1
 
-    monkeypatch.setattr(files, "deliver", watched)
+    monkeypatch.setattr(SupervisorClient, "put_secrets", watched)
     await asyncio.gather(*(plane.secrets.put("c", f"N{number}", NEW.encode()) for number in range(8)))
     assert most == 1, "or an older set could replace a newer one"
     listed = await plane.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
@@ -151,14 +150,14 @@ async def test_what_another_server_changed_reaches_a_sandbox_that_runs(
     here, there = planes
     try:
         await here.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-        delivered, deliver = 0, files.deliver
+        delivered, deliver = 0, SupervisorClient.put_secrets
 
-        async def counted(box: LiveSandbox, values: Mapping[str, bytes]) -> None:
+        async def counted(supervisor: SupervisorClient, values: Mapping[str, bytes]) -> None:
             nonlocal delivered
             delivered += 1
-            await deliver(box, values)
+            await deliver(supervisor, values)
 
-        monkeypatch.setattr(files, "deliver", counted)
+        monkeypatch.setattr(SupervisorClient, "put_secrets", counted)
         command = CommandRequest(command="cat /run/secrets/*")
         await there.secrets.put("c", "PASSWORD", OLD.encode())
         await until(lambda: delivered == 1, what="the secret, brought by the upkeep")

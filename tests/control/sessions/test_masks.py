@@ -25,7 +25,7 @@ def _policy(allow: list[str], deny: list[str]) -> Policy:
 def test_only_what_is_denied_outright_is_masked() -> None:
     deny = ["shell(curl:*)", "shell(rm -rf /:*)", "shell(nc)", "file(read:/etc/shadow:*)", "file(read:/proc/**:*)"]
     policy = _policy(["shell(ls:*)"], [*deny, "file(read:${WORKSPACE}/se\\*cret/**)"])
-    masks = masks_of(policy, "c")
+    masks = masks_of(policy)
     assert masks is not None
     assert masks.programs == ("curl",)
     assert "/etc/shadow" in masks.hidden and "/workspace/se\\*cret" in masks.hidden
@@ -71,7 +71,7 @@ def test_what_does_not_hold_inside_is_told(allow: list[str], deny: str, told: st
     found = unmasked(policy)
     assert [rule.text for rule, _ in found] == ([] if told is None else [deny])
     assert all(told is not None and words.startswith(told) for _, words in found)
-    masks = masks_of(policy, "c")
+    masks = masks_of(policy)
     if masks is not None:
         check(masks)
 
@@ -88,7 +88,7 @@ def test_rules_that_are_too_many_to_mask_are_told() -> None:
     policy = _policy([], [*deny, "file(read:/etc/a)", "file(read:/etc/b)", "file(write:${WORKSPACE}/c)"])
     told = [rule.text for rule, words in unmasked(policy) if "more than" in words]
     assert told == ["file(read:/etc/b)", "file(write:${WORKSPACE}/c)"]
-    masks = masks_of(policy, "c")
+    masks = masks_of(policy)
     assert masks is not None and (len(masks.programs), masks.hidden, masks.readonly) == (MOST - 1, ("/etc/a",), ())
     check(masks)
 
@@ -104,7 +104,7 @@ def test_rules_that_are_too_many_to_mask_are_told() -> None:
     ],
 )  # fmt: skip
 def test_what_may_be_written(allow: list[str], writable: tuple[str, ...] | None) -> None:
-    masks = masks_of(_policy([*allow, "shell(ls:*)"], ["shell(curl:*)"]), "c")
+    masks = masks_of(_policy([*allow, "shell(ls:*)"], ["shell(curl:*)"]))
     assert masks is not None and masks.writable == writable
 
 
@@ -124,13 +124,13 @@ def test_what_may_be_written(allow: list[str], writable: tuple[str, ...] | None)
 def test_what_may_not_be_written(
     allow: list[str], deny: list[str], writable: tuple[str, ...] | None, readonly: tuple[str, ...]
 ) -> None:
-    masks = masks_of(_policy([*allow, "shell(ls:*)"], ["shell(curl:*)", *deny]), "c")
+    masks = masks_of(_policy([*allow, "shell(ls:*)"], ["shell(curl:*)", *deny]))
     assert masks is not None and (masks.writable, masks.readonly) == (writable, readonly)
 
 
 def test_without_a_policy_there_is_nothing_to_mask() -> None:
-    assert masks_of(Policy.open(), None) is None
-    assert masks_of(_policy(["shell(ls:*)"], ["shell(rm -rf /:*)"]), "c") is None
+    assert masks_of(Policy.open()) is None
+    assert masks_of(_policy(["shell(ls:*)"], ["shell(rm -rf /:*)"])) is None
 
 
 async def test_a_denied_program_cannot_be_run_from_a_script_either(plane: ControlPlane) -> None:

@@ -17,7 +17,6 @@ from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
 log = logging.getLogger("carrel.recovery")
 
-ASK_S = 5.0
 NAME = "recover_approval"
 _WORDS = {
     True: "it was begun when the server ended",
@@ -58,8 +57,6 @@ async def _begun(box: LiveSandbox | None, run: str) -> bool | None:
     if box is None:
         return None
     try:
-        answer = await box.connection.request_json("POST", f"/runs/{run}/void", deadline=ASK_S, max_bytes=1024)
+        return await box.connection.void_run(run)
     except CarrelError:  # it does not answer, or is older than the question
         return None
-    begun = answer.get("begun")
-    return begun if isinstance(begun, bool) else None

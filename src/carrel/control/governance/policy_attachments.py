@@ -8,7 +8,7 @@ from carrel.control.governance.policies import Policies
 from carrel.control.sessions.attachments import Attachment, Fork, LaunchPlan
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.masks import masks_of
-from carrel.control.sessions.owners import is_agent, whose
+from carrel.control.sessions.owners import is_agent
 from carrel.errors import LimitExceeded
 from carrel.providers import Masks
 from carrel.providers.base import Capability
@@ -55,7 +55,7 @@ class PolicyMasks(Attachment):
         """The masks of a session. A sandbox in which carrel builds something holds nothing to hide, and has none."""
         if not is_agent(record):
             return None
-        return masks_of(await self._policies.of_record(record), whose(record))
+        return masks_of(await self._policies.of_record(record))
 
     async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
         """Add the masks; `Unsupported` where the provider cannot mask."""

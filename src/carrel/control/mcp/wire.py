@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator
 
 from pydantic import Field
 
-from carrel.control.operations.checks import SMALL, check, json_object, query_of
+from carrel.control.operations.checks import check, json_object, query_of
 from carrel.control.supervisor.connection import Download, Json, SupervisorConnection
 from carrel.errors import Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
 from carrel.models import Answer, McpLog, McpState
+from carrel.models.operations import SMALL
 
 MOST_LINE = 4 * 1024 * 1024
 """The longest message that is taken from a server."""

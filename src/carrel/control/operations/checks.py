@@ -16,9 +16,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
 from carrel.models import CommandRequest, CommandResult
+from carrel.models.operations import SMALL
 
-SMALL = 1024 * 1024
-LIST = 32 * 1024 * 1024
 GRACE = 15.0
 """How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
 output.

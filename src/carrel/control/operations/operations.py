@@ -17,8 +17,6 @@ from carrel.control.operations.call import SELF, Call, Traffic, asked_now
 from carrel.control.operations.caller import caller
 from carrel.control.operations.checks import (
     GRACE,
-    LIST,
-    SMALL,
     Emptied,
     R,
     asked,
@@ -68,12 +66,14 @@ from carrel.models.operations import (
     EXECUTE,
     GET_COMMAND,
     HEALTH,
+    LIST,
     LIST_COMMANDS,
     READ_FILE,
     RESIZE_TERMINAL,
     RUN_COMMAND,
     SEND_INPUT,
     SIGNAL_COMMAND,
+    SMALL,
     START_COMMAND,
     STOP,
     TERMINATE,

@@ -14,7 +14,6 @@ from carrel.control.governance.redaction import clean_info
 from carrel.control.operations.call import Traffic
 from carrel.control.operations.checks import (
     GRACE,
-    SMALL,
     R,
     brought,
     check,
@@ -38,7 +37,7 @@ from carrel.models import (
     PythonRequest,
     PythonResult,
 )
-from carrel.models.operations import RUN_PYTHON, START_PYTHON, Operation
+from carrel.models.operations import RUN_PYTHON, SMALL, START_PYTHON, Operation
 from carrel.redaction.redact import Redactor
 
 SHORT = 30.0

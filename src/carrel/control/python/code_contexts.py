@@ -16,7 +16,7 @@ from functools import partial
 from pydantic import ValidationError
 
 from carrel.control.governance.redaction import apart, clean_info
-from carrel.control.operations.checks import GRACE, LIST, SMALL, check, deadline_of, json_object, segment_of, size_of
+from carrel.control.operations.checks import GRACE, check, deadline_of, json_object, segment_of, size_of
 from carrel.control.python.calls import MOST_REMEMBERED, START_S, Enter, Redactors, Wanting
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
@@ -39,9 +39,11 @@ from carrel.models.operations import (
     GET_CELL,
     GET_CODE_CONTEXT,
     INTERRUPT_CODE_CONTEXT,
+    LIST,
     LIST_CODE_CONTEXTS,
     RESTART_CODE_CONTEXT,
     RUN_CELL,
+    SMALL,
     Operation,
 )
 from carrel.redaction.redact import Redactor

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 
 from carrel.control.operations.call import SELF
-from carrel.control.operations.checks import SMALL
 from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_checks import Asker, requirements_of
 from carrel.control.python.environments import Environments, Say
@@ -147,19 +146,15 @@ class TemplatePackages:
                 lambda: self._environments.ensure(wanted, asker, say, as_before=True), record.owner
             )
             if box.packages != found.name:
-                await _deliver(box, found.name, found.imports if recipe.imports is None else recipe.imports)
+                await box.connection.put_packages(
+                    found.name, found.imports if recipe.imports is None else recipe.imports
+                )
                 make = CommandRequest(command=[f"{PLACE}/carrel-venv", "--there"], timeout=DELIVERY_S)
                 await self._operations.run_command(record.id, make, SELF)
                 box.packages, box.refused = found.name, None
             return found
         finally:
             box.in_flight -= 1
-
-
-async def _deliver(box: LiveSandbox, environment: str, imports: Sequence[str]) -> None:
-    """Tell a sandbox which environment its Python has, and what to import ahead."""
-    told: dict[str, object] = {"env": environment, "imports": list(imports)}
-    await box.connection.request_json("PUT", "/python/packages", told, deadline=DELIVERY_S, max_bytes=SMALL)
 
 
 def _asked(packages: Sequence[str]) -> tuple[str, ...]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from base64 import b64encode
-from collections.abc import Mapping
 
 from carrel.control.egress.plans import Plans
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import asked_now
-from carrel.control.operations.checks import SMALL
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachment, Fork
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
@@ -22,8 +19,6 @@ from carrel.store import SecretInfo
 from carrel.store.secrets import Mark
 
 log = logging.getLogger("carrel.secrets")
-
-DELIVERY_S = 30.0
 
 
 class SecretFiles(Attachment):
@@ -56,7 +51,7 @@ class SecretFiles(Attachment):
                 return
             box.has_secrets, box.given = True, None
             self._values.stale(owner)  # one made meanwhile may not know what another server put
-            await deliver(box, values)
+            await box.connection.put_secrets(values)
             box.given = values
 
     async def catch_up(self) -> None:
@@ -87,9 +82,3 @@ class SecretFiles(Attachment):
     async def forget(self, context_id: str) -> None:
         """Forget all secrets of a context, and their former values."""
         await self._values.forget(context_id)
-
-
-async def deliver(box: LiveSandbox, values: Mapping[str, bytes]) -> None:
-    """Replace the secrets inside a sandbox."""
-    given = {name: b64encode(value).decode() for name, value in values.items()}
-    await box.connection.request_json("PUT", "/secrets", {"secrets": given}, deadline=DELIVERY_S, max_bytes=SMALL)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from blake3 import blake3
 
-from carrel.control.supervisor.connection import SupervisorConnection
+from carrel.control.supervisor.client import SupervisorClient
 from carrel.errors import PlatformError
 from carrel.providers import Masks
 from carrel.providers.base import Handle, Provider
@@ -59,7 +59,7 @@ class LiveSandbox:
         self.workspace = workspace
         self.instance = blake3(json.dumps(handle, sort_keys=True).encode()).hexdigest()[:32]
         """The name of this very sandbox: the next one of the session has another."""
-        self.connection = SupervisorConnection(str(handle["socket"]))
+        self.connection = SupervisorClient(str(handle["socket"]))
         self.last_activity = record.last_activity_at
         self.asks_as = ""
         """Who asks a person in it when neither its context nor itself does: what was approved for one sandbox of these

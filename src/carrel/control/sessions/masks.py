@@ -28,7 +28,7 @@ _AT_THE_START = (
 )
 
 
-def masks_of(policy: Policy, context_id: str | None) -> Masks | None:
+def masks_of(policy: Policy) -> Masks | None:
     """The masks of a policy; None when it has nothing that needs one."""
     programs = {name: rule for name, rule in _outright(policy) if _unmaskable_program(name) is None}
     hidden = [text for rule in policy.deny.files_of("read") if unmaskable(text := _path(rule)) is None]
@@ -87,7 +87,7 @@ def _past(parts: tuple[Part, ...], states: set[int]) -> set[int]:
 
 def unmasked(policy: Policy) -> list[tuple[Rule, str]]:
     """The deny rules that hold at the door and not, or not for all they mean, inside: each with what is so of it."""
-    masks = masks_of(policy, None) or Masks()
+    masks = masks_of(policy) or Masks()
     masked = {*masks.programs, *masks.hidden, *masks.readonly}
     found: list[tuple[Rule, str]] = []
     rules = [(rule, name, _unmaskable_program(name)) for name, rule in _outright(policy)]
