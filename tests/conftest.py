@@ -38,6 +38,11 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first: a worker that is done takes tests from the end of another's list."""
+    items.sort(key=lambda item: not {"end_to_end", "docs"} & set(item.path.parts[-3:]))
+
+
 async def _open(house: House) -> dict[str, Any]:
     handle = await house.provider.start(house.launch())
     await house.provider.close()
