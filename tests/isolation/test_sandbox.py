@@ -85,7 +85,7 @@ def test_a_zygote_that_gives_up_before_the_ids_are_mapped() -> None:
         reason = linux.attempt(
             lambda: (
                 linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNET | linux.CLONE_NEWUTS),
-                sandbox.hatch(theirs, root=False),
+                sandbox.prepare(theirs, root=False),
             )
         )
         assert reason is not None
@@ -96,7 +96,7 @@ def test_a_zygote_that_gives_up_before_the_ids_are_mapped() -> None:
 
 
 @pytest.mark.parametrize("told", [b"", b"what nobody reads any more"])
-@pytest.mark.parametrize("half", ["hatch", "receive"])
+@pytest.mark.parametrize("half", ["prepare", "receive"])
 def test_who_waits_for_a_zygote_that_has_gone_ends_in_peace(half: str, told: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if told:
@@ -105,9 +105,9 @@ def test_who_waits_for_a_zygote_that_has_gone_ends_in_peace(half: str, told: byt
     pid = os.fork()
     if pid == 0:
         try:
-            if half == "hatch":
+            if half == "prepare":
                 linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWUTS)
-                sandbox.hatch(theirs, root=False, own_network=False)
+                sandbox.prepare(theirs, root=False, own_network=False)
             sandbox.receive(theirs)
         finally:
             os._exit(9)

@@ -65,7 +65,7 @@ class Born:
     trust: bool
 
 
-def hatch(
+def prepare(
     orders: socket.socket,
     *,
     root: bool,

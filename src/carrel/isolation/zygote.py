@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from carrel.errors import CarrelError, PlatformError
 from carrel.isolation import cgroups, linux, sandbox, watchdog
-from carrel.isolation.nest import Child, Nest, SupervisorModule, kill
+from carrel.isolation.forker import Child, SandboxForker, SupervisorModule, kill
 
 MAX_MESSAGE = sandbox.MAX_MESSAGE
 SPARES = 2
@@ -44,7 +44,7 @@ class Zygote:
         self._listener = listener
         self._supervisor = supervisor
         self._isolate = isolate
-        self._nest = Nest(supervisor, isolate=isolate)
+        self._forker = SandboxForker(supervisor, isolate=isolate)
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}  # by pid
         self._named: dict[str, Child] = {}
@@ -60,12 +60,12 @@ class Zygote:
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
         """Make ready for the first fork. See `stage.enter`."""
-        self._nest.prepare(workspaces, shared)
+        self._forker.prepare(workspaces, shared)
         self._shared = sorted(shared)
 
     def describe(self) -> dict[str, Any]:
         """What this zygote can do."""
-        return {"pid": os.getpid(), "sandboxes": len(self._named), "shared": self._shared, **self._nest.describe()}
+        return {"pid": os.getpid(), "sandboxes": len(self._named), "shared": self._shared, **self._forker.describe()}
 
     # the loop
 
@@ -100,7 +100,7 @@ class Zygote:
                     self._refill()
             elif idle_until == math.inf:  # there was somebody, and now there is nobody and nothing to look after
                 self._stop()
-        self._nest.close()
+        self._forker.close()
 
     def _patience(self, idle_until: float) -> float | None:
         """How long the loop may sleep."""
@@ -233,7 +233,7 @@ class Zygote:
                 self._answer(connection, seq)
             elif op == "usage":
                 named = self._named.get(body["id"])
-                usage: dict[str, Any] = self._nest.cgroups.usage(named.group) if named else {}
+                usage: dict[str, Any] = self._forker.cgroups.usage(named.group) if named else {}
                 if named and named.watched:
                     usage = {"memory_bytes": named.watched.used, "oom_kills": named.watched.kills}
                 self._answer(connection, seq, known=named is not None, **usage)
@@ -268,23 +268,23 @@ class Zygote:
         if self._isolate and spec.network not in NETWORKS:
             raise PlatformError(f"not a network this zygote makes: {spec.network!r}")
         if spec.network == "host":  # no spare shares the host's
-            child = self._hatch(rehearse=False, own_network=False)
+            child = self._fork_child(rehearse=False, own_network=False)
         else:
-            child = self._spares.pop() if self._spares else self._hatch(rehearse=False)
+            child = self._spares.pop() if self._spares else self._fork_child(rehearse=False)
         child.name, child.asked_by, child.seq = spec.id, connection, seq
         child.settle_network(spec.network)
         child.deadline = time.monotonic() + SETUP_DEADLINE_S
         self._named[spec.id] = child
         try:
-            self._nest.furnish(child, spec, *fds)
+            self._forker.configure(child, spec, *fds)
         except (OSError, CarrelError) as error:
             child.asked_by = None  # answered here; the burial is quiet
             del self._named[spec.id]
             kill(child.pid)
             raise PlatformError(f"sandbox {spec.id} could not be set up: {error}") from error
 
-    def _hatch(self, *, rehearse: bool, own_network: bool = True) -> Child:
-        child = self._nest.hatch(rehearse=rehearse, own_network=own_network)
+    def _fork_child(self, *, rehearse: bool, own_network: bool = True) -> Child:
+        child = self._forker.fork(rehearse=rehearse, own_network=own_network)
         self._children[child.pid] = child
         self._selector.register(child.orders, selectors.EVENT_READ, lambda _s: self._heard(child))
         return child
@@ -293,7 +293,7 @@ class Zygote:
         """Make a spare while nobody waits for anything."""
         if self._lacks_spares():
             try:
-                self._spares.append(self._hatch(rehearse=True))
+                self._spares.append(self._fork_child(rehearse=True))
             except (OSError, PlatformError) as error:
                 self._spares_wanted = 0  # whoever asks next gets the reason
                 print(f"no more spare sandboxes: {error}", file=sys.stderr, flush=True)  # noqa: T201 - our log
@@ -365,7 +365,7 @@ class Zygote:
             try:
                 linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
                 os.nice(5)
-                connection.send(json.dumps({"seq": seq, "bytes": self._nest.held(child)}).encode())
+                connection.send(json.dumps({"seq": seq, "bytes": self._forker.held(child)}).encode())
             finally:
                 os._exit(0)
 
@@ -381,7 +381,7 @@ class Zygote:
                 self._children[pid].reaped = True
 
     def _bury(self, child: Child) -> None:
-        if not self._nest.cgroups.remove(child.group):
+        if not self._forker.cgroups.remove(child.group):
             return
         while child.orders.fileno() >= 0:  # its last words, and what it sent before them
             self._heard(child)

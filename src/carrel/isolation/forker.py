@@ -1,6 +1,6 @@
-"""Where sandboxes are hatched: the zygote's part that forks, and what the forked child does until it is a supervisor.
+"""Forks the processes that become sandboxes, and runs in each of them until the supervisor takes over.
 
-Knows how a sandbox is made, not who asks for one; the zygote's loop is the other way round.
+Knows how a sandbox is made, not who asks for one. The zygote's loop knows who asks, and not how it is made.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Child:
         self.network_fd = self.lifeline = -1
 
 
-class Nest:
-    """Makes children. Without `isolate` they are plain forks."""
+class SandboxForker:
+    """Forks sandboxes by way of a process of its own, the forker. Without `isolate` they are plain forks."""
 
     def __init__(self, supervisor: SupervisorModule, *, isolate: bool):
         self.cgroups = cgroups.Cgroups()
@@ -145,7 +145,7 @@ class Nest:
         self._idmap = False
         self._notifications: Mapping[str, int] = {}
         self._covers: covers.Store | None = None
-        self._forker: socket.socket | None = None
+        self._requests: socket.socket | None = None
         self._forker_pid = 0
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -202,8 +202,8 @@ class Nest:
         """Bytes of deleted workspace files that a sandbox's processes still hold."""
         return watchdog.held(child.pid, os.fstat(self._workspaces).st_dev)
 
-    def furnish(self, child: Child, spec: sandbox.Spec, listener: int, masks: int = -1) -> None:
-        """Give a hatched child what was asked for: limits, workspace, masks, and the socket it will listen on."""
+    def configure(self, child: Child, spec: sandbox.Spec, listener: int, masks: int = -1) -> None:
+        """Give a forked child what was asked for: limits, workspace, masks, and the socket it will listen on."""
         order = self._order(masks) if spec.masked else -1
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
             own_network = spec.network != "host"
@@ -225,7 +225,7 @@ class Nest:
             raise PlatformError("what is not isolated cannot be masked")
         return self._covers.order(wire.content(masks))
 
-    def hatch(self, *, rehearse: bool, own_network: bool = True) -> Child:
+    def fork(self, *, rehearse: bool, own_network: bool = True) -> Child:
         """Fork a child that does the first half and then waits; `rehearse` when there is time for it."""
         self._count += 1
         group = f"s{self._count}"
@@ -265,16 +265,16 @@ class Nest:
 
     def _ask_forker(self, request: bytes, orders: socket.socket, lock: int, seat: cgroups.Seat) -> int:
         """Have a process forked; its pid. It is a child of this process."""
-        self._forker = self._forker or self._start_forker()
+        self._requests = self._requests or self._start_forker()
         fds = [descriptor for descriptor in (orders.fileno(), lock, seat.into, *seat.tasks) if descriptor >= 0]
         try:
-            socket.send_fds(self._forker, [request], fds)
-            answer = self._forker.recv(_FORKED.size)
+            socket.send_fds(self._requests, [request], fds)
+            answer = self._requests.recv(_FORKED.size)
         except (BrokenPipeError, ConnectionResetError):
             answer = b""
         if not answer:
-            self._forker.close()
-            self._forker = None  # the next request starts another
+            self._requests.close()
+            self._requests = None  # the next request starts another
             raise OSError("the process that forks sandboxes has died")
         pid: int
         (pid,) = _FORKED.unpack(answer)
@@ -333,9 +333,9 @@ class Nest:
 
     def close(self) -> None:
         """End the forker and remove the cgroups."""
-        if self._forker is not None:
-            self._forker.close()
-            self._forker = None
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
             os.waitpid(self._forker_pid, 0)
         self.cgroups.close()
 
@@ -370,7 +370,9 @@ class Nest:
             writable, way_out = -1, None
             if self._isolate:
                 held = self._notifications
-                writable, way_out = sandbox.hatch(orders, root=self._root, own_network=own_network, notifications=held)
+                writable, way_out = sandbox.prepare(
+                    orders, root=self._root, own_network=own_network, notifications=held
+                )
             spec, fds = sandbox.receive(orders)
             if self._isolate:
                 if spec.network == "bridge":

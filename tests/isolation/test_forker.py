@@ -1,4 +1,4 @@
-"""Children are hatched in a process of its own, because a nest that isolates leaves the host's file system for good."""
+"""Sandboxes are forked in a process of its own, because a forker that isolates leaves the host's file system for good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.sandboxes import KINDS
 
 PREPARE = """
 import json, os, socket, sys, time
-from carrel.isolation.nest import Nest, kill
+from carrel.isolation.forker import SandboxForker, kill
 from carrel.isolation.sandbox import NETWORK, WAY_OUT_PORT, WAY_OUT, Spec
 
 isolate, workspaces = sys.argv[1] == "namespace", sys.argv[2]
@@ -39,8 +39,8 @@ class Supervisor:
         os.write(tell, json.dumps(seen).encode())
         os._exit(0)
 
-nest = Nest(Supervisor(), isolate=isolate)
-nest.prepare(workspaces)
+forker = SandboxForker(Supervisor(), isolate=isolate)
+forker.prepare(workspaces)
 listener = socket.socketpair()[0]
 
 def heard(child):
@@ -59,7 +59,7 @@ def bury(child):
     child.let_go()
     code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     deadline = time.monotonic() + 10
-    while nest.cgroups.remove(child.group) is False and time.monotonic() < deadline:
+    while forker.cgroups.remove(child.group) is False and time.monotonic() < deadline:
         time.sleep(0.01)
     return code
 """
@@ -72,7 +72,7 @@ def workspaces(tmp_path: Path) -> Path:
 
 
 def run(kind: str, workspaces: Path, body: str) -> None:
-    code = PREPARE + textwrap.dedent(body) + "\nnest.close()\n"
+    code = PREPARE + textwrap.dedent(body) + "\nforker.close()\n"
     command = [sys.executable, "-c", code, kind, str(workspaces)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -84,11 +84,11 @@ def test_a_child_becomes_what_was_asked_for(kind: str, workspaces: Path) -> None
         kind,
         workspaces,
         """
-        assert nest.describe()["isolate"] is isolate
+        assert forker.describe()["isolate"] is isolate
         for rehearse in (False, True):
-            child = nest.hatch(rehearse=rehearse)
+            child = forker.fork(rehearse=rehearse)
             assert child.name == "" and child.started > 0
-            nest.furnish(child, Spec("s", "w1", env={"A": "b"}), listener.fileno())
+            forker.configure(child, Spec("s", "w1", env={"A": "b"}), listener.fileno())
             assert heard(child) == b"ready"
             seen = json.loads(os.read(told, 4096))
             assert (seen["id"], seen["env"], seen["workspace"]) == ("s", {"A": "b"}, ["inside"])
@@ -108,14 +108,14 @@ def test_a_way_out_is_kept_where_it_was_asked_for(workspaces: Path) -> None:
         """
         for network, kept, listens in (("allowlist", True, True), ("none", False, True), ("bridge", False, False)):
             for early in (False, True):
-                child = nest.hatch(rehearse=False)
+                child = forker.fork(rehearse=False)
                 if early:  # a spare's has arrived before anybody asks
                     word, fds, _, _ = socket.recv_fds(child.orders, 4096, 1)
                     assert word == WAY_OUT
                     child.take_way_out(*fds)
                     assert child.way_out.getsockname() == ("127.0.0.1", WAY_OUT_PORT)
                 child.settle_network(network)
-                nest.furnish(child, Spec("s", "w1", network=network, trust=kept, env={"GOES": ""}), listener.fileno())
+                forker.configure(child, Spec("s", "w1", network=network, trust=kept, env={"GOES": ""}), listener.fileno())
                 assert heard(child) == b"ready"
                 assert (child.way_out is not None) is kept
                 seen = json.loads(os.read(told, 4096))
@@ -135,11 +135,11 @@ def test_masks_are_refused_where_nothing_is_isolated(kind: str, workspaces: Path
         """
         from carrel.errors import PlatformError
         from carrel.isolation.masks import Masks, pack
-        child = nest.hatch(rehearse=False)
+        child = forker.fork(rehearse=False)
         before = len(os.listdir("/proc/self/fd"))
         masks = pack(Masks(("base64",)))
         try:
-            nest.furnish(child, Spec("s", "w1", masked=True), listener.fileno(), masks)
+            forker.configure(child, Spec("s", "w1", masked=True), listener.fileno(), masks)
         except PlatformError:
             assert not isolate
             kill(child.pid)
@@ -158,8 +158,8 @@ def test_a_supervisor_that_fails_ends_its_child(kind: str, workspaces: Path) -> 
         kind,
         workspaces,
         """
-        child = nest.hatch(rehearse=False)
-        nest.furnish(child, Spec("broken", "w1"), listener.fileno())
+        child = forker.fork(rehearse=False)
+        forker.configure(child, Spec("broken", "w1"), listener.fileno())
         assert heard(child) == b"ready"
         assert bury(child) == 1
         """,
@@ -172,13 +172,13 @@ def test_a_spare_ends_with_whoever_made_it_and_descriptors_are_not_left(kind: st
         kind,
         workspaces,
         """
-        assert bury(nest.hatch(rehearse=True)) == 0  # the first starts the forker
+        assert bury(forker.fork(rehearse=True)) == 0  # the first starts the forker
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
-            assert bury(nest.hatch(rehearse=True)) == 0
-        child = nest.hatch(rehearse=False)
+            assert bury(forker.fork(rehearse=True)) == 0
+        child = forker.fork(rehearse=False)
         try:
-            nest.furnish(child, Spec("s", "absent"), listener.fileno())
+            forker.configure(child, Spec("s", "absent"), listener.fileno())
         except OSError:
             assert isolate
         else:
@@ -197,19 +197,19 @@ def test_forker_that_was_killed_is_replaced(kind: str, workspaces: Path) -> None
         workspaces,
         """
         import signal
-        assert bury(nest.hatch(rehearse=False)) == 0
-        forker = nest._forker_pid
-        os.kill(forker, signal.SIGKILL)
-        os.waitpid(forker, 0)
+        assert bury(forker.fork(rehearse=False)) == 0
+        pid = forker._forker_pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         try:
-            nest.hatch(rehearse=False)
+            forker.fork(rehearse=False)
         except OSError as error:
             assert "has died" in str(error)
         else:
             raise AssertionError("a dead process forked")
-        child = nest.hatch(rehearse=False)
-        assert nest._forker_pid != forker
-        nest.furnish(child, Spec("s", "w1"), listener.fileno())
+        child = forker.fork(rehearse=False)
+        assert forker._forker_pid != pid
+        forker.configure(child, Spec("s", "w1"), listener.fileno())
         assert heard(child) == b"ready"
         assert bury(child) == 0
         """,
@@ -222,15 +222,15 @@ def test_forker_has_no_descriptor_of_a_sandbox_and_ends_with_the_zygote(kind: st
         kind,
         workspaces,
         """
-        assert bury(nest.hatch(rehearse=False)) == 0
-        opened = set(os.listdir(f"/proc/{nest._forker_pid}/fd"))
-        spares = [nest.hatch(rehearse=True) for _ in range(3)]
-        assert set(os.listdir(f"/proc/{nest._forker_pid}/fd")) == opened
+        assert bury(forker.fork(rehearse=False)) == 0
+        opened = set(os.listdir(f"/proc/{forker._forker_pid}/fd"))
+        spares = [forker.fork(rehearse=True) for _ in range(3)]
+        assert set(os.listdir(f"/proc/{forker._forker_pid}/fd")) == opened
         with open(f"/proc/{spares[0].pid}/stat") as file:
             assert int(file.read().rpartition(")")[2].split()[1]) == os.getpid(), "it is no child of the zygote"
         for spare in spares:
             assert bury(spare) == 0
-        nest.close()
-        assert not os.path.exists(f"/proc/{nest._forker_pid}")
+        forker.close()
+        assert not os.path.exists(f"/proc/{forker._forker_pid}")
         """,
     )
