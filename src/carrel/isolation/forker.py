@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from carrel.errors import PlatformError
-from carrel.isolation import budgets, cgroups, covers, ids, linux, rootfs, sandbox, seccomp, stage, watchdog
+from carrel.isolation import budgets, cgroups, ids, linux, mask_mounts, rootfs, sandbox, seccomp, watchdog, zygote_root
 from carrel.isolation import masks as wire
 
 # The cgroup namespace comes later: it is rooted in the groups a process is in when it is made.
@@ -144,14 +144,14 @@ class SandboxForker:
         self._workspaces = -1
         self._idmap = False
         self._notifications: Mapping[str, int] = {}
-        self._covers: covers.Store | None = None
+        self._covers: mask_mounts.Store | None = None
         self._requests: socket.socket | None = None
         self._forker_pid = 0
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
         """Leave the host's file system for a small one, and make there what all sandboxes share.
 
-        See `stage.enter`.
+        See `zygote_root.enter`.
         """
         self._prepared = self._supervisor.prepare()
         if self._isolate:
@@ -159,11 +159,11 @@ class SandboxForker:
             self.cgroups = cgroups.Cgroups.open()
             self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
             self._ids = ids.HostIds() if self._root else None
-            stage.enter(workspaces, root=self._root, shared=shared)
+            zygote_root.enter(workspaces, root=self._root, shared=shared)
             if not self._root:
                 self._notifications = budgets.sandbox_notifications()
-            self._covers = covers.Store(sandbox.COVERS, sandbox.BASE)
-            workspaces = stage.WORKSPACES
+            self._covers = mask_mounts.Store(sandbox.COVERS, sandbox.BASE)
+            workspaces = zygote_root.WORKSPACES
         self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._idmap = self._ids is not None and self._can_idmap()
 

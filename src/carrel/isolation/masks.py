@@ -1,6 +1,7 @@
 """What a sandbox must not reach although it lies in its root: a plain value, its check, and how it travels.
 
-Knows nothing of policy, nor how masks are put on: `programs` finds the files of a program, `covers` mounts over them.
+Knows nothing of policy, nor how masks are put on: `programs` finds the files of a program, `mask_mounts` mounts over
+them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from carrel.isolation import budgets, covers, landlock, linux, rootfs, seccomp
+from carrel.isolation import budgets, landlock, linux, mask_mounts, rootfs, seccomp
 
 BASE = "/base"
 COVERS = "/covers"
@@ -141,7 +141,7 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_f
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver)
     rootfs.carry_out(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.masked:
-        covers.pivot_masked(BASE, covers.read(order_fd), COVERS)
+        mask_mounts.pivot_masked(BASE, mask_mounts.read(order_fd), COVERS)
     else:
         linux.pivot_into(BASE)
     if spec.watched and spec.network != "host":

@@ -59,7 +59,7 @@ class Zygote:
         self._shared: list[str] = []
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Make ready for the first fork. See `stage.enter`."""
+        """Make ready for the first fork. See `zygote_root.enter`."""
         self._forker.prepare(workspaces, shared)
         self._shared = sorted(shared)
 

@@ -22,7 +22,6 @@ from carrel.supervisor import environment, feeding
 from carrel.supervisor.answers import frames_of, result_of
 from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
-from carrel.supervisor.emptying import PLACES, Emptying
 from carrel.supervisor.files import Files
 from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
 from carrel.supervisor.load import Load, measure
@@ -33,6 +32,7 @@ from carrel.supervisor.produced import Produced
 from carrel.supervisor.python.calls import Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
 from carrel.supervisor.reaper import kill_below
+from carrel.supervisor.reset import PLACES, Reset
 from carrel.supervisor.runs import Runs
 from carrel.supervisor.secrets import Secrets
 
@@ -83,7 +83,7 @@ class Supervisor:
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self._secrets = Secrets()
         self._mcp_servers = McpServers(self.commands, self._order, self._release)
-        self._emptying = Emptying(self.commands, self.contexts, self.python, self._load)
+        self._reset = Reset(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1
         self._env: dict[str, str] = {}
@@ -104,7 +104,7 @@ class Supervisor:
             ("DELETE", "/commands/{}", self._forget),
         ):
             self.router.add(method, pattern, handler)
-        for part in (self.files, self._secrets, Runs(), self.python, self.contexts, self._mcp_servers, self._emptying):
+        for part in (self.files, self._secrets, Runs(), self.python, self.contexts, self._mcp_servers, self._reset):
             part.routes(self.router)
 
     def settle(self, loop: asyncio.AbstractEventLoop, born: Born) -> None:
@@ -116,7 +116,7 @@ class Supervisor:
         self._mcp_servers.settle(budget // 2)
         places = (*PLACES, born.home, born.workspace) if born.isolated else ()
         self._memory_places = places[:3]
-        self._emptying.settle(places)
+        self._reset.settle(places)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
         self._venv = born.isolated

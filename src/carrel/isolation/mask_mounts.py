@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TypeVar
 
 from carrel.errors import PlatformError
-from carrel.isolation import linux, refusal, rootfs
+from carrel.isolation import linux, refusing_program, rootfs
 from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
 from carrel.isolation.programs import Catalogue, Stamps, is_unchanged
 
@@ -112,7 +112,7 @@ class Store:
                 os.unlink(name, dir_fd=self._writable)
 
     def _cover(self, text: str) -> str:
-        content = refusal.image(os.fsencode(text))
+        content = refusing_program.image(os.fsencode(text))
         name = hashlib.sha256(content).hexdigest()
         if name not in self._uses:
             self._write(name, content, 0o555)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import Unsupported
-from carrel.isolation import refusal
+from carrel.isolation import refusing_program
 
 TEXT = '{"code": "denied_by_policy", "reason": "é"}\n'.encode()
 
@@ -21,7 +21,7 @@ TEXT = '{"code": "denied_by_policy", "reason": "é"}\n'.encode()
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "program"
-    path.write_bytes(refusal.image(TEXT))
+    path.write_bytes(refusing_program.image(TEXT))
     path.chmod(0o555)
     return path
 
@@ -56,7 +56,7 @@ def test_a_program_of_this_machine_as_the_tools_see_it(program: Path) -> None:
 @given(st.binary(max_size=4097))
 def test_the_text_lies_where_the_code_looks_for_it(text: bytes) -> None:
     for machine in ("x86_64", "aarch64"):
-        image = refusal.image(text, machine)
+        image = refusing_program.image(text, machine)
         assert image.endswith(text)
         assert struct.unpack_from("<Q", image, 24) == (0x400000 + 120,)
         code = image[120 : len(image) - len(text)]
@@ -70,7 +70,7 @@ def test_the_text_lies_where_the_code_looks_for_it(text: bytes) -> None:
 
 
 def test_the_instructions_of_the_other_machine() -> None:
-    code = struct.unpack("<8I", refusal.image(b"text\n", "aarch64")[120:-5])
+    code = struct.unpack("<8I", refusing_program.image(b"text\n", "aarch64")[120:-5])
     # adr x1, text; mov x0, 2; mov x2, 5; mov x8, write; svc 0; mov x0, 126; mov x8, exit_group; svc 0
     words = (0x10000101, 0xD2800040, 0xD28000A2, 0xD2800808, 0xD4000001, 0xD2800FC0, 0xD2800BC8, 0xD4000001)
     assert code == words
@@ -78,4 +78,4 @@ def test_the_instructions_of_the_other_machine() -> None:
 
 def test_a_machine_it_is_not_written_for() -> None:
     with pytest.raises(Unsupported):
-        refusal.image(b"", "riscv64")
+        refusing_program.image(b"", "riscv64")

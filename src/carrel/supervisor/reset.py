@@ -56,7 +56,7 @@ class _Kept:
     below: dict[bytes, _Kept] | None
 
 
-class Emptying:
+class Reset:
     """`/empty`."""
 
     def __init__(

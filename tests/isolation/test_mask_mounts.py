@@ -1,4 +1,4 @@
-"""What is covered: patterns against the rules' own, and the zygote's store of covers. Sandboxes that wear them are in
+"""What is covered: patterns against the rules' own, and the zygote's store of mask_mounts. Sandboxes that wear them are in
 `tests/security/test_masks.py`."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.nesting import nested
 from tests.support.sandboxes import KINDS
 
 from carrel.errors import PlatformError
-from carrel.isolation import covers, rootfs
+from carrel.isolation import mask_mounts, rootfs
 from carrel.policy.rules.patterns import path_pattern
 
 TREES = st.lists(st.lists(st.sampled_from(["a", "b", "ab", ".c"]), min_size=1, max_size=4).map("/".join), max_size=8)
@@ -37,7 +37,7 @@ def test_patterns_mean_what_they_mean_in_rules(tree: list[str], patterns: list[s
         for path in tree:
             os.makedirs(f"{top}/{path}", exist_ok=True)
         absolute = [f"{top}/{pattern}" for pattern in patterns]
-        found = set(covers.expand(absolute))
+        found = set(mask_mounts.expand(absolute))
         tests = [path_pattern(pattern) for pattern in absolute]
         there = [top, *(str(path) for path in Path(top).rglob("*"))]
         assert found <= set(there)
@@ -55,25 +55,25 @@ def test_links_are_covered_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "broken.pem").symlink_to("nowhere")
     (tmp_path / "odd\nname\udce9.pem").write_text("")
-    found = set(covers.expand([f"{tmp_path}/**/*.pem"]))
+    found = set(mask_mounts.expand([f"{tmp_path}/**/*.pem"]))
     expected = {"real/deep/x.pem", "broken.pem", "odd\nname\udce9.pem"}
     assert found == {f"{tmp_path}/{name}" for name in expected}
-    assert list(covers.expand([f"{tmp_path}/link"])) == [f"{tmp_path}/link"]
-    assert list(covers.expand([f"{tmp_path}/missing", f"{tmp_path}/real/deep/x.pem/**/y", "/no/such/*"])) == []
+    assert list(mask_mounts.expand([f"{tmp_path}/link"])) == [f"{tmp_path}/link"]
+    assert list(mask_mounts.expand([f"{tmp_path}/missing", f"{tmp_path}/real/deep/x.pem/**/y", "/no/such/*"])) == []
 
 
 def test_what_lies_beyond_the_longest_path_is_covered_with_its_directory(tmp_path: Path) -> None:
     with nested(tmp_path, 40, "n" * 250, beside=True):
-        found = list(covers.expand([f"{tmp_path}/**/.env", f"{tmp_path}/*.key"]))
+        found = list(mask_mounts.expand([f"{tmp_path}/**/.env", f"{tmp_path}/*.key"]))
         assert len(found) == 1
         depth = found[0].removeprefix(f"{tmp_path}/").count("/") + 1
         assert found == [f"{tmp_path}/{'/'.join(['n' * 250] * depth)}"]
         assert 3700 < len(found[0]) < 4096
-        assert list(covers.expand([f"{tmp_path}/*.key"])) == []
+        assert list(mask_mounts.expand([f"{tmp_path}/*.key"])) == []
 
 
 def test_what_a_sandbox_needs_stays_and_its_neighbours_do_not() -> None:
-    found = set(covers.expand(["/proc/version", "/tmp*", "/dev*/**", "/sy*/**", "/*tc/host*"]))
+    found = set(mask_mounts.expand(["/proc/version", "/tmp*", "/dev*/**", "/sy*/**", "/*tc/host*"]))
     assert "/etc/hosts" in found
     assert "/proc/version" in found
     assert not found & {"/tmp", "/dev", "/sys", "/proc"}
@@ -83,11 +83,11 @@ def test_what_a_sandbox_needs_stays_and_its_neighbours_do_not() -> None:
 def test_only_what_lies_beside_a_needed_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("home/agent/x", "home/other", "workspace/a", "workspace/b"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(covers, "_NEEDED", (f"{tmp_path}/home/agent",))
+    monkeypatch.setattr(mask_mounts, "_NEEDED", (f"{tmp_path}/home/agent",))
     monkeypatch.setattr(rootfs, "WORKSPACE", f"{tmp_path}/workspace")
-    assert list(covers.expand([f"{tmp_path}/home/**"])) == [f"{tmp_path}/home/other"]
-    assert set(covers.expand([f"{tmp_path}/workspace"])) == {f"{tmp_path}/workspace/{name}" for name in "ab"}
-    assert set(covers.expand([f"{tmp_path}/*"])) == {
+    assert list(mask_mounts.expand([f"{tmp_path}/home/**"])) == [f"{tmp_path}/home/other"]
+    assert set(mask_mounts.expand([f"{tmp_path}/workspace"])) == {f"{tmp_path}/workspace/{name}" for name in "ab"}
+    assert set(mask_mounts.expand([f"{tmp_path}/*"])) == {
         f"{tmp_path}/{name}" for name in ("home/other", "workspace/a", "workspace/b")
     }
 
@@ -113,14 +113,14 @@ def test_what_a_pattern_means_is_meant_wherever_it_can_be_moved(tree: list[str],
             for path in tree:
                 os.makedirs(f"{top}/{path}", exist_ok=True)
             absolute = [f"{top}/{pattern}" for pattern in patterns]
-            hidden = dict(covers.search(absolute))
-            held = {above for path, count in hidden.items() for above in covers._above(path, count)}
+            hidden = dict(mask_mounts.search(absolute))
+            held = {above for path, count in hidden.items() for above in mask_mounts._above(path, count)}
             folders = [top, *(str(path) for path in Path(top).rglob("*"))]
             seen = [path for path in folders if not any(_lies_in(path, other) for other in hidden)]
             for moved in set(seen) - {top} - held:
                 for goal in (f"{place}/c" for place in seen if not _lies_in(place, moved)):
                     os.rename(moved, goal)
-                    found = list(covers.expand(absolute))
+                    found = list(mask_mounts.expand(absolute))
                     for path in hidden:
                         now = goal + path.removeprefix(moved) if _lies_in(path, moved) else path
                         assert any(_lies_in(now, other) for other in found), f"{moved} to {goal}: {now} is seen"
@@ -142,7 +142,7 @@ def test_what_is_not_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "a" / "link.lock").symlink_to("1.lock")
     (tmp_path / "behind").symlink_to("a")
     patterns = ["**/*.lock", "**/*.d", "kept/**", "behind/1.lock", "missing/**"]
-    readonly, busy = covers._unwritable([f"{tmp_path}/{pattern}" for pattern in patterns])
+    readonly, busy = mask_mounts._unwritable([f"{tmp_path}/{pattern}" for pattern in patterns])
     assert readonly == [f"{tmp_path}/{name}" for name in ("a/1.lock", "a/x.d/1.lock", "kept", "kept-too.lock")]
     assert busy == {
         f"{tmp_path}/{name}": directory
@@ -154,28 +154,28 @@ def test_more_than_can_be_mounted_on_is_refused(tmp_path: Path, monkeypatch: pyt
     for number in range(5):
         (tmp_path / f"{number}.lock").write_text("")
     monkeypatch.setattr(rootfs, "WORKSPACE", str(tmp_path))
-    monkeypatch.setattr(covers, "MOST_COVERS", 4)
+    monkeypatch.setattr(mask_mounts, "MOST_COVERS", 4)
     with pytest.raises(PlatformError, match="more than 4 paths are to be masked; let rules name folders"):
-        covers._unwritable([f"{tmp_path}/*.lock"])
+        mask_mounts._unwritable([f"{tmp_path}/*.lock"])
 
 
 def test_a_tree_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         (tmp_path / f"d{number}").mkdir()
-    monkeypatch.setattr(covers, "LARGEST_WALK", 19)
+    monkeypatch.setattr(mask_mounts, "LARGEST_WALK", 19)
     with pytest.raises(PlatformError, match="19"):
-        list(covers.expand([f"{tmp_path}/**/x"]))
+        list(mask_mounts.expand([f"{tmp_path}/**/x"]))
 
 
 PREPARE = """
 import json, os, sys
-from carrel.isolation import covers, linux, programs
+from carrel.isolation import linux, mask_mounts, programs
 from carrel.isolation.masks import Masks, content, pack
 
 linux.unshare(linux.CLONE_NEWNS | (0 if os.geteuid() == 0 else linux.CLONE_NEWUSER))
 linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
 place, root = sys.argv[1] + "/covers", sys.argv[1] + "/root"
-store = covers.Store(place, root)
+store = mask_mounts.Store(place, root)
 
 def packed(**given):
     descriptor = pack(Masks(**given))
@@ -212,7 +212,7 @@ def test_an_order_names_paths_and_covers(tmp_path: Path) -> None:
     run(
         tmp_path,
         """
-        found = covers.read(order(programs=("curl", "nc", "absent"), hidden=("/etc/x",), refusal={"nc": "not nc"}))
+        found = mask_mounts.read(order(programs=("curl", "nc", "absent"), hidden=("/etc/x",), refusal={"nc": "not nc"}))
         assert sorted(found.programs) == ["/usr/bin/curl", "/usr/bin/nc"]
         assert sorted(found.programs.values()) == made()
         assert (found.hidden, found.writable) == (["/etc/x"], None)
@@ -226,7 +226,7 @@ def test_an_order_names_paths_and_covers(tmp_path: Path) -> None:
             else:
                 raise AssertionError("a cover can be written")
         assert os.stat(f"{place}/file").st_mode & 0o777 == os.stat(f"{place}/directory").st_mode & 0o777 == 0
-        first = covers.read(order(programs=("curl", "/usr/bin/curl"), refusal={"curl": "by name", "/usr/bin/curl": "by path"}))
+        first = mask_mounts.read(order(programs=("curl", "/usr/bin/curl"), refusal={"curl": "by name", "/usr/bin/curl": "by path"}))
         with open(f"{place}/{first.programs['/usr/bin/curl']}", "rb") as file:
             assert file.read().endswith(b"by name\\n")
         """,
@@ -243,9 +243,9 @@ def test_the_same_masks_are_looked_for_once_until_something_changes(tmp_path: Pa
         assert order(programs=("curl", "later"), hidden=("/etc/x",)) != one
         with open(f"{root}/usr/bin/later", "w"):
             pass
-        assert sorted(covers.read(order(programs=("curl", "later"))).programs) == ["/usr/bin/curl", "/usr/bin/later"]
+        assert sorted(mask_mounts.read(order(programs=("curl", "later"))).programs) == ["/usr/bin/curl", "/usr/bin/later"]
         os.rename(f"{root}/usr/bin/later", f"{root}/usr/bin/gone")
-        assert list(covers.read(order(programs=("curl", "later"))).programs) == ["/usr/bin/curl"]
+        assert list(mask_mounts.read(order(programs=("curl", "later"))).programs) == ["/usr/bin/curl"]
         """,
     )
 
@@ -256,16 +256,16 @@ def test_what_no_order_needs_is_given_up(tmp_path: Path) -> None:
         tmp_path,
         """
         before = len(os.listdir("/proc/self/fd"))
-        for number in range(3 * covers.MOST_ORDERS):
-            names = covers.read(order(programs=("curl", "wget"), refusal={"curl": str(number)})).programs.values()
+        for number in range(3 * mask_mounts.MOST_ORDERS):
+            names = mask_mounts.read(order(programs=("curl", "wget"), refusal={"curl": str(number)})).programs.values()
             assert set(names) <= set(made())
-        assert len(made()) == covers.MOST_ORDERS + 1
-        assert len(os.listdir("/proc/self/fd")) == before + covers.MOST_ORDERS
-        covers.MOST_MADE = 10
-        names = covers.read(order(programs=("curl", "wget", "nc"))).programs.values()
+        assert len(made()) == mask_mounts.MOST_ORDERS + 1
+        assert len(os.listdir("/proc/self/fd")) == before + mask_mounts.MOST_ORDERS
+        mask_mounts.MOST_MADE = 10
+        names = mask_mounts.read(order(programs=("curl", "wget", "nc"))).programs.values()
         assert set(names) <= set(made())
         assert len(made()) <= 10
-        covers.MOST_MADE = 1
+        mask_mounts.MOST_MADE = 1
         order(programs=("curl", "wget", "nc"))
         assert len(made()) == 3, "what was asked for last is always there"
         """,
