@@ -174,7 +174,7 @@ class Server:
         if len(zygotes) != 1:
             found.append(f"{len(zygotes)} processes beside the server where one zygote should be: {zygotes}")
         for zygote in zygotes:
-            boxes += len(_children(zygote))
+            boxes += len(_sandboxes(zygote))
             groups = _groups(zygote)
             if groups > len(running) + _SPARES:
                 found.append(f"{groups} cgroups of zygote {zygote} for {len(running)} sandboxes")
@@ -272,6 +272,19 @@ def _names(directory: Path) -> list[str]:
         return os.listdir(directory)
     except FileNotFoundError:
         return []
+
+
+def _sandboxes(zygote: int) -> list[int]:
+    """The children of a zygote but the forker, which is in the same PID namespace."""
+    own = _pid_namespace(zygote)
+    return [pid for pid in _children(zygote) if _pid_namespace(pid) not in {None, own}]
+
+
+def _pid_namespace(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _children(pid: int) -> list[int]:
