@@ -55,10 +55,10 @@ async def test_a_plan_that_the_process_refuses_shuts_the_way(plane: ControlPlane
     await start(plane, "c", given(origin))
     known = plane.egress._plans._upstreams
     plane.egress._plans._upstreams = (Upstream("odd", "gopher://127.0.0.2:70"),)
-    await plane.egress.refresh("c")
+    await plane.egress.refresh(plane.sessions.live()[0])
     assert "the egress process refused" in await fetch(plane, "c", origin)
     plane.egress._plans._upstreams = known
-    await plane.egress.refresh("c")
+    await plane.egress.refresh(plane.sessions.live()[0])
     assert await fetch(plane, "c", origin) == "hello\n"
 
 
@@ -76,7 +76,7 @@ async def test_a_policy_that_was_read_earlier_does_not_take_the_place_of_a_newer
         return found
 
     plane.egress._plans._policy_of = slowly
-    early = asyncio.create_task(plane.egress.refresh("c"))
+    early = asyncio.create_task(plane.egress.refresh(plane.sessions.live()[0]))
     await going.wait()
     late = asyncio.create_task(plane.policy_changes.put("c", given(origin, enabled=False), "person:ann"))
     [attached] = plane.egress._boxes.values()
