@@ -26,7 +26,6 @@ from carrel.control.mcp.request_checks import (
     Refused,
     catalogue,
     decided,
-    discovers,
     given_size,
     launch,
     no_answer,
@@ -34,9 +33,9 @@ from carrel.control.mcp.request_checks import (
     sane,
     told_by,
     tool_name,
-    whose,
     words,
 )
+from carrel.control.sessions.owners import discovers, whose
 from carrel.errors import InvalidRequest, McpServerFailed, TooLarge
 from carrel.models import McpServerRequest
 from carrel.store.mcp_servers import McpServerRecord
