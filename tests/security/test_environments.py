@@ -7,7 +7,7 @@ def test_listing_the_shelf(attacker):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def listed(path):
             return lambda: os.listdir(path) or "an empty listing"
@@ -26,7 +26,7 @@ def test_writing_to_the_shelf(attacker):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def made(path):
             def act():

@@ -56,7 +56,7 @@ def test_root_of_pid_1(compared):
     """Enter the host's file system by `/proc/1/root`."""
 
     def attack(path, token):
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         return first_that_works(
             *(lambda at=at: token in read(f"{at}{path}") for at in ("/proc/1/root", "/proc/self/root"))
@@ -71,7 +71,7 @@ def test_root_of_every_process(compared):
     def attack(path, token):
         import os
 
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         pids = [name for name in os.listdir("/proc") if name.isdigit()] + ["thread-self", "self/task/1"]
         return first_that_works(*(lambda pid=pid: token in read(f"/proc/{pid}/root{path}") for pid in pids))
@@ -85,7 +85,7 @@ def test_working_directory_of_other_processes(compared):
     def attack(path, token):
         import os
 
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         up = "/".join([".."] * 20)
         pids = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -98,7 +98,7 @@ def test_dotdot_above_the_root(compared):
     """Climb above the root with `..`."""
 
     def attack(path, token):
-        from tests.support.inside import read
+        from inside import read
 
         return token in read("/".join([".."] * 64) + path)
 
@@ -172,7 +172,7 @@ def test_password_hashes(attacker):
     """Read the host's password hashes."""
 
     def attack():
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         return first_that_works(
             *(lambda name=name: read(name) for name in ("/etc/shadow", "/etc/gshadow", "/etc/shadow-", "/etc/sudoers"))
@@ -256,7 +256,7 @@ def test_environment_of_pid_1(attacker):
     """Read the environment and the arguments of the supervisor."""
 
     def attack():
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         return first_that_works(
             lambda: read("/proc/1/environ"), lambda: read("/proc/1/maps"), lambda: read("/proc/1/auxv")
@@ -298,7 +298,7 @@ def test_handles_of_files(attacker):
         import ctypes
         import os
 
-        from tests.support.inside import call
+        from inside import call
 
         handle = ctypes.create_string_buffer(8 + 128)
         handle[:4] = (128).to_bytes(4, "little")
@@ -318,7 +318,7 @@ def test_handles_guessed(attacker):
         import os
         import struct
 
-        from tests.support.inside import call
+        from inside import call
 
         root = os.open("/workspace", os.O_RDONLY)
         handle = ctypes.create_string_buffer(struct.pack("<Ii", 8, 1) + struct.pack("<II", 2, 0))
@@ -378,7 +378,7 @@ def test_permissions_of_shared_files(attacker):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def done(act):
             act()

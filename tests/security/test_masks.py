@@ -127,7 +127,7 @@ def test_taking_a_mask_off(masked: Masked) -> None:
         import os
         import subprocess
 
-        from tests.support import inside
+        import inside
 
         path = f"/usr/bin/{name}"
         words = path.encode()
@@ -179,7 +179,7 @@ def test_the_program_beneath_is_not_in_another_namespace_to_enter(masked: Masked
     def attack() -> object:
         import os
 
-        from tests.support import inside
+        import inside
 
         entered = []
         for process in filter(str.isdigit, os.listdir("/proc")):
@@ -292,7 +292,7 @@ def test_writing_where_nothing_may_be_written(masked: Masked) -> None:
     def attack() -> object:
         import os
 
-        from tests.support import inside
+        import inside
 
         os.makedirs("/workspace/out/d", exist_ok=True)
         os.symlink("../../config/settings", "/workspace/out/d/link")

@@ -48,7 +48,7 @@ def test_moving_a_directory_above_what_is_masked(stays: Masked, path: str) -> No
     def attack(path: str) -> object:
         import os
 
-        from tests.support import inside
+        import inside
 
         path = f"/workspace/{path}"
         for name in ("/workspace/out/empty", "/workspace/out/other"):
@@ -92,7 +92,7 @@ def test_writing_what_a_pattern_denies(stays: Masked) -> None:
     def attack() -> object:
         import os
 
-        from tests.support import inside
+        import inside
 
         open("/workspace/out/new", "w").close()
         found = {}

@@ -7,7 +7,7 @@ def test_bind_mount(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call
+        from inside import call
 
         os.mkdir("there")
         return call("mount", b"/", b"there", b"", 4096, 0) == 0
@@ -19,7 +19,7 @@ def test_mount_in_a_new_namespace(attacker):
     """Gain mount rights in a mount namespace of one's own."""
 
     def attack():
-        from tests.support.inside import call
+        from inside import call
 
         return call("unshare", 0x00020000) == 0
 
@@ -32,7 +32,7 @@ def test_mount_of_new_file_systems(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         os.mkdir("there")
         kinds = (
@@ -59,7 +59,7 @@ def test_new_mount_calls(attacker):
     """Mount by the newer calls, which older filters do not know."""
 
     def attack():
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         return first_that_works(
             lambda: call("fsopen", b"tmpfs", 0) >= 0,
@@ -75,7 +75,7 @@ def test_umount(attacker):
     """Lift a mount off to see what is below it."""
 
     def attack():
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         points = (b"/proc", b"/dev/shm", b"/tmp", b"/usr", b"/dev/null", b"/workspace", b"/")
         return first_that_works(
@@ -89,7 +89,7 @@ def test_remount_writable(attacker):
     """Make the read-only root or `/usr` writable."""
 
     def attack():
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         return first_that_works(
             *(
@@ -116,7 +116,7 @@ def test_make_shared(attacker):
     """Turn a private mount into one that propagates."""
 
     def attack():
-        from tests.support.inside import call
+        from inside import call
 
         return call("mount", b"none", b"/workspace", b"", 1 << 20, 0) == 0
 
@@ -150,7 +150,7 @@ def test_pivot_root(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call
+        from inside import call
 
         os.makedirs("new/old")
         return call("pivot_root", b"new", b"new/old") == 0
@@ -179,7 +179,7 @@ def test_join_namespaces_of_the_host(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         def join(name):
             return call("setns", os.open(f"/proc/1/ns/{name}", os.O_RDONLY), 0) == 0
@@ -195,7 +195,7 @@ def test_join_own_namespaces(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call
+        from inside import call
 
         return call("setns", os.open("/proc/self/ns/mnt", os.O_RDONLY), 0) == 0
 
@@ -209,7 +209,7 @@ def test_block_device(attacker):
         import os
         import stat
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def make(major, minor):
             os.mknod("disk", 0o600 | stat.S_IFBLK, os.makedev(major, minor))
@@ -227,7 +227,7 @@ def test_memory_device(attacker):
         import os
         import stat
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def make(at, minor):
             os.mknod(f"{at}/node", 0o600 | stat.S_IFCHR, os.makedev(1, minor))
@@ -271,7 +271,7 @@ def test_kernel_log(attacker):
     def attack():
         import ctypes
 
-        from tests.support.inside import call, first_that_works, read
+        from inside import call, first_that_works, read
 
         return first_that_works(
             lambda: read("/dev/kmsg"),
@@ -286,7 +286,7 @@ def test_kernel_memory(attacker):
     """Read the kernel's memory or its addresses."""
 
     def attack():
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         def addresses():
             return any(line.split()[0].strip("0") for line in read("/proc/kallsyms").splitlines()[:20])

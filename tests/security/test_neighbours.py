@@ -67,7 +67,7 @@ def test_processes(compared):
     def attack(marker):
         import os
 
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
         return first_that_works(
@@ -86,7 +86,7 @@ def test_environment(compared):
     def attack(token):
         import os
 
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
         return first_that_works(

@@ -72,7 +72,7 @@ def test_taking_the_place_of_the_relay(attacker):
     def attack(port):
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def listen(host, option):
             one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -234,7 +234,7 @@ def test_world_by_udp(attacker):
     def attack():
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def send(address):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
@@ -269,7 +269,7 @@ def test_raw_socket(attacker):
     def attack():
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         return first_that_works(
             *(
@@ -288,7 +288,7 @@ def test_packet_socket(attacker):
     def attack():
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         return first_that_works(
             *(
@@ -337,7 +337,7 @@ def test_rare_protocols(attacker, family):
     def attack(family):
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         return first_that_works(*(lambda kind=kind: bool(socket.socket(family, kind, 0)) for kind in (1, 2, 3, 5)))
 
@@ -351,7 +351,7 @@ def test_rare_transports(attacker, protocol):
     def attack(protocol):
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         return first_that_works(
             *(lambda kind=kind: bool(socket.socket(socket.AF_INET, kind, protocol)) for kind in (1, 2, 5, 6))
@@ -366,7 +366,7 @@ def test_netlink_families(attacker):
     def attack():
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         families = (4, 6, 9, 12, 15, 16, 19, 21)  # sock_diag, xfrm, audit, netfilter, uevent, generic, ecryptfs, crypto
         return first_that_works(
@@ -433,7 +433,7 @@ def test_other_side_of_the_namespace(attacker):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         own = os.readlink("/proc/self/ns/net")
         pids = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -448,7 +448,7 @@ def test_host_name(attacker):
     def attack(name):
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def rename():
             socket.sethostname("other")

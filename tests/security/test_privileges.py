@@ -32,7 +32,7 @@ def test_is_root(attacker):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def done(act, *arguments):
             act(*arguments)
@@ -127,7 +127,7 @@ def test_new_namespaces(attacker, flag):
     """Be root in a namespace of one's own, the way to most holes of the kernel."""
 
     def attack(flag):
-        from tests.support.inside import call
+        from inside import call
 
         return call("unshare", flag) == 0
 
@@ -142,7 +142,7 @@ def test_new_namespaces_by_clone(attacker):
         import os
         import struct
 
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         def clone():
             child = call("clone", 0x10000000 | 17, 0, 0, 0, 0)
@@ -175,7 +175,7 @@ def test_keyrings(attacker):
     """Read or leave keys in the kernel's keyrings, which no namespace divides."""
 
     def attack():
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         return first_that_works(
             lambda: call("keyctl", 0, -3, 0) != 0,
@@ -194,7 +194,7 @@ def test_bpf(attacker):
         import ctypes
         import struct
 
-        from tests.support.inside import call
+        from inside import call
 
         return call("bpf", 0, ctypes.create_string_buffer(struct.pack("5I", 2, 4, 4, 1, 0), 128), 128) >= 0
 
@@ -208,7 +208,7 @@ def test_perf(attacker):
         import ctypes
         import struct
 
-        from tests.support.inside import call
+        from inside import call
 
         attributes = ctypes.create_string_buffer(struct.pack("IIQ", 1, 128, 0) + bytes(112))
         return call("perf_event_open", attributes, 0, -1, -1, 0) >= 0
@@ -222,7 +222,7 @@ def test_io_uring(attacker):
     def attack():
         import ctypes
 
-        from tests.support.inside import call
+        from inside import call
 
         return call("io_uring_setup", 4, ctypes.create_string_buffer(120)) >= 0
 
@@ -233,7 +233,7 @@ def test_userfaultfd(attacker):
     """Hold the kernel up at a page fault, to win a race."""
 
     def attack():
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         return first_that_works(lambda: call("userfaultfd", 0) >= 0, lambda: call("userfaultfd", 1) >= 0)
 
@@ -249,7 +249,7 @@ def test_kernel_itself(attacker, name):
     def attack(name):
         import errno
 
-        from tests.support.inside import call
+        from inside import call
 
         try:
             call(name, -1, 0, 0, 0, 0)
@@ -264,7 +264,7 @@ def test_ports(attacker):
     """Talk to the hardware's ports."""
 
     def attack():
-        from tests.support.inside import NUMBERS, call, first_that_works
+        from inside import NUMBERS, call, first_that_works
 
         tries = [lambda: call("iopl", 3) == 0, lambda: call("ioperm", 0x80, 1, 1) == 0]
         return first_that_works(*tries) if NUMBERS["iopl"] > 0 else None
@@ -278,7 +278,7 @@ def test_segments(attacker):
     def attack():
         import ctypes
 
-        from tests.support.inside import NUMBERS, call
+        from inside import NUMBERS, call
 
         return NUMBERS["modify_ldt"] > 0 and call("modify_ldt", 0, ctypes.create_string_buffer(64), 64) >= 0
 
@@ -289,7 +289,7 @@ def test_personality(attacker):
     """Switch address randomisation off, or read past what is mapped."""
 
     def attack():
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         return first_that_works(
             lambda: call("personality", 0x0040000) >= 0, lambda: call("personality", 0x0400000) >= 0
@@ -317,7 +317,7 @@ def test_type_into_a_terminal(attacker):
         import fcntl
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         _ours, theirs = os.openpty()
         return first_that_works(
@@ -358,7 +358,7 @@ def test_x32_calls(attacker):
         import ctypes
         import os
 
-        from tests.support.inside import LIBC
+        from inside import LIBC
 
         if os.uname().machine != "x86_64":
             return None
@@ -374,7 +374,7 @@ def test_filter_can_be_lifted(attacker):
         import ctypes
         import struct
 
-        from tests.support.inside import LIBC, call
+        from inside import LIBC, call
 
         LIBC.prctl(22, 0, 0, 0, 0)
         allow = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))

@@ -12,7 +12,7 @@ def test_see_host_processes(compared):
     def attack(token):
         import os
 
-        from tests.support.inside import first_that_works, read
+        from inside import first_that_works, read
 
         # Our own arguments hold the token as well.
         pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (os.getpid(), os.getppid())]
@@ -25,7 +25,7 @@ def test_environment_of_host_processes(compared):
     """Read the environment of a process of the same user on the host."""
 
     def attack(pid, token):
-        from tests.support.inside import read
+        from inside import read
 
         return token in read(f"/proc/{pid}/environ")
 
@@ -100,7 +100,7 @@ def test_trace_pid_1(attacker):
     """Take control of the supervisor as its debugger."""
 
     def attack():
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         return first_that_works(lambda: call("ptrace", 16, 1, 0, 0) == 0, lambda: call("ptrace", 0x4206, 1, 0, 0) == 0)
 
@@ -114,7 +114,7 @@ def test_trace_runners(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call
+        from inside import call
 
         taken = []
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
@@ -137,7 +137,7 @@ def test_memory_of_pid_1(attacker):
         import ctypes
         import os
 
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         class Vector(ctypes.Structure):
             _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
@@ -162,7 +162,7 @@ def test_descriptors_by_pidfd(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         one = os.pidfd_open(1)
         return first_that_works(
@@ -178,7 +178,7 @@ def test_compare_with_pid_1(attacker):
     def attack():
         import os
 
-        from tests.support.inside import call
+        from inside import call
 
         return call("kcmp", os.getpid(), 1, 0, 0, 0) >= 0
 
@@ -204,7 +204,7 @@ def test_children_of_pid_1_see_nothing_of_it(attacker):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         return first_that_works(
             *(
@@ -240,7 +240,7 @@ def test_control_socket_by_its_path(attacker):
     def attack(paths):
         import socket
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def connect(path, kind):
             with socket.socket(socket.AF_UNIX, kind) as one:
@@ -276,7 +276,7 @@ def test_priority(attacker):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def done(act):
             act()

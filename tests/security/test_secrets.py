@@ -92,7 +92,7 @@ def test_change_it(given):
     def attack():
         import os
 
-        from tests.support.inside import call, first_that_works
+        from inside import call, first_that_works
 
         path = os.path.realpath("/run/secrets/TOKEN")
         folder = os.open("/run/secrets", os.O_RDONLY)
@@ -124,7 +124,7 @@ def test_the_descriptor_that_writes(given):
     def attack():
         import os
 
-        from tests.support.inside import first_that_works
+        from inside import first_that_works
 
         def through(descriptor):
             handle = os.open(f"/proc/1/fd/{descriptor}", os.O_RDONLY | os.O_DIRECTORY)

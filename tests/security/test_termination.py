@@ -119,7 +119,7 @@ def test_traced_processes(attacker, marker):
         import os
         import time
 
-        from tests.support.inside import call
+        from inside import call
 
         if os.fork() == 0:
             call("ptrace", 0, 0, 0, 0)
