@@ -98,7 +98,7 @@ def test_a_sandbox_on_a_bridge_looks_names_up_at_the_host_s_resolver(tmp_path: P
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(here.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(here.parents[2])},
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
