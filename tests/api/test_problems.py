@@ -107,7 +107,7 @@ async def test_what_nobody_expected(
         raise RuntimeError("/root/secret.py is broken")
 
     monkeypatch.setattr(server.plane.operations, "run_command", broken)
-    monkeypatch.setattr(server.plane.operations, "stat_file", broken)
+    monkeypatch.setattr(server.plane.operations, "forward", broken)
     for each in (
         await http.post(f"{box}/commands", json={"command": "x"}),
         await http.get(f"{box}/files/stat", params={"path": "x"}),

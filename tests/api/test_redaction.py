@@ -156,7 +156,7 @@ async def test_what_nobody_foresaw_is_logged_without_it(
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError(f"what now: {SECRET}")
 
-    monkeypatch.setattr(server.plane.operations, "stat_file", broken)
+    monkeypatch.setattr(server.plane.operations, "forward", broken)
     answer = await agent.get(f"{AT}/files/stat", params={"path": "x"})
     assert answer.status_code == 500 and answer.json()["code"] == "platform_error"
     async with asyncio.timeout(20):
@@ -172,7 +172,7 @@ async def test_what_a_sync_says_of_a_file(
         raise PlatformError(f"'{SECRET}' cannot be written")
 
     caplog.set_level(logging.INFO, "carrel")
-    monkeypatch.setattr(server.plane.filespaces, "_attempt", broken)
+    monkeypatch.setattr(server.plane.attachments.filespace, "_attempt", broken)
     answer = await agent.post(f"{AT}/sync", json={"direction": "pull"})
     assert answer.json()["detail"] == f"'{SHOWN}' cannot be written"
     assert SHOWN in (await agent.get(AT)).json()["notice"]

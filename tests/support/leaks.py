@@ -211,11 +211,12 @@ def _children(pid: int) -> list[int]:
     """Of each thread of a process. Needs a kernel with CONFIG_PROC_CHILDREN, as all distributions have."""
     found: list[int] = []
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+        threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
-        if pid == os.getpid():
-            raise
+        return found
+    for thread in threads:
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 

@@ -321,7 +321,7 @@ class ControlPlane:
         try:
             for left in await plane.audit.open():
                 log.warning("the server ended before this did: %s", left)
-            await asyncio.gather(*(provider.warm() for provider in plane.providers.values()))
+            await asyncio.gather(*(provider.warm() for provider in plane.providers.values() if not provider.unsafe))
             plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
             await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node)
             await plane._mcp_discovery.open()

@@ -65,7 +65,13 @@ class Zygote:
 
     def describe(self) -> dict[str, Any]:
         """What this zygote can do."""
-        return {"pid": os.getpid(), "sandboxes": len(self._named), "shared": self._shared, **self._forker.describe()}
+        return {
+            "pid": os.getpid(),
+            "sandboxes": len(self._named),
+            "connections": len(self._connections),
+            "shared": self._shared,
+            **self._forker.describe(),
+        }
 
     # the loop
 

@@ -8,12 +8,12 @@ is to do, how that request is made. Scopes (`carrel.identity`), routes (`carrel.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
 
-from blake3 import blake3
 from pydantic import BaseModel
 
 from carrel.models.files import (
@@ -198,7 +198,7 @@ def _of_edit(request: EditRequest) -> dict[str, object]:
     arguments: dict[str, object] = {"path": request.path, "old": _cut(request.old), "new": _cut(request.new)}
     if request.replace_all:
         arguments["replace_all"] = True
-    return arguments | {"digest": blake3(texts).hexdigest()}
+    return arguments | {"digest": hashlib.sha256(texts).hexdigest()}
 
 
 def _cut(text: str) -> str:

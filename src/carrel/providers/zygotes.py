@@ -213,7 +213,7 @@ class ZygoteClient:
             self._socket = None
 
     async def close(self) -> None:
-        """Hang up. A zygote without sandboxes then ends by itself, and is waited for; one with sandboxes stays."""
+        """Hang up. A zygote that has neither sandboxes nor other connections then ends by itself, and is waited for."""
         description: dict[str, Any] = {}
         if self._socket is not None:
             try:
@@ -223,7 +223,7 @@ class ZygoteClient:
         if self._process is None and not description:
             return
         # One that a server before this one started is no child of ours, so its end is seen through a descriptor.
-        ends = not description.get("sandboxes")
+        ends = not description.get("sandboxes") and description.get("connections", 1) == 1
         watched = _watch(int(description.get("pid", 0))) if ends and self._process is None else -1
         self._hang_up()
         if ends:

@@ -13,7 +13,7 @@ from tests.support.sandboxes import until
 from carrel.audit.records import chain_of
 from carrel.audit.search import Filter
 from carrel.config import Settings, load
-from carrel.control.mcp import servers as mcp_servers
+from carrel.control.mcp import declarations
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import (
@@ -70,7 +70,7 @@ async def records(plane: ControlPlane, context: str = "c", **wanted: str) -> lis
 async def test_what_a_server_elsewhere_was_told_to_stop_is_refused(
     plane: ControlPlane, box: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mcp_servers, "FRESH_S", 0.0)
+    monkeypatch.setattr(declarations, "FRESH_S", 0.0)
     await plane.mcp.add(box, "good", SERVER)
     assert (await call(plane, "count")).text == "1"
     await plane.mcp._store.enable("c", "good", enabled=False)  # all that one does which has not the sandbox

@@ -74,4 +74,4 @@ async def test_a_fork_holds_what_its_origin_does_whoever_lists_them_meanwhile(
     assert (await kept._store.held()) == {"env-a": {HOLDER, "team:two"}}
     await plane.operations.terminate("team:two", TerminateRequest())
     await kept.list()
-    assert kept._holders == {"env-a": {HOLDER}}, "as any other that has ended"
+    assert kept._holds.holders == {"env-a": {HOLDER}}, "as any other that has ended"
