@@ -13,12 +13,13 @@ serve:  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more flags
 	@scripts/setup server
 	@$(PY) -m carrel serve $(ARGS)
 
-# The whole suite: in two processes, because each uses about one core and tests must bear company anyway. A test that fails
-# is run once more; if it then passes it is named UNSTEADY. The examples of property tests are those of the last run.
-WORKERS ?= 2
+# The whole suite, in one process more than there are cores: tests wait for a fifth of their time, and must bear company
+# anyway. A test that fails is run once more; if it then passes it is named UNSTEADY. Property tests take the same examples
+# in every run.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 SUITE := -n $(WORKERS) --dist worksteal --reruns 1 --rerun-show-tracebacks --durations 30 --hypothesis-profile=same
 
-test: setup  ## run every test, in two processes (WORKERS=4 for more; ARGS="-k name" to choose some, in one process)
+test: setup  ## run every test, some at a time (WORKERS=4 for four; ARGS="-k name" to choose some, in one process)
 	@$(PY) -m pytest $(if $(ARGS),$(ARGS),$(SUITE))
 
 kills: setup  ## kill the server 200 times under load on each database

@@ -319,23 +319,27 @@ class ControlPlane:
             )
             stack.pop_all()
         try:
-            for left in await plane.audit.open():
-                log.warning("the server ended before this did: %s", left)
-            await asyncio.gather(*(provider.warm() for provider in plane.providers.values() if not provider.unsafe))
-            plane.recovered = await recover(plane.sessions, plane.store, plane.workspaces, plane.providers, layout.run)
-            await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node)
-            await plane._mcp_discovery.open()
-            await plane.environments.open()
-            await plane.router.open()
-            warm = settings.sandbox.network.proxied or opens_hosts(await plane.policies.of(None))
-            await plane.egress.open(plane.sessions.live(), warm=warm)
+            await plane._begin()
         except BaseException:
             await plane.close()
             raise
-        if plane._webhook is not None:
-            plane._webhook.start()
-        plane._upkeep = asyncio.get_running_loop().create_task(plane.janitor.run())
         return plane
+
+    async def _begin(self) -> None:
+        """Take over what a server before this one left, and start what runs in the background."""
+        for left in await self.audit.open():
+            log.warning("the server ended before this did: %s", left)
+        await asyncio.gather(*(provider.warm() for provider in self.providers.values() if not provider.unsafe))
+        self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
+        await settle_runs(self._approval_store, self.sessions.live(), self.audit, self.node)
+        await self._mcp_discovery.open()
+        await self.environments.open()
+        await self.router.open()
+        warm = self.settings.sandbox.network.proxied or opens_hosts(await self.policies.of(None))
+        await self.egress.open(self.sessions.live(), warm=warm)
+        if self._webhook is not None:
+            self._webhook.start()
+        self._upkeep = asyncio.get_running_loop().create_task(self.janitor.run())
 
     async def end_revoked(self) -> None:
         """Break off what stays open with a token that another server revoked."""
