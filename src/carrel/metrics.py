@@ -274,7 +274,7 @@ class Metrics:
         self.sandboxes({})
 
     def operated(self, kind: str, name: str, outcome: str, seconds: float) -> None:
-        """An operation went through the door; `outcome` as `outcome_of` gives it."""
+        """An operation was admitted and has ended, or was refused; `outcome` as `outcome_of` gives it."""
         self._operations[kind, name, _known(outcome)].observe(seconds)
 
     def mcp_called(self, origin: Literal["context", "platform"], outcome: str, seconds: float) -> None:

@@ -107,7 +107,7 @@ runpy.run_module("carrel", run_name="__main__", alter_sys=True)
 
 
 class CliServer:
-    """The process that has imported the command."""
+    """A process that has already imported the command line."""
 
     def __init__(self, directory: Path, environment: dict[str, str], *imported: str) -> None:
         """`imported` are more modules that commands will need."""

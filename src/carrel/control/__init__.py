@@ -1,1 +1,1 @@
-"""The control plane: sessions, the one door for operations, recovery and upkeep."""
+"""The control plane: sessions, admission of operations, recovery and upkeep."""

@@ -75,7 +75,7 @@ DELETES = (FileAccess("delete"),)
 READS_ALL = (FileAccess("read", tree=True),)
 DELETES_ALL = (FileAccess("delete", tree=True),)
 MOVES = (
-    FileAccess("read", tree=True, surely=True),  # what is moved can be read where it goes
+    FileAccess("read", tree=True, surely=True),  # a file can be read at its new place
     FileAccess("delete", tree=True, surely=True),
     FileAccess("write", "destination"),
 )

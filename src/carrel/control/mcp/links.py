@@ -1,5 +1,5 @@
 """The conversations with MCP servers in running sandboxes: begun on demand, kept while the sandbox and the declaration
-last, one for each server. Whoever asks for one has passed the door.
+last, one for each server. Callers have been admitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The MCP servers of contexts as operations: add, list, start, stop, remove, look at, ask. Each passes the one door.
+"""The MCP servers of contexts as operations: add, list, start, stop, remove, look at, ask. Each passes admission.
 
 A call is decided as `mcp(server:tool)`, where the server is the one that was asked and never what a catalogue claims.
 Reading what a server offers starts nothing. A sandbox that is stopped is resumed by a call.
@@ -304,7 +304,7 @@ class McpServers:
     async def _asked(
         self, name: str, server: str, tool: str, given: Mapping[str, object], ask: Ask, timeout: float, actor: str
     ) -> Json:
-        """Ask a server, through the door: its answer without secrets. That it gave none, or refused, is one too."""
+        """Ask a server, once the call is admitted. Gives its answer without secrets; a refusal is an answer too."""
         size_in = given_size(given)
         session, context = await self._durable(name)
         outside = server in self._platform
@@ -346,7 +346,7 @@ class McpServers:
     async def _conversation(
         self, box: LiveSandbox, record: McpServerRecord, actor: str, *, starting: bool = False
     ) -> Any:
-        """The conversation with a server. When its process has to be started for it, that passes the door too."""
+        """The conversation with a server. If its process has to be started, the start is admitted too."""
         known = self._links.current(box, record.name, record.generation)
         if known is not None and (record.enabled or starting):  # a server elsewhere may have been told to stop it
             return known

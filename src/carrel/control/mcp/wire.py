@@ -222,7 +222,7 @@ class LongLine:
         self._head = self._tail = b""
 
     def feed(self, data: bytes | bytearray) -> int:
-        """Pass over some of it; how many bytes were its own."""
+        """Skip a part of the message; returns how many of the bytes belonged to it."""
         mine = min(self.left, len(data))
         self.left -= mine
         if len(self._head) < EDGE:

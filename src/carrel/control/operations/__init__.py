@@ -1,1 +1,1 @@
-"""The table of operations and the one door: every operation is decided, recorded and performed here."""
+"""Admission and the operations in sandboxes: every operation is decided, recorded and performed here."""

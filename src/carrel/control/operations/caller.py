@@ -1,6 +1,6 @@
 """Who asks for what is being done right now, and how they want to be answered when a person has to decide.
 
-Set where a request comes in, read at the one door; it follows the request through every task it starts.
+Set where a request comes in, read by admission; it follows the request through every task it starts.
 """
 
 from __future__ import annotations

@@ -424,7 +424,7 @@ def require_open(box: LiveSandbox, actor: str) -> None:
         return
     record, identity, hint = box.record, caller.get().identity, "make a sandbox of your own"
     if record.acts_for is not None:
-        # It has the secrets of a context, or makes what others will use; the door would not know whose rules hold.
+        # It has the secrets of a context, or makes what others will use; admission would not know whose rules hold.
         raise NotFound(f"sandbox '{record.id}' is one in which carrel itself works", field="id", hint=hint)
     if STATELESS in record.labels and box.only_for != (identity.subject, identity.namespace):
         raise NotFound(f"sandbox '{record.id}' is for calls without a context only", field="id", hint=hint)

@@ -1,4 +1,4 @@
-"""Python as operations. Each passes the one door as the `python3 -c` it stands for, so that a policy that denies the
+"""Python as operations. Each passes admission as the `python3 -c` it stands for, so that a policy that denies the
 interpreter denies this too; the audit log has the code, cut and without secrets, and the hash of all of it.
 """
 

@@ -1,4 +1,4 @@
-"""Code contexts as operations: cells, interrupt, restart, list, delete. A cell passes the one door as the `python3 -c`
+"""Code contexts as operations: cells, interrupt, restart, list, delete. A cell passes admission as the `python3 -c`
 it stands for.
 """
 

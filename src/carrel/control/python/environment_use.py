@@ -1,4 +1,4 @@
-"""Environments as operations: build, attach, detach. Each passes the one door, the first two as the `pip install` that
+"""Environments as operations: build, attach, detach. Each passes admission, the first two as the `pip install` that
 they stand for.
 """
 

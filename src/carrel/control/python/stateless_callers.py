@@ -36,7 +36,7 @@ class Place:
     reusable: bool = False
     """Whether it can be emptied; else it runs one call only."""
     entered: bool = False
-    """Whether its owner has passed the door to it."""
+    """Whether its owner was admitted to it."""
     slow: bool = False
     """Whether it takes long to be emptied: nobody counts on it then."""
     envs: set[str] = field(default_factory=set)

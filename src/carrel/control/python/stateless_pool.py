@@ -233,7 +233,7 @@ class Router:
     # what becomes of a sandbox
 
     async def _enter(self, place: Place, owner: Owner) -> None:
-        """Start the sandbox, or pass the door of one that was started ahead; from now on it is the caller's."""
+        """Start the sandbox, or be admitted to one that was started ahead; from now on it is the caller's."""
         request = SandboxRequest(template=place.template, labels={STATELESS: "call"})
         if place.state == "starting":
             info, _ = await self._operations.deploy_or_resume(request)

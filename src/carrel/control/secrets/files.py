@@ -69,7 +69,7 @@ class SecretFiles(Attachment):
             self._mark = mark
 
     async def fork(self, fork: Fork) -> None:
-        """Give a fork the secrets of its origin that it does not have. The log of the fork tells of it."""
+        """Give a fork the secrets of its origin that it lacks. The audit log of the fork records it."""
         names = await self._values.missing(fork.origin, fork.context_id) if fork.with_secrets else []
         if not names:
             return

@@ -114,7 +114,7 @@ class LeaseUpkeep:
         box.leased_until = self._leases.deadline(began)
 
     async def settle_abandoned(self) -> None:
-        """End the sessions of servers that fell silent; their files come from the archive when they are resumed."""
+        """End the sessions of servers that no longer renew their leases. A resume takes the files from the archive."""
         for session_id in await self._leases.abandoned():
             record = await self._store.get(session_id)
             if record is None or record.state not in LIVE:

@@ -1,7 +1,7 @@
 """What of a policy holds inside a sandbox, whatever runs there: programs that cannot be run, files that cannot be read,
 places that alone can be written. Pure: makes the value that a provider is given.
 
-The rest of a policy is decided at the door alone. What is not masked, or not for all it means, is named by `unmasked`.
+The rest of a policy is decided by admission alone. What is not masked, or not for all it means, is named by `unmasked`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _past(parts: tuple[Part, ...], states: set[int]) -> set[int]:
 
 
 def unmasked(policy: Policy) -> list[tuple[Rule, str]]:
-    """The deny rules that hold at the door and not, or not for all they mean, inside: each with what is so of it."""
+    """The deny rules that admission holds and the masks do not hold, or hold in part; each with the reason."""
     masks = masks_of(policy) or Masks()
     masked = {*masks.programs, *masks.hidden, *masks.readonly}
     found: list[tuple[Rule, str]] = []
@@ -206,7 +206,7 @@ def _writable(policy: Policy) -> tuple[str, ...] | None:
         if fixed in {"/", WORKSPACE}:
             return None
         if fixed.startswith(WORKSPACE + "/") and not set("*?") & set(fixed) and is_possible(fixed):
-            # A pattern in the middle of a path is decided at the door; here the folder before it has to do.
+            # A pattern in the middle of a path is decided by admission; here the folder before it has to do.
             exact = all(part is not None and part.literal is not None for part in rule.path.parts)
             places.append(fixed if exact else f"{fixed}/**")
     return tuple(dict.fromkeys(places))

@@ -1,4 +1,4 @@
-"""The output of a command or a cell as it may be shown, from an offset on. Whoever asks has passed the door."""
+"""The output of a command or a cell as it may be shown, from an offset on. Callers have been admitted."""
 
 from __future__ import annotations
 

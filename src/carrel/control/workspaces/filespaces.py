@@ -1,4 +1,4 @@
-"""Filespaces: brought together with workspaces, and read and written beside them. Each operation passes the one door.
+"""Filespaces: brought together with workspaces, and read and written beside them. Each operation passes admission.
 
 Binds the sync to sessions, records and the archive's storage. Only a context has a filespace: an ephemeral sandbox
 keeps nothing.

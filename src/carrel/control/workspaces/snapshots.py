@@ -1,4 +1,4 @@
-"""Snapshots as operations: take, list, restore, fork, compare, export, delete. Each passes the one door.
+"""Snapshots as operations: take, list, restore, fork, compare, export, delete. Each passes admission.
 
 Only workspaces of a context have snapshots: an ephemeral sandbox keeps nothing. What is recorded as ready is whole.
 """

@@ -40,7 +40,7 @@ _AT_STATUS_FLAGS, _INCONSISTENT = 16, 4
 _MAX_REFERENCED = 1
 _NO_LIMIT = (1 << 64) - 1
 _OF_SUBVOLUMES = (1 << 48) - 1
-"""Greater numbers are those of groups of groups."""
+"""A quota group above this number contains other quota groups."""
 
 
 @dataclass(frozen=True, slots=True)
