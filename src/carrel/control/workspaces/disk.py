@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from carrel.models import DiskPart, DiskUsage
@@ -14,27 +15,44 @@ from carrel.workspaces.volumes import VolumeDriver
 
 MOST_ENTRIES = 500_000
 """Files and directories that are counted at most, of all parts together."""
-FRESH_S = 30.0
-"""How long a counted answer is reused before the disk is counted again."""
+REUSED_S = 30.0
+"""An answer is reused for this long at most before the disk is measured again."""
+REUSED_TIMES = 20
+"""An answer is reused for this many times as long as it took to measure: measuring takes at most a twentieth of the
+time, and a server whose disk is measured quickly answers with what is there now.
+"""
 
 
 class Disk:
     """Measures the data directory of one server, and its archive where that is a directory."""
 
-    def __init__(self, layout: Layout, driver: VolumeDriver, archive_url: str, *, most_entries: int = MOST_ENTRIES):
+    def __init__(
+        self,
+        layout: Layout,
+        driver: VolumeDriver,
+        archive_url: str,
+        *,
+        most_entries: int = MOST_ENTRIES,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._layout = layout
         self._driver = driver
         self._archive = archive_url if archive_url.startswith("/") else None
         self._most = most_entries
+        self._clock = clock
         self._measuring = asyncio.Lock()
-        self._known: tuple[float, DiskUsage] | None = None
+        self._known: DiskUsage | None = None
+        self._reused_until = 0.0
 
     async def usage(self) -> DiskUsage:
-        """What fills the disk now, or did half a minute ago."""
+        """What fills the disk now, or did a short time ago where measuring takes long."""
         async with self._measuring:
-            if self._known is None or time.monotonic() - self._known[0] > FRESH_S:
-                self._known = time.monotonic(), await asyncio.to_thread(self._measure)
-            return self._known[1]
+            if self._known is None or self._clock() > self._reused_until:
+                began = self._clock()
+                self._known = await asyncio.to_thread(self._measure)
+                ended = self._clock()
+                self._reused_until = ended + min(REUSED_S, REUSED_TIMES * (ended - began))
+            return self._known
 
     def _measure(self) -> DiskUsage:
         layout = self._layout
