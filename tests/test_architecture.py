@@ -7,10 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "carrel"
 
-BASE = {"errors"}
+BASE = {"errors", "primitives"}
 KINDS = {"store", "redaction", "audit", "metrics", "workspaces", "identity", "secrets"}
 ALLOWED = {
     "errors": set(),
+    "primitives": {"errors"},
     "extras": set(),
     "threads": set(),
     "models": BASE,
