@@ -17,10 +17,11 @@ from contextlib import suppress
 import uvloop
 
 from carrel.control.egress.client import EgressClient
-from carrel.egress.channel import ChannelClosed, Message, memory_file
+from carrel.egress.messages import memory_file
 from carrel.egress.plan import Plan
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
+from carrel.primitives.channel import ChannelClosed, Message
 
 MOST = 100_000
 

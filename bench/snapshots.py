@@ -16,8 +16,9 @@ from pathlib import Path
 
 from bench import ground
 from bench.measure import BenchFailed, Figures, Progress, Report, Table, median, paired_ratio
+from carrel.primitives import libc
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver, kernel
+from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
 from carrel.workspaces.volumes.directory import opened
 from carrel.workspaces.volumes.plain_trees import copy_tree
 
@@ -162,7 +163,7 @@ def _stored(root: Path) -> int:
 
 def _stored_btrfs(driver: BtrfsDriver) -> int:
     with opened(driver.directory) as directory:
-        kernel.sync(directory)
+        libc.sync(directory)
     facts = os.statvfs(driver.directory)
     return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 

@@ -334,7 +334,7 @@ async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSa
 
 def _empty(workspace: str) -> None:
     """Remove everything in a workspace, whatever the sandbox made there."""
-    from carrel.workspaces.layout import empty_directory
+    from carrel.primitives.trees import empty_directory
 
     descriptor = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -16,11 +16,12 @@ import pytest
 from tests.support.outside import Origin, serving
 from tests.support.sandboxes import until
 
-from carrel.egress.channel import VERSION, Channel, Message, memory_file
+from carrel.egress.messages import VERSION, memory_file
 from carrel.egress.plan import Plan
 from carrel.egress.process import certificates
 from carrel.policy.documents import settings
 from carrel.policy.rules.layers import Layer
+from carrel.primitives.channel import Channel, Message
 
 
 class Control:

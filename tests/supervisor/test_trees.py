@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from carrel.supervisor.trees import Walk, remove_tree
+from carrel.primitives.trees import remove_live_tree
+from carrel.supervisor.trees import Walk
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ async def test_deep_trees_are_walked_and_removed(tmp_path: Path, fd: int) -> Non
     dig(tmp_path / "top", 10_000)
     found, truncated = paths(fd, limit=10_000)
     assert truncated and len(found) == 2047 and len(found[-1]) <= 4095
-    await remove_tree(fd, b"top")
+    await remove_live_tree(fd, b"top")
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) == open_before
 
@@ -75,7 +76,7 @@ async def test_removal_follows_no_symlink(tmp_path: Path, fd: int) -> None:
     (tmp_path / "top" / "sub").mkdir(parents=True)
     (tmp_path / "top" / "sub" / "link").symlink_to(tmp_path / "keep")
     (tmp_path / "top" / "up").symlink_to("..")
-    await remove_tree(fd, b"top")
+    await remove_live_tree(fd, b"top")
     assert (tmp_path / "keep" / "file").read_text() == "kept"
     assert os.listdir(tmp_path) == ["keep"]
 
@@ -84,7 +85,7 @@ async def test_removal_of_a_wide_tree(tmp_path: Path, fd: int) -> None:
     for number in range(300):
         (tmp_path / "top" / f"{number}" / "x").mkdir(parents=True)
         (tmp_path / "top" / f"{number}" / "file").touch()
-    await remove_tree(fd, b"top")
+    await remove_live_tree(fd, b"top")
     assert os.listdir(tmp_path) == []
 
 
@@ -92,5 +93,5 @@ async def test_removal_of_a_symlink_to_a_directory_is_refused(tmp_path: Path, fd
     (tmp_path / "keep").mkdir()
     (tmp_path / "link").symlink_to("keep")
     with pytest.raises(OSError):
-        await remove_tree(fd, b"link")
+        await remove_live_tree(fd, b"link")
     assert (tmp_path / "keep").is_dir()

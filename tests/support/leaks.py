@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from carrel.errors import PlatformError
-from carrel.workspaces.volumes.directory import remove_tree
+from carrel.primitives.trees import remove_tree
 
 _GROUP = re.compile(r"^carrel-(\d+)-(\d+)$")
 _PR_SET_CHILD_SUBREAPER = 36

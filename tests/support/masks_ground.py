@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from tests.support.nesting import give
 
-from carrel.workspaces.volumes.directory import remove_tree
+from carrel.primitives.trees import remove_tree
 
 HERE = Path(__file__).parents[1] / "support"
 

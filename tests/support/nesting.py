@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from carrel.workspaces.layout import empty_directory
+from carrel.primitives.trees import empty_directory
 from carrel.workspaces.volumes import kernel
 
 

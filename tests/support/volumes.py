@@ -6,11 +6,13 @@ import os
 import tempfile
 
 from carrel.errors import SnapshotDamaged
+from carrel.primitives import libc
+from carrel.primitives.trees import remove_tree
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.remote import Remote
-from carrel.workspaces.volumes import VolumeDriver, kernel
-from carrel.workspaces.volumes.directory import opened, remove_tree
+from carrel.workspaces.volumes import VolumeDriver
+from carrel.workspaces.volumes.directory import opened
 from carrel.workspaces.volumes.plain_trees import copy_tree
 
 
@@ -48,6 +50,6 @@ def replace_files(driver: VolumeDriver, volume: str, directory: str) -> None:
 def stored_bytes(driver: VolumeDriver) -> int:
     """Write everything to the disk; what all of it takes on the file system of the volumes."""
     with opened(driver.directory) as directory:
-        kernel.sync(directory)
+        libc.sync(directory)
     facts = os.statvfs(driver.directory)
     return (facts.f_blocks - facts.f_bfree) * facts.f_frsize

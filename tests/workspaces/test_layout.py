@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest, PlatformError
-from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Facts, Layout, empty_directory, encode
+from carrel.primitives.trees import empty_directory
+from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Facts, Layout, encode
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", fullmatch=True)
 

@@ -38,8 +38,8 @@ async def get_host(plane: Plane) -> Response:
     responses={200: {"model": DiskUsage}, **problems()},
 )
 async def get_disk_usage(plane: Plane) -> Response:
-    """Of this server: workspaces, snapshots, the archive, environments, packages and records. Up to half a minute old where measuring takes long.
-    Needs a token that reaches every context.
+    """Of this server: workspaces, snapshots, the archive, environments, packages and records. Figures are up to half
+    a minute old where measuring takes long. Needs a token that reaches every context.
     """
     return as_json(await plane.disk.usage())
 

@@ -22,7 +22,6 @@ from functools import partial
 import uvloop
 
 from carrel.egress.access import Target
-from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message, content
 from carrel.egress.confinement import confine
 from carrel.egress.http.inspection import Inspection
 from carrel.egress.index.cache import Cache
@@ -33,12 +32,14 @@ from carrel.egress.keeper import Keeper
 from carrel.egress.listener.gateway import Gateway
 from carrel.egress.log.journal import Item, Journal
 from carrel.egress.log.reporter import Reporter
+from carrel.egress.messages import VERSION, content
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.resolver import Resolver, names_are_whole
 from carrel.egress.outbound.upstreams import Health, Upstreams
 from carrel.egress.plan import Plan
 from carrel.errors import CarrelError
 from carrel.policy.verdict import Verdict
+from carrel.primitives.channel import Channel, ChannelClosed, Message
 
 log = logging.getLogger("carrel.egress")
 

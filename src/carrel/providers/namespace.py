@@ -11,10 +11,11 @@ from carrel.errors import PlatformError
 from carrel.isolation import probe
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.models import Network
+from carrel.primitives.channel import close_all
 from carrel.providers.base import Capability, Handle, Launch
 from carrel.providers.bridge import RESOLVER, Bridges
 from carrel.providers.zygote_provider import ZygoteProvider
-from carrel.providers.zygotes import ZygoteClient, close_descriptors
+from carrel.providers.zygotes import ZygoteClient
 
 MAX_RESOLVER = 16 * 1024
 
@@ -91,7 +92,7 @@ class NamespaceProvider(ZygoteProvider):
             await self._zygote.known("remove", id=launch.id)
             raise
         finally:
-            close_descriptors(answer)
+            close_all(answer.get("fds", ()))
 
     async def remove(self, handle: Handle) -> None:
         """See `Provider.remove`."""

@@ -10,7 +10,7 @@ import os
 import resource
 from dataclasses import dataclass
 
-from carrel.supervisor.kernel import io_priority
+from carrel.primitives.libc import io_priority
 
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 

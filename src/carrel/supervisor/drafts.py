@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from carrel.supervisor.kernel import rename_new
+from carrel.primitives.libc import rename_new
 from carrel.supervisor.paths import Place
 from carrel.supervisor.trees import Entry
 

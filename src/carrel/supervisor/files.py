@@ -25,11 +25,12 @@ from carrel.errors import (
     PlatformError,
     TooLarge,
 )
+from carrel.primitives.libc import rename_new
+from carrel.primitives.trees import remove_live_tree
 from carrel.supervisor.drafts import CHUNK, Draft
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
-from carrel.supervisor.kernel import rename_new
 from carrel.supervisor.paths import Place, Root, refusal, refusing, text
-from carrel.supervisor.trees import Entry, Walk, entry_at, remove_tree
+from carrel.supervisor.trees import Entry, Walk, entry_at
 
 EDIT_LIMIT = 32 * 1024 * 1024
 EDITS_REMEMBERED = 128
@@ -323,7 +324,7 @@ class Files:
             if not stat.S_ISDIR(status.st_mode):
                 os.unlink(place.name, dir_fd=place.directory)
             elif request.flag("recursive"):
-                await remove_tree(place.directory, place.name)
+                await remove_live_tree(place.directory, place.name)
             else:
                 try:
                     os.rmdir(place.name, dir_fd=place.directory)

@@ -22,7 +22,7 @@ from carrel.errors import (
     PlatformError,
     Unsupported,
 )
-from carrel.supervisor.kernel import open_beneath
+from carrel.primitives.libc import open_beneath
 
 PATH_LIMIT = 4095
 _LINKS = 40

@@ -7,7 +7,6 @@ directories, no watch left, more events than it keeps) the workspace is scanned,
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import json
 import os
@@ -17,8 +16,8 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from carrel.primitives import libc
 from carrel.supervisor.files import Files, Stamp
-from carrel.supervisor.kernel import open_beneath
 from carrel.supervisor.paths import text
 
 MOST_WATCHED = 8192
@@ -34,8 +33,6 @@ _OVERFLOW, _IGNORED, _ISDIR = 0x4000, 0x8000, 0x40000000
 _ONLYDIR = 0x01000000
 _MASK = _MODIFY | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _ONLYDIR
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class Produced:
 
     def _produced(self, path: bytes, since: int, given: Collection[Stamp]) -> bool:
         try:
-            handle = open_beneath(self._files.root.fd, path, os.O_PATH | os.O_NOFOLLOW)
+            handle = libc.open_beneath(self._files.root.fd, path, os.O_PATH | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -147,9 +144,10 @@ class Produced:
     # watching
 
     async def _watch_all(self) -> None:
-        self._inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        if self._inotify < 0:
-            self._usable = ctypes.get_errno() in {errno.EMFILE, errno.ENFILE}
+        try:
+            self._inotify = libc.inotify_init()
+        except OSError as error:
+            self._usable = error.errno in {errno.EMFILE, errno.ENFILE}
             return
         try:
             for number, path in enumerate(self._watch(b".", new=False)):
@@ -171,11 +169,14 @@ class Produced:
         while pending:
             path = pending.pop()
             try:
-                handle = open_beneath(self._files.root.fd, path, _DIRECTORY)
+                handle = libc.open_beneath(self._files.root.fd, path, _DIRECTORY)
             except OSError:
                 continue  # gone, or not to be read
             try:
-                watch = int(_libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{handle}".encode(), _MASK))
+                try:
+                    watch = libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{handle}".encode(), _MASK)
+                except OSError:
+                    watch = -1
                 if watch < 0 or len(self._paths) >= MOST_WATCHED:
                     yield None
                     return
@@ -238,7 +239,7 @@ class Produced:
         for path in [path for path in self._watches if path == top or path.startswith(top + b"/")]:
             watch = self._watches.pop(path)
             self._paths.pop(watch, None)
-            _libc.inotify_rm_watch(self._inotify, watch)
+            libc.inotify_rm_watch(self._inotify, watch)
 
 
 def _join(folder: bytes, name: bytes) -> bytes:

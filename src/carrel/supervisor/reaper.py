@@ -15,6 +15,8 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from carrel.primitives import libc
+
 # Python ignores these; a program started by it expects the defaults.
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
 OOM_SCORE_OF_COMMANDS = b"500"
@@ -117,6 +119,7 @@ def tasks_below(*roots: tuple[int, Sequence[int]]) -> list[int]:
 
 
 _KILL = 1 << (signal.SIGKILL - 1)
+_PR_SET_CHILD_SUBREAPER = 36
 _THREADS = 17  # of the fields of `stat` behind the name: how many threads there are
 MOST_LOOKS = 32
 """How often the list of processes is read for one signal, at most."""
@@ -305,12 +308,10 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
     # The runner's collector must not write to the pages it shares with the supervisor. Freezing before the fork would
     # do the same in the supervisor, where frozen objects that become garbage later are never collected.
     gc.freeze()
-    import ctypes  # already loaded before the fork
-
     other_end.close()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ctypes.PyDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     keep = {0, 1, 2, orders.fileno()}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in keep:

@@ -8,7 +8,6 @@ what the supervisor knows; nothing that an agent's process says is believed.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import resource
 import stat
@@ -16,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from carrel.errors import CarrelError, Unsupported
+from carrel.primitives import libc
+from carrel.primitives.trees import remove_live_tree
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.conditions import Conditions, conditions
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.load import Load
 from carrel.supervisor.python.calls import Python
 from carrel.supervisor.python.cells import CodeContexts
-from carrel.supervisor.trees import remove_tree
 
 PLACES = ("/tmp", "/dev/shm")
 """Where everybody may write, beside the workspace and the home. `/var/tmp` is a link to the first."""
@@ -32,14 +32,6 @@ TIME_S = 2.0
 """How long it may take. A sandbox that has more to be removed is quicker made anew."""
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BREATH = 256
-_IPC_RMID = 0
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_REMOVE: dict[str, Callable[[int], int]] = {
-    "shm": lambda number: int(_libc.shmctl(number, _IPC_RMID, None)),
-    "msg": lambda number: int(_libc.msgctl(number, _IPC_RMID, None)),
-    "sem": lambda number: int(_libc.semctl(number, 0, _IPC_RMID)),
-}
 
 
 class _Changed(Exception):
@@ -209,21 +201,21 @@ async def _remove_others(handle: int, kept: dict[bytes, _Kept]) -> None:
                     continue
                 more = True
                 if entry.is_dir(follow_symlinks=False):
-                    await remove_tree(handle, name)
+                    await remove_live_tree(handle, name)
                 else:
                     os.unlink(name, dir_fd=handle)
 
 
 def _remove_shared_memory() -> None:
     """Remove what System V calls left: it belongs to no process, and has no name in a file system."""
-    for kind, remove in _REMOVE.items():
+    for kind in ("shm", "msg", "sem"):
         try:
             with open(f"/proc/sysvipc/{kind}", "rb") as file:
                 lines = file.readlines()[1:]
         except FileNotFoundError:
             continue  # a kernel without them
         for line in lines:
-            number = int(line.split()[1])
-            if remove(number) != 0:
-                code = ctypes.get_errno()
-                raise _Changed(f"a {kind} of System V could not be removed: {os.strerror(code)}")
+            try:
+                libc.remove_ipc(kind, int(line.split()[1]))
+            except OSError as error:
+                raise _Changed(f"a {kind} of System V could not be removed: {error.strerror}") from None

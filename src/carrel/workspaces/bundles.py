@@ -18,10 +18,10 @@ import msgpack
 from blake3 import blake3
 
 from carrel.errors import SnapshotDamaged
+from carrel.primitives.trees import remove_tree
 from carrel.workspaces.manifests import Bundle, split_bundle_name
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes.capture import Known, pack_known, unpack_known
-from carrel.workspaces.volumes.directory import remove_tree
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Spot, digest, read_index
 
 Index = dict[bytes, Spot]

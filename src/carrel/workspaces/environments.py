@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
-from carrel.workspaces.layout import empty_directory
+from carrel.primitives import libc
+from carrel.primitives.trees import empty_directory
 from carrel.workspaces.volumes import kernel
 
 MANIFEST = "carrel-env.json"
@@ -84,7 +85,7 @@ class Shelf:
             fd = os.open(draft.path, kernel.DIRECTORY)
             try:
                 os.fchmod(fd, 0o755)
-                kernel.sync(fd)
+                libc.sync(fd)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -154,7 +155,7 @@ class Shelf:
         except PermissionError:  # what cannot be listed cannot be opened; its parent can
             fd = os.open(self.directory, kernel.DIRECTORY)
             try:
-                kernel.sync(fd)
+                libc.sync(fd)
             finally:
                 os.close(fd)
             return
@@ -271,7 +272,7 @@ class _Copy:
                 raise InvalidRequest("a package of the environment changes its files", field="requirements")
             copy = os.open(name, _NEW, 0o600, dir_fd=here)
             try:
-                if not kernel.clone(origin, copy):
+                if not libc.clone(origin, copy):
                     self._data(origin, copy, info.st_size)
                 os.fchmod(copy, 0o755 if info.st_mode & 0o111 else 0o644)
                 os.utime(copy, ns=(info.st_mtime_ns, info.st_mtime_ns))

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from carrel.errors import InvalidRequest, PlatformError
+from carrel.primitives.trees import open_directory
 
 CANONICAL_UID = 1000
 """Who owns the files on disk when carrel runs as root; an idmapped mount gives each sandbox its own view."""
@@ -25,7 +26,6 @@ CANONICAL_UID = 1000
 SUBDIRECTORIES = ("scripts", "data", "repos", "output")
 CONTEXT_FILE = ".context.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def encode(name: str, *, ephemeral: bool) -> str:
@@ -100,7 +100,7 @@ class Layout:
     def furnish(self, path: str, facts: Facts, *, new: bool) -> None:
         """Give a workspace its directories, when it is new, and its description."""
         try:
-            fd = _open_directory(path)
+            fd = open_directory(path)
         except OSError as error:
             raise PlatformError(f"the workspace {path} cannot be opened: {error.strerror}") from None
         try:
@@ -117,7 +117,7 @@ class Layout:
 
     def describe(self, path: str, facts: Facts) -> None:
         """Bring the description of a workspace up to date; a sandbox may use the workspace meanwhile."""
-        fd = _open_directory(path)
+        fd = open_directory(path)
         try:
             self._describe(fd, facts, new=False)
         finally:
@@ -180,79 +180,3 @@ class Layout:
             return datetime.fromisoformat(value["created_at"]).isoformat()
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
-
-
-def empty_directory(top: int) -> None:
-    """Remove everything beneath an open directory, which must not be in use by others.
-
-    A directory that is not empty is first moved up beneath `top`: so depth costs no descriptors, no recursion
-    and no long path. Links are removed, never followed; a file system mounted inside is left and reported.
-    """
-    device = os.fstat(top).st_dev
-    stuck: set[str] = set()
-    while True:
-        names = [name for name in os.listdir(top) if name not in stuck]
-        if not names:
-            break
-        for name in names:
-            if not _take_apart(top, name, device):
-                stuck.add(name)
-    if stuck:
-        raise PlatformError(
-            f"{len(stuck)} entries of a removed workspace could not be deleted",
-            hint="it is tried again at the next start",
-        )
-
-
-def _take_apart(top: int, name: str, device: int) -> bool:
-    try:
-        os.unlink(name, dir_fd=top)
-        return True
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        if error.errno not in {errno.EISDIR, errno.EPERM}:
-            return False
-    try:
-        fd = _open_directory(name, top)
-    except OSError:
-        return False
-    try:
-        if os.fstat(fd).st_dev != device:
-            return False
-        for entry in os.listdir(fd):
-            _take_entry(top, fd, entry)
-        os.rmdir(name, dir_fd=top)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _take_entry(top: int, fd: int, entry: str) -> None:
-    try:
-        os.unlink(entry, dir_fd=fd)
-        return
-    except OSError as error:
-        if error.errno not in {errno.EISDIR, errno.EPERM}:
-            raise
-    try:
-        os.rmdir(entry, dir_fd=fd)
-    except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
-            raise
-        # Moving a directory rewrites its `..`, for which an ordinary user must be able to write it.
-        os.close(_open_directory(entry, fd))
-        os.rename(entry, secrets.token_hex(12), src_dir_fd=fd, dst_dir_fd=top)
-
-
-def _open_directory(name: str, parent: int | None = None) -> int:
-    """Open a directory that may forbid it to its owner; never through a link."""
-    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
-        if os.geteuid() != 0 and os.fstat(handle).st_mode & 0o700 != 0o700:
-            os.chmod(f"/proc/self/fd/{handle}", 0o700)
-    finally:
-        os.close(handle)
-    return os.open(name, _DIRECTORY, dir_fd=parent)

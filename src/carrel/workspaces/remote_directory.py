@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from carrel.errors import ArchiveUnavailable
+from carrel.primitives.libc import clone
 from carrel.workspaces.remote import Entry, Remote, check_remote_name, missing, reading, writing
-from carrel.workspaces.volumes.kernel import clone
 from carrel.workspaces.volumes.objects import sync_directory, write_whole
 
 _PIECE = 4 << 20

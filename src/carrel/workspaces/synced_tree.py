@@ -6,7 +6,6 @@ written aside and renamed into place. Knows nothing of filespaces but which name
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Protocol, TypeVar
 from blake3 import blake3
 
 from carrel.errors import LimitExceeded, PlatformError
+from carrel.primitives import libc
 from carrel.workspaces.filespace import NOT_SYNCED, UNSURE, Content, Facts, LocalFile, Row
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes import kernel
@@ -35,7 +35,6 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EXDEV, errno.EISDIR}
 _NOTHING = Content("", 0)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Taken(Protocol):
@@ -341,9 +340,10 @@ class SyncedTree:
 
     def flush(self) -> None:
         """Make everything that was written durable."""
-        if _libc.syncfs(self._root) != 0:
-            code = ctypes.get_errno()
-            raise PlatformError(f"the workspace cannot be written: {os.strerror(code)}")
+        try:
+            libc.sync(self._root)
+        except OSError as error:
+            raise PlatformError(f"the workspace cannot be written: {error.strerror}") from None
 
     @contextmanager
     def _directory(self, path: str, *, make: bool = False) -> Iterator[int]:

@@ -12,8 +12,8 @@ import pytest
 from tests.support.sandboxes import until
 
 from carrel.control.egress.client import EgressClient
-from carrel.egress.channel import ChannelClosed, Message
 from carrel.errors import PlatformError
+from carrel.primitives.channel import ChannelClosed, Message
 
 
 class Known:

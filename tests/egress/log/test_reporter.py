@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.egress.access import Access, Refused, Target
-from carrel.egress.channel import MAX_MESSAGE
 from carrel.egress.log.journal import Item, Journal, read
 from carrel.egress.log.reporter import BATCH, Reporter, item_of
 from carrel.policy.verdict import Verdict
+from carrel.primitives.channel import MAX_MESSAGE
 
 
 @pytest.fixture

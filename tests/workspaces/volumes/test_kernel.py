@@ -11,6 +11,7 @@ import pytest
 from tests.support.nesting import nested
 
 from carrel.errors import LimitExceeded
+from carrel.primitives import libc
 from carrel.workspaces.volumes import kernel
 
 
@@ -18,10 +19,10 @@ def test_two_directories_change_places_in_one_step(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    assert kernel.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert libc.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
     assert os.listdir(tmp_path / "a") == ["b"]
     with pytest.raises(FileNotFoundError):
-        kernel.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
+        libc.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
 
 
 def test_links_are_never_followed(tmp_path: Path) -> None:
@@ -73,23 +74,23 @@ def test_what_is_dirty_is_told_and_written(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     try:
         os.write(fd, b"x" * 10_000)
-        found = kernel.dirty(fd)
-        kernel.start_writing(fd)
-        kernel.finish_writing(fd)
-        kernel.sync(fd)
-        assert (found, kernel.dirty(fd)) in {(True, False), (None, None)}
+        found = libc.dirty(fd)
+        libc.start_writing(fd)
+        libc.finish_writing(fd)
+        libc.sync(fd)
+        assert (found, libc.dirty(fd)) in {(True, False), (None, None)}
     finally:
         os.close(fd)
-    assert kernel.dirty(fd) is None
+    assert libc.dirty(fd) is None
     with pytest.raises(OSError, match="Bad file descriptor"):
-        kernel.finish_writing(fd)
+        libc.finish_writing(fd)
 
 
 def test_a_refused_request_is_an_error(tmp_path: Path) -> None:
     fd = os.open(tmp_path, kernel.DIRECTORY)
     try:
         with pytest.raises(OSError, match="Inappropriate ioctl"):
-            kernel.control(fd, 0x9400, bytearray(8))
+            libc.ioctl(fd, 0x9400, bytearray(8))
     finally:
         os.close(fd)
 

@@ -6,16 +6,15 @@ import asyncio
 import itertools
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from carrel.egress.channel import VERSION, Channel, ChannelClosed, Message
+from carrel.egress.messages import VERSION
 from carrel.errors import PlatformError
+from carrel.primitives.channel import Channel, ChannelClosed, Message, close_all, connect, start, wait_for_end
 from carrel.threads import run_to_end
 
 log = logging.getLogger("carrel.egress")
@@ -130,11 +129,9 @@ class EgressClient:
 
     async def _known(self) -> Message | None:
         """What a process of a server before this one says of itself; None when there is none of use."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            connection.connect(self._path)
+            connection = connect(self._path)
         except OSError:
-            connection.close()
             return None
         self._open(connection)
         try:
@@ -165,8 +162,7 @@ class EgressClient:
         self._on_down()
 
     def _receive(self, message: Message, fds: list[int]) -> None:
-        for each in fds:
-            os.close(each)
+        close_all(fds)
         if message.get("op") in {"done", "failed"}:
             future = self._waiting.get(message.get("seq", 0))
             if future is not None and not future.done():
@@ -175,47 +171,17 @@ class EgressClient:
         self._on_message(message)
 
     def _spawn(self) -> socket.socket:
-        """Start a process on a listener made here, so that connecting to it cannot be too early."""
         self._reap(0.5)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
-            listener.bind(self._path)
-            os.chmod(self._path, 0o600)
-            listener.listen(8)
-            env = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-            env |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
-            with open(self._log, "ab") as log_file:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "carrel.egress", "--listen-fd", str(listener.fileno()), *self._arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    pass_fds=[listener.fileno()],
-                    env=env,
-                    start_new_session=True,
-                )
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            connection.connect(self._path)
-            return connection
-        finally:
-            listener.close()
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        environment |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
+        self._process, connection = start(
+            self._path, "carrel.egress", self._arguments, environment=environment, log_path=self._log
+        )
+        return connection
 
     def _wait(self) -> None:
         """Wait for the end of the process; kill it when it takes too long."""
-        try:
-            process = os.pidfd_open(self._pid)
-        except OSError:  # it was quicker
-            self._reap()
-            return
-        try:
-            if not select.select([process], [], [], _END_S)[0]:
-                log.warning("the egress process did not end in time and is killed")
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-                select.select([process], [], [], _END_S)
-        finally:
-            os.close(process)
+        wait_for_end(self._pid, _END_S, kill=True)
         self._reap()
 
     def _reap(self, patience_s: float = _END_S) -> None:

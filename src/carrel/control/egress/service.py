@@ -25,13 +25,14 @@ from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandbox
-from carrel.egress.channel import ChannelClosed, Message, memory_file
+from carrel.egress.messages import memory_file
 from carrel.egress.plan import Plan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
 from carrel.identity import Identity, Kind
 from carrel.metrics import Metrics
 from carrel.models.operations import CONNECT
 from carrel.policy.verdict import Verdict
+from carrel.primitives.channel import ChannelClosed, Message
 
 log = logging.getLogger("carrel.egress")
 

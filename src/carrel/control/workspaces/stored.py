@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from carrel.errors import NotFound, SnapshotDamaged
+from carrel.primitives.trees import remove_tree
 from carrel.store.snapshots import SnapshotRecord
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.layout import encode
 from carrel.workspaces.volumes import Change, VolumeDriver, plain_trees
-from carrel.workspaces.volumes.directory import opened, remove_tree
+from carrel.workspaces.volumes.directory import opened
 
 
 class StoredSnapshots:

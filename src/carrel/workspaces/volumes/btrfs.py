@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 from carrel.errors import AlreadyExists, NotFound, Unsupported
+from carrel.primitives.libc import exchange
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes import btrfs_ioctls, btrfs_pool, kernel, plain_trees
 from carrel.workspaces.volumes.base import (
@@ -27,7 +28,6 @@ from carrel.workspaces.volumes.base import (
 from carrel.workspaces.volumes.capture import Known
 from carrel.workspaces.volumes.directory import failing, opened
 from carrel.workspaces.volumes.exporting import Exported, export_files
-from carrel.workspaces.volumes.kernel import exchange
 from carrel.workspaces.volumes.objects import Batch, ObjectStore
 from carrel.workspaces.volumes.plain_trees import copy_tree
 

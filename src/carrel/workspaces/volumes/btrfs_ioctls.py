@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from carrel.errors import PlatformError
+from carrel.primitives import libc
 from carrel.workspaces.volumes import kernel
 
 # A request's number holds the size of its argument; the letter of all of btrfs is 0x94.
@@ -56,7 +57,7 @@ def file_system(fd: int) -> FileSystem | None:
     answer = bytearray(1024)
     struct.pack_into("<Q", answer, _AT_FLAGS, _TELL_TRANSACTION)
     try:
-        kernel.control(fd, _FS_INFO, answer)
+        libc.ioctl(fd, _FS_INFO, answer)
     except OSError as error:
         if error.errno in {errno.ENOTTY, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}:
             return None
@@ -68,18 +69,18 @@ def file_system(fd: int) -> FileSystem | None:
 
 def create_subvolume(parent: int, name: str) -> None:
     """Make an empty subvolume."""
-    kernel.control(parent, _SUBVOL_CREATE_V2, _arguments(name))
+    libc.ioctl(parent, _SUBVOL_CREATE_V2, _arguments(name))
 
 
 def create_snapshot(source: int, parent: int, name: str, *, read_only: bool) -> None:
     """Take a picture of an open subvolume; durable on return. It inherits the limit of its source."""
-    kernel.control(parent, _SNAP_CREATE_V2, _arguments(name, source, _READ_ONLY if read_only else 0))
+    libc.ioctl(parent, _SNAP_CREATE_V2, _arguments(name, source, _READ_ONLY if read_only else 0))
 
 
 def delete_subvolume(parent: int, name: str) -> None:
     """Remove a subvolume, and first those that were made inside it. Its blocks are freed some time later."""
     try:
-        kernel.control(parent, _SNAP_DESTROY_V2, _arguments(name))
+        libc.ioctl(parent, _SNAP_DESTROY_V2, _arguments(name))
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
@@ -95,7 +96,7 @@ def delete_subvolume(parent: int, name: str) -> None:
         for number in reversed(found):
             argument = _arguments("", flags=_BY_NUMBER)
             struct.pack_into("<Q", argument, _AT_NAME, number)
-            kernel.control(parent, _SNAP_DESTROY_V2, argument)
+            libc.ioctl(parent, _SNAP_DESTROY_V2, argument)
 
 
 def _arguments(name: str, fd: int = 0, flags: int = 0) -> bytearray:
@@ -106,7 +107,7 @@ def number_of(fd: int) -> int:
     """The number of the subvolume an open directory belongs to."""
     answer = bytearray(4096)
     struct.pack_into("<QQ", answer, 0, 0, _FIRST_INODE)
-    kernel.control(fd, _INO_LOOKUP, answer)
+    libc.ioctl(fd, _INO_LOOKUP, answer)
     number: int = struct.unpack_from("<Q", answer)[0]
     return number
 
@@ -124,7 +125,7 @@ def has_subvolume(fd: int, number: int) -> bool:
 def changed_in(fd: int) -> int:
     """The transaction in which the subvolume of an open directory was made, or last changed after that."""
     answer = bytearray(504)
-    kernel.control(fd, _SUBVOL_INFO, answer)
+    libc.ioctl(fd, _SUBVOL_INFO, answer)
     changed, made = struct.unpack_from("<QQ", answer, _AT_CHANGED)
     return max(int(changed), int(made))
 
@@ -132,8 +133,8 @@ def changed_in(fd: int) -> int:
 def commit(fd: int) -> None:
     """End the running transaction, if there is one, and wait until it is on the disk. Flushes no file's data."""
     transaction = bytearray(8)
-    kernel.control(fd, _START_SYNC, transaction)
-    kernel.control(fd, _WAIT_SYNC, transaction)
+    libc.ioctl(fd, _START_SYNC, transaction)
+    libc.ioctl(fd, _WAIT_SYNC, transaction)
 
 
 def _search(
@@ -145,7 +146,7 @@ def _search(
         _KEY.pack_into(
             answer, 0, tree, number, number, first, last, 0, _ALL, kind, kind, _AT_A_TIME, 0, 0, 0, 0, 0
         )  # fmt: skip
-        kernel.control(fd, _TREE_SEARCH, answer)
+        libc.ioctl(fd, _TREE_SEARCH, answer)
         count = _KEY.unpack_from(answer)[9]
         if not count:
             return
@@ -161,7 +162,7 @@ def _search(
 def enable_quota(fd: int) -> None:
     """Let the kernel count on the file system of an open directory; nothing happens when it does already."""
     if _quota_item(fd, _QUOTA_STATUS, 0) is None:
-        kernel.control(fd, _QUOTA_CTL, bytearray(struct.pack("<QQ", _QUOTA_ENABLE, 0)))
+        libc.ioctl(fd, _QUOTA_CTL, bytearray(struct.pack("<QQ", _QUOTA_ENABLE, 0)))
 
 
 def rescan_quota(fd: int) -> None:
@@ -170,7 +171,7 @@ def rescan_quota(fd: int) -> None:
     if status is None or not struct.unpack_from("<Q", status, _AT_STATUS_FLAGS)[0] & _INCONSISTENT:
         return
     try:
-        kernel.control(fd, _RESCAN, bytearray(64))
+        libc.ioctl(fd, _RESCAN, bytearray(64))
     except OSError as error:
         if error.errno not in {errno.EINPROGRESS, errno.EBUSY}:
             raise
@@ -179,7 +180,7 @@ def rescan_quota(fd: int) -> None:
 def set_limit(fd: int, cap_bytes: int | None) -> None:
     """Limit the subvolume of an open directory; it holds from the next write on."""
     most = _NO_LIMIT if cap_bytes is None else cap_bytes
-    kernel.control(fd, _GROUP_LIMIT, bytearray(struct.pack("<6Q", 0, _MAX_REFERENCED, most, 0, 0, 0)))
+    libc.ioctl(fd, _GROUP_LIMIT, bytearray(struct.pack("<6Q", 0, _MAX_REFERENCED, most, 0, 0, 0)))
 
 
 def referenced(fd: int) -> tuple[int, int | None]:
@@ -209,7 +210,7 @@ def remove_stale_groups(fd: int) -> None:
     for number in [number for number, _ in _quota_items(fd, _QUOTA_INFO, 0, _OF_SUBVOLUMES)]:
         if not has_subvolume(fd, number):
             with suppress(OSError):  # made or removed meanwhile
-                kernel.control(fd, _GROUP_CREATE, bytearray(struct.pack("<QQ", 0, number)))
+                libc.ioctl(fd, _GROUP_CREATE, bytearray(struct.pack("<QQ", 0, number)))
 
 
 def _quota_items(fd: int, kind: int, first: int, last: int) -> list[tuple[int, bytes]]:

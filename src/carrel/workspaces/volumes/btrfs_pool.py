@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 
 from carrel.errors import PlatformError
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import libc
 
 PROGRAMS = ("btrfs", "mkfs.btrfs", "losetup", "mount", "umount")
 SMALLEST = 128 << 20
@@ -148,7 +148,7 @@ class Pool:
         """Let the host have the blocks that nothing uses, at once."""
         fd = os.open(self._mount, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            kernel.control(fd, _FITRIM, bytearray(struct.pack("<3Q", 0, (1 << 64) - 1, 0)))
+            libc.ioctl(fd, _FITRIM, bytearray(struct.pack("<3Q", 0, (1 << 64) - 1, 0)))
         finally:
             os.close(fd)
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgpack
 
+from carrel.primitives import libc
 from carrel.workspaces.volumes import kernel
 from carrel.workspaces.volumes.objects import CHUNK, Batch, ObjectStore, digest
 from carrel.workspaces.volumes.trees import Extents, Kind, Node, Tree, pack_tree
@@ -276,8 +277,8 @@ def _read_files(parent: int, names: list[str], batch: Batch) -> list[tuple[str, 
             fd = _open(parent, name)
             if fd is not None:
                 opened.append((name, fd))
-                if kernel.dirty(fd) is not False:
-                    kernel.start_writing(fd)
+                if libc.dirty(fd) is not False:
+                    libc.start_writing(fd)
         for name, fd in opened:
             row = _read_file(fd, batch)
             if row is not None:
@@ -329,9 +330,9 @@ def _show_later_writes(fd: int, info: os.stat_result, now: int) -> None:
     to the disk, the next write to it is noted: so what is dirty is written now, between the two looks at the times.
     Where the kernel cannot tell what is dirty, only a file that was not touched for long is known to be clean.
     """
-    found = kernel.dirty(fd)
+    found = libc.dirty(fd)
     if found or (found is None and now - info.st_mtime_ns < _WRITTEN_BACK_NS):
-        kernel.finish_writing(fd)
+        libc.finish_writing(fd)
 
 
 def _read_extents(fd: int, info: os.stat_result, batch: Batch) -> tuple[list[tuple[int, int, bytes]], int]:

@@ -15,7 +15,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from carrel.errors import AlreadyExists, CarrelError, NotFound, PlatformError, SnapshotDamaged
-from carrel.workspaces.layout import CANONICAL_UID, empty_directory
+from carrel.primitives import libc
+from carrel.primitives.trees import remove_tree
+from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes import kernel, tarball
 from carrel.workspaces.volumes.base import (
     Change,
@@ -320,12 +322,12 @@ class DirectoryDriver(VolumeDriver):
             with opened(aside) as fd:
                 with kernel.writing_back(fd):
                     yield aside
-                kernel.sync(fd)  # what is given the volume's name must outlive a crash of the host
+                libc.sync(fd)  # what is given the volume's name must outlive a crash of the host
             if not os.path.lexists(path):
                 os.rename(aside, path)
                 sync_directory(self._volumes)
                 return
-            if not kernel.exchange(aside, path):
+            if not libc.exchange(aside, path):
                 # Two steps where one is not to be had: a crash between them is undone by `open`.
                 old = os.path.join(self._volumes, f"{_OLD}{token}-{volume}")
                 os.rename(path, old)
@@ -389,12 +391,3 @@ def failing(what: str) -> Iterator[None]:
     except OSError as error:
         where = f" at {error.filename}" if isinstance(error.filename, str) else ""
         raise PlatformError(f"{what}{where}: {error.strerror or error}", errno=error.errno) from error
-
-
-def remove_tree(path: str) -> None:
-    """Remove a directory that nobody uses, whatever is in it."""
-    with suppress(FileNotFoundError):
-        os.chmod(path, 0o700)
-        with opened(path) as top:
-            empty_directory(top)
-        os.rmdir(path)

@@ -1,13 +1,11 @@
-"""The few Linux calls that Python does not offer, and opening files in a tree that hostile code may be changing.
+"""Opening and walking a tree of files that hostile code may be changing.
 
 Knows nothing of volumes or snapshots.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
 import stat
 import threading
@@ -17,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from carrel.errors import LimitExceeded
+from carrel.primitives import libc
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -24,79 +23,12 @@ LONGEST_PATH = 4096
 """How many bytes the path of a directory may have where paths are needed, as in a tar or a filespace. No program can
 name more in one call. Snapshots need no paths and take every depth."""
 LONGEST_NAME = 255
-_FICLONE = 0x40049409
-_RENAME_EXCHANGE = 2
 _KEPT_OPEN = 96
 _MOST_REOPENED = 200_000
 _SPARE_STEPS, _STEPS_EACH = 200_000, 64
 _SHOWN = 80
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _WRITE_BACK_S = 0.2
-_NR_CACHESTAT = 451
-_DIRTY, _IN_WRITEBACK = 1, 2
-_WHOLE_FILE = (ctypes.c_uint64 * 2)(0, 0)
-_RANGE_WAIT_BEFORE, _RANGE_WRITE, _RANGE_WAIT_AFTER = 1, 2, 4
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_libc.ioctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
-
-
-def control(fd: int, request: int, argument: bytearray | None = None) -> int:
-    """An ioctl that lets other threads run meanwhile, which Python's own does not when the argument is large."""
-    where = None if argument is None else ctypes.addressof(ctypes.c_char.from_buffer(argument))
-    result: int = _libc.ioctl(fd, request, where)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
-
-
-def sync(fd: int) -> None:
-    """Write everything of the file system of an open file to the disk."""
-    if _libc.syncfs(fd) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-
-
-def dirty(fd: int) -> bool | None:
-    """Whether parts of a file are in memory and not yet on their way to the disk; None where the kernel cannot tell."""
-    counts = (ctypes.c_uint64 * 5)()
-    if _libc.syscall(ctypes.c_long(_NR_CACHESTAT), ctypes.c_int(fd), _WHOLE_FILE, counts, ctypes.c_uint(0)) != 0:
-        return None
-    return bool(counts[_DIRTY] or counts[_IN_WRITEBACK])
-
-
-def start_writing(fd: int) -> None:
-    """Begin to write a file's changed parts to the disk. A failure shows when they are awaited."""
-    _libc.sync_file_range(fd, 0, 0, _RANGE_WRITE)
-
-
-def finish_writing(fd: int) -> None:
-    """Wait until all parts of a file that were changed have been written; not its times or its name."""
-    if _libc.sync_file_range(fd, 0, 0, _RANGE_WAIT_BEFORE | _RANGE_WRITE | _RANGE_WAIT_AFTER) != 0:
-        code = ctypes.get_errno()
-        if code not in {errno.EINVAL, errno.ENOSYS, errno.ESPIPE}:
-            raise OSError(code, os.strerror(code))
-
-
-def exchange(a: str, b: str) -> bool:
-    """Swap two directories of one parent in one step; False where the file system cannot."""
-    result = _libc.renameat2(-100, os.fsencode(a), -100, os.fsencode(b), _RENAME_EXCHANGE)
-    if result == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
-        return False
-    raise OSError(code, os.strerror(code), a)
-
-
-def clone(source: int, target: int) -> bool:
-    """Let one file share the other's blocks; False where the file system cannot."""
-    try:
-        fcntl.ioctl(target, _FICLONE, source)
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager
@@ -106,7 +38,8 @@ def writing_back(fd: int) -> Iterator[None]:
 
     def run() -> None:
         while not done.wait(_WRITE_BACK_S):
-            _libc.syncfs(fd)  # what fails here fails again at the end, and is told then
+            with suppress(OSError):  # it fails again at the end, and is reported then
+                libc.sync(fd)
 
     thread = threading.Thread(target=run, name="carrel-write-back", daemon=True)
     thread.start()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from carrel.primitives import libc
 from carrel.workspaces.volumes import kernel, tarball
 from carrel.workspaces.volumes.base import Change, ChangeKind
 from carrel.workspaces.volumes.capture import ROOT, place_of
@@ -228,7 +229,7 @@ def _copy_file(name: str, source: int, target: int, owner: int | None) -> None:
         info = os.fstat(origin)
         copy = os.open(name, _NEW, 0o600, dir_fd=target)
         try:
-            if not kernel.clone(origin, copy):
+            if not libc.clone(origin, copy):
                 _copy_data(origin, copy, info.st_size)
             _attributes(copy, info, kernel.user_xattrs(origin), owner)
         finally:

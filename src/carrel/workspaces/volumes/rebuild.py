@@ -12,6 +12,7 @@ from contextlib import suppress
 from threading import BoundedSemaphore
 
 from carrel.errors import SnapshotDamaged
+from carrel.primitives import libc
 from carrel.workspaces.volumes import kernel
 from carrel.workspaces.volumes.capture import FRESH_NS, ROOT, WORKERS, Folder, Known, PlainRow, Row, place_of, signature
 from carrel.workspaces.volumes.objects import ObjectStore, Reader, digest, write_whole
@@ -192,7 +193,7 @@ class _Rebuild:
         except FileNotFoundError:
             return False
         try:
-            if not kernel.clone(source, fd):
+            if not libc.clone(source, fd):
                 return False
             if digest(os.pread(source, os.fstat(source).st_size, 0)) != key:
                 os.ftruncate(fd, 0)

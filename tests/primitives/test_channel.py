@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from carrel.egress.channel import MAX_MESSAGE, Channel, ChannelClosed, Message, content, memory_file
+from carrel.egress.messages import content, memory_file
+from carrel.primitives.channel import MAX_MESSAGE, Channel, ChannelClosed, Message
 
 
 @pytest.fixture

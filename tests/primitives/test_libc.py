@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from carrel.supervisor.kernel import chmod_directory, open_beneath, rename_new
+from carrel.primitives.libc import chmod_directory, open_beneath, rename_new
 
 
 @pytest.fixture
