@@ -379,8 +379,9 @@ def guarded(where, name):
 driver = BtrfsDriver(sys.argv[1])
 driver.open()
 guarded(os, "rename")
-from carrel.workspaces.volumes import btrfs, kernel
-guarded(kernel, "control")
+from carrel.primitives import libc
+from carrel.workspaces.volumes import btrfs
+guarded(libc, "ioctl")
 guarded(btrfs, "exchange")
 driver.snapshot("a", "two")
 driver.restore("a", "one")

@@ -20,6 +20,7 @@ from tests.support.trees_for_tests import mutate, picture
 from tests.support.volumes import damage_of
 
 from carrel.errors import PlatformError, SnapshotDamaged
+from carrel.primitives import libc
 from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver, kernel
 
 ROOT = Path(__file__).parents[3]
@@ -77,7 +78,7 @@ def test_a_write_through_a_memory_map_to_a_dirty_page_is_not_missed(
     directory: VolumeDriver, monkeypatch: pytest.MonkeyPatch, tells: bool
 ) -> None:
     if not tells:
-        monkeypatch.setattr(kernel, "_NR_CACHESTAT", 9999)  # as on an older kernel
+        monkeypatch.setattr(libc, "_CACHESTAT", 9999)  # as on an older kernel
     directory.create("a", None)
     path = os.path.join(directory.path("a"), "x")
     Path(path).write_bytes(bytes(3 * 4096))
