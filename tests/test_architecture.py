@@ -130,3 +130,15 @@ def test_no_tracked_file_names_a_package_registry():
     for path in checked:
         if path.is_file():
             assert not hosts.search(path.read_text(errors="ignore")), path
+
+
+def test_architecture_page_lists_every_folder_and_no_other():
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    [folders] = re.findall(r"^## Folders$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    listed = re.findall(r"^\| `([^`]+)` \|", folders, re.MULTILINE)
+    tree = [path for path in SOURCE.rglob("*") if "__pycache__" not in path.parts and "migrations" != path.parent.name]
+    actual = {f"{path.relative_to(SOURCE)}/" for path in tree if path.is_dir()}
+    actual |= {path.name for path in SOURCE.glob("*.py")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) - actual == set(), "the page lists what is not there"
+    assert actual - set(listed) == set(), "the page does not list these"

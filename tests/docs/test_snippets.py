@@ -85,10 +85,3 @@ def test_each_page_uses_contexts_of_its_own():
             pages_of.setdefault("".join(names), set()).add(page.stem)
     assert len(pages_of) > 8, "the pattern does not find the contexts any more"
     assert {name: pages for name, pages in pages_of.items() if len(pages) > 1} == {}
-
-
-def test_pages_link_to_what_exists():
-    for page in [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"

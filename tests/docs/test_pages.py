@@ -1,0 +1,65 @@
+"""Every page can be found, every link leads somewhere, and the picture fits its boxes."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+INDEX = DOCS / "README.md"
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SCREEN = 3000  # characters: about 30 lines of 100
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(page.read_text()):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_index_links_every_page():
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in LINK.findall(INDEX.read_text())}
+    pages = {path for path in DOCS.rglob("*") if path.suffix in {".md", ".json"}} - {INDEX}
+    assert sorted(path.name for path in pages - linked) == []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "decisions").glob("*.md")), ids=lambda page: page.stem)
+def test_decision_has_the_usual_form_and_fits_a_screen(page):
+    text = page.read_text()
+    places = [text.find(f"**{part}.**") for part in ("Context", "Decision", "Consequences")]
+    assert -1 not in places and places == sorted(places)
+    assert len(text) <= SCREEN
+
+
+def test_texts_of_the_picture_fit_their_boxes():
+    """Measured for the widest of the common fonts: 0.62 of the size for a character, 0.70 in bold."""
+    svg = "{http://www.w3.org/2000/svg}"
+    picture = ElementTree.parse(DOCS / "images/overview.svg").getroot()
+    boxes = [[float(box.get(side, 0)) for side in ("x", "y", "width", "height")] for box in picture.iter(f"{svg}rect")]
+    texts = list(picture.iter(f"{svg}text"))
+    assert len(boxes) > 10 and len(texts) > 20
+    for text in texts:
+        words = text.text or ""
+        x, y = float(text.get("x", 0)), float(text.get("y", 0))
+        width = len(words) * (15 * 0.70 if text.get("class") == "name" else 13 * 0.62)
+        left = x - width / 2 if text.get("text-anchor") == "middle" else x
+        # The innermost box around the place where the text stands.
+        right = min(
+            (box for box in boxes if box[0] <= x <= box[0] + box[2] and box[1] <= y <= box[1] + box[3]),
+            key=lambda box: box[2] * box[3],
+        )
+        assert right[0] <= left and left + width <= right[0] + right[2], words
