@@ -1,8 +1,8 @@
 """Every page can be found, every link leads somewhere, and the picture fits its boxes."""
 
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
