@@ -38,7 +38,7 @@ def test_one_developer_tries_approvals(tmp_path, monkeypatch):
     data = tmp_path / "data"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CARREL_")}
     env = {**kept, "CARREL_DATA_DIR": str(data), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    [policy] = re.findall(r"^```sh\n(carrel policy set try-it.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    [policy] = re.findall(r"^```sh\n(carrel policy set research.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     asks, decides = re.findall(r"^```console\n\$ (.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     server = subprocess.Popen(
         [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(data)],
@@ -58,7 +58,7 @@ def test_one_developer_tries_approvals(tmp_path, monkeypatch):
         person, second = terminal(decides, env)
         ends.append(second)
         shown = read_until(second, b"approve it?")
-        assert b"agent:local, in try-it" in shown and b"uname -s" in shown
+        assert b"agent:local, in research" in shown and b"uname -s" in shown
         os.write(second, b"y\n")
         assert b"approved apr-" in read_until(second, b"uname -s\r\n")
         assert person.wait(30) == 0
