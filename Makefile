@@ -19,6 +19,10 @@ serve:  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more flags
 WORKERS ?= $(shell expr $$(nproc) + 1)
 SUITE := -n $(WORKERS) --dist worksteal --reruns 1 --rerun-show-tracebacks --durations 30 --hypothesis-profile=same
 
+# Some environments forbid Python to write bytecode. Then every process that a test starts would compile carrel again, and
+# every worker all tests.
+test kills: export PYTHONDONTWRITEBYTECODE :=
+
 test: setup  ## run every test, some at a time (WORKERS=4 for four; ARGS="-k name" to choose some, in one process)
 	@$(PY) -m pytest $(if $(ARGS),$(ARGS),$(SUITE))
 
