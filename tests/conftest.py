@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from tests.support.fork_server import MODULES, ForkServer, Subprocess
 from tests.support.postgres import Postgres
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
@@ -70,6 +71,21 @@ def houses() -> Iterator[dict[str, House]]:
         while os.waitpid(kept[kind]["zygote"], os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         shutil.rmtree(house.directory)
+
+
+@pytest.fixture(scope="session")
+def fork_servers() -> Iterator[dict[str, ForkServer]]:
+    """Processes that have imported what a control plane starts."""
+    found = {module: ForkServer(module) for module in MODULES}
+    yield found
+    for each in found.values():
+        each.close()
+
+
+@pytest.fixture
+def forked(fork_servers: dict[str, ForkServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control planes of this process fork their zygotes and egress processes; that they start is tested elsewhere."""
+    monkeypatch.setattr("carrel.primitives.channel.subprocess", Subprocess(fork_servers))
 
 
 @pytest.fixture(scope="session")

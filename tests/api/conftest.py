@@ -15,6 +15,10 @@ from carrel.config import Settings, load
 from carrel.server import Running, running
 
 
+@pytest.fixture(autouse=True)
+def _forked(forked: None) -> None: ...
+
+
 @pytest.fixture
 def settings() -> Iterator[Settings]:
     path = tempfile.mkdtemp(prefix="carrel-t-")

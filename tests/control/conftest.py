@@ -11,6 +11,10 @@ from carrel.config import Settings, load
 from carrel.control.plane import ControlPlane
 
 
+@pytest.fixture(autouse=True)
+def _forked(forked: None) -> None: ...
+
+
 @pytest.fixture
 def data_dir() -> Iterator[str]:
     """A short path: a Unix socket address holds 107 bytes."""
