@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from tests.support.fork_server import MODULES, ForkServer, Subprocess
+from tests.support.fork_server import CARREL, EGRESS, ZYGOTE, Subprocess, forking
 from tests.support.postgres import Postgres
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
@@ -74,18 +74,23 @@ def houses() -> Iterator[dict[str, House]]:
 
 
 @pytest.fixture(scope="session")
-def fork_servers() -> Iterator[dict[str, ForkServer]]:
-    """Processes that have imported what a control plane starts."""
-    found = {module: ForkServer(module) for module in MODULES}
-    yield found
-    for each in found.values():
-        each.close()
+def planes_fork() -> Iterator[None]:
+    """What a control plane starts is forked where a test asks for `forked`."""
+    with forking(ZYGOTE, EGRESS):
+        yield
 
 
 @pytest.fixture
-def forked(fork_servers: dict[str, ForkServer], monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(planes_fork: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control planes of this process fork their zygotes and egress processes; that they start is tested elsewhere."""
-    monkeypatch.setattr("carrel.primitives.channel.subprocess", Subprocess(fork_servers))
+    monkeypatch.setattr("carrel.primitives.channel.subprocess", Subprocess())
+
+
+@pytest.fixture(scope="session")
+def carrel_forks() -> Iterator[None]:
+    """Servers and commands that are started by `fork_server.start` are forked."""
+    with forking(CARREL):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.fork_server import Forked
 from tests.support.governed import POLICY
 from tests.support.kill_server import Server
 
@@ -58,10 +58,8 @@ class Dying(Server):
     point = "never"
     agent = person = ""
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-c", SERVE, self.point, "serve", "--port", "0", "--data-dir", str(self.data)]
-        with self.log.open("ab") as log:
-            return subprocess.Popen(words, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    def _spawn(self) -> Forked | subprocess.Popen[bytes]:
+        return self._start(["-c", SERVE, self.point, "serve", "--port", "0", "--data-dir", str(self.data)])
 
     async def again(self, point: str) -> None:
         """Once it is dead, start it to die at that point."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from tests.support.egress_ground import Carrel, Outside, until
 from tests.support.environments_ground import sources
 from tests.support.indexes import IndexServer, wheel
-from uv import find_uv_bin
 
 from carrel.client import Sandbox
 from carrel.egress.index.front import Answer
@@ -47,10 +45,6 @@ def place(*, user: bool = False) -> Iterator[tuple[Outside, Carrel, Index]]:
         for name, requires in (("shelf", ("plank",)), ("plank", ()), ("nail", ())):
             index.add(wheel(name, requires=requires))
         carrel = Carrel(outside, user=user)
-        if user:  # the copy of the packages that such a server has is without its heaviest
-            (carrel.directory / "bin").mkdir()
-            shutil.copy(find_uv_bin(), carrel.directory / "bin")
-            carrel.environment["PATH"] = f"{carrel.directory / 'bin'}:{os.environ['PATH']}"
         file = carrel.directory / "sources.json"
         file.write_text(json.dumps(sources(index)))
         carrel.environment["CARREL_POLICY_SOURCES_FILE"] = str(file)

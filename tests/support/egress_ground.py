@@ -25,6 +25,9 @@ from typing import Any, TypeVar, cast
 import dns.message
 import dns.rdatatype
 import dns.rrset
+from tests.support.fork_server import Forked, start
+from tests.support.fork_server import run as run_command
+from tests.support.servers import readable
 from tests.support.wayout import tls_for
 
 from carrel import Client
@@ -33,9 +36,7 @@ from carrel.models import AuditRecord
 
 HOST = "127.0.0.2"
 """Where the outside is. Not 127.0.0.1: tools reach that one without their proxy."""
-SOURCE = Path(__file__).parents[2] / "src"
 USER = 64_322  # nobody on any distribution; it has no name and no home
-HEAVY = {"ruff", "mypy", "mypyc", "uv", "pip", "setuptools", "hypothesis", "pytest", "_pytest", "pygments"}
 NAMES = ("api.test", "git.test", "npm.test", "files.test", "ask.test", "other.test")
 PROGRAMS = [
     "cat",
@@ -200,15 +201,11 @@ class Carrel:
         }
         if user and os.geteuid() == 0:
             self._become_user()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | subprocess.Popen[bytes] | None = None
         self.client: Client
 
     def _become_user(self) -> None:
-        site = next(path for path in sys.path if path.endswith("site-packages"))
-        copy = self.directory / "packages"
-        shutil.copytree(site, copy, ignore=lambda _path, names: [name for name in names if name in HEAVY])
-        shutil.copytree(SOURCE, self.directory / "src")
-        self.environment |= {"PYTHONPATH": f"{self.directory / 'src'}:{copy}", "HOME": str(self.directory)}
+        self.environment |= {"PYTHONPATH": readable(self.directory, build=True), "HOME": str(self.directory)}
         self.data.mkdir()
         os.chown(self.data, USER, USER)
         words = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs", "--"]
@@ -218,7 +215,7 @@ class Carrel:
         """Start, and wait until it takes requests."""
         command = [*self._python, "-m", "carrel", "serve", "--port", "0"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = start(
                 command, env=self.environment, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         url = until(self._url, "the server", 60)
@@ -262,17 +259,10 @@ class Carrel:
     def cli(self, *words: str, stdin: str = "", token: str | None = None) -> str:
         """The output of the `carrel` command, which must succeed."""
         more = {} if token is None else {"CARREL_TOKEN": token}
-        done = subprocess.run(
-            [sys.executable, "-m", "carrel", *words],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            env=self.environment | more,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, f"carrel {' '.join(words)}: {done.stdout}{done.stderr}"
-        return done.stdout
+        command = [sys.executable, "-m", "carrel", *words]
+        code, said, errors = run_command(command, env=self.environment | more, stdin=stdin)
+        assert code == 0, f"carrel {' '.join(words)}: {said}{errors}"
+        return said
 
     @property
     def proxy(self) -> int:

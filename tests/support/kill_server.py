@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from tests.support.fork_server import Forked, start
 from tests.support.leaks import below
 from tests.support.sandboxes import parent
 
@@ -48,7 +49,7 @@ class Server:
             self._environment["CARREL_SANDBOX_CHECKPOINT_S"] = str(checkpoint_s)
         if database is not None:
             self._environment["CARREL_DATABASE"] = database
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | subprocess.Popen[bytes] | None = None
         self.starts: list[float] = []
 
     @property
@@ -57,10 +58,14 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(self.data)]
+    def _spawn(self) -> Forked | subprocess.Popen[bytes]:
+        return self._start(["-m", "carrel", "serve", "--port", "0", "--data-dir", str(self.data)])
+
+    def _start(self, words: list[str]) -> Forked | subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            return subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            return start(
+                [sys.executable, *words], env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     async def start_and_kill(self, part: float) -> bool:
         """Start, and kill it that part of the usual time later; says whether it was still starting."""
