@@ -1,4 +1,4 @@
-"""What carrel remembers: tables and queries, the same on SQLite and on PostgreSQL. Decides nothing."""
+"""The database of the control plane: tables and queries, the same on SQLite and PostgreSQL. Makes no decisions."""
 
 from carrel.store.audit import AuditStore
 from carrel.store.database import Database

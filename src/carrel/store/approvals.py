@@ -1,4 +1,4 @@
-"""The queries on approvals. Every change is one statement that only one caller can win; decides nothing itself."""
+"""The queries on approvals. Each change is one conditional statement, so of two callers only one succeeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import ColumnElement, Select, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
 
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
@@ -14,12 +14,16 @@ from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import approvals
 
-_INNER = frozenset({"digest", "run", "run_on", "run_in"})
+_INTERNAL = frozenset({"digest", "run", "run_on", "run_in"})
+_PENDING = approvals.c.state == ApprovalState.PENDING.value
+_APPROVED = approvals.c.state == ApprovalState.APPROVED.value
+_UNUSED = and_(_APPROVED, approvals.c.used_at.is_(None))
+_FOR_CONTEXT = and_(_APPROVED, approvals.c.scope == ApprovalScope.CONTEXT.value)
 
 
 @dataclass(frozen=True, slots=True)
 class ApprovalRecord:
-    """One row. `digest` names the operation exactly as it was asked for; `run` names its dispatch while that lasts."""
+    """A row of the table of approvals. `digest` identifies the exact operation; `run` is set while it runs."""
 
     id: str
     context_id: str | None
@@ -46,12 +50,12 @@ class ApprovalRecord:
 
     @property
     def owner(self) -> str | None:
-        """The context it is for, or the sandbox that has none."""
+        """The context, or the sandbox when it has no context."""
         return self.context_id or self.sandbox_id or None
 
     def info(self) -> ApprovalInfo:
-        """The record as the API shows it."""
-        values = {name: value for name, value in asdict(self).items() if name not in _INNER}
+        """Return the record as the API shows it."""
+        values = {name: value for name, value in asdict(self).items() if name not in _INTERNAL}
         for name in ("created_at", "expires_at", "decided_at", "used_at"):
             if values[name] is not None:
                 values[name] = datetime.fromtimestamp(values[name], UTC)
@@ -72,51 +76,39 @@ class ApprovalStore:
     async def insert(self, record: ApprovalRecord) -> None:
         """Add an approval."""
         values = {**asdict(record), "state": record.state.value, "scope": record.scope and record.scope.value}
-        statement = insert(approvals).values(**values)
-        await self._database.execute(statement)
+        await self._database.execute(insert(approvals).values(**values))
 
     async def get(self, approval_id: str) -> ApprovalRecord | None:
-        """The approval with that id."""
-        found = await self._all(select(approvals).where(approvals.c.id == approval_id))
-        return found[0] if found else None
+        """Return the approval with this id."""
+        return await self._database.first(select(approvals).where(approvals.c.id == approval_id), _record)
 
     async def pending(
         self, context_id: str | None, digest: str, now: float, requested_by: str | None = None
     ) -> ApprovalRecord | None:
-        """The approval of the same operation in the same context, for the same asker if one is named, that still
-        waits.
-        """
-        query = select(approvals).where(
-            _same(context_id, digest, requested_by), approvals.c.state == ApprovalState.PENDING.value
-        )
-        found = await self._all(query.where(approvals.c.expires_at > now).limit(1))
-        return found[0] if found else None
+        """Return the pending approval of the same operation and context (and of the same requester, if given)."""
+        query = select(approvals).where(_same(context_id, digest, requested_by), _PENDING, approvals.c.expires_at > now)
+        return await self._database.first(query, _record)
 
     async def waiting(self, context_id: str | None, requested_by: str, now: float) -> int:
-        """How many approvals of a context still wait; without one, how many of who asked."""
+        """Count the pending approvals of a context; without a context, those of the requester."""
         mine = approvals.c.context_id == context_id
         if context_id is None:
             mine = and_(approvals.c.context_id.is_(None), approvals.c.requested_by == requested_by)
-        query = select(func.count()).select_from(approvals).where(mine, approvals.c.expires_at > now)
-        query = query.where(approvals.c.state == ApprovalState.PENDING.value)
-        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
+        query = select(func.count()).select_from(approvals).where(mine, approvals.c.expires_at > now, _PENDING)
+        return int((await self._database.scalars(query))[0])
 
     async def granted(self, context_id: str, digest: str) -> ApprovalRecord | None:
-        """An approval of the same operation for the whole context."""
-        query = select(approvals).where(_same(context_id, digest), approvals.c.state == ApprovalState.APPROVED.value)
-        found = await self._all(query.where(approvals.c.scope == ApprovalScope.CONTEXT.value).limit(1))
-        return found[0] if found else None
+        """Return an approval of the same operation for the whole context."""
+        query = select(approvals).where(_same(context_id, digest), _FOR_CONTEXT)
+        return await self._database.first(query, _record)
 
     async def ready(
         self, context_id: str | None, digest: str, decided_after: float, requested_by: str | None = None
     ) -> ApprovalRecord | None:
-        """An approval of the same operation, for the same asker if one is named, that was given and not used yet."""
-        query = select(approvals).where(
-            _same(context_id, digest, requested_by), approvals.c.state == ApprovalState.APPROVED.value
-        )
-        query = query.where(approvals.c.used_at.is_(None), approvals.c.decided_at > decided_after)
-        found = await self._all(query.order_by(approvals.c.decided_at).limit(1))
-        return found[0] if found else None
+        """Return an unused approval of the same operation (and for the same requester, if given)."""
+        query = select(approvals).where(_same(context_id, digest, requested_by), _UNUSED)
+        query = query.where(approvals.c.decided_at > decided_after)
+        return await self._database.first(query.order_by(approvals.c.decided_at), _record)
 
     async def decide(
         self,
@@ -129,11 +121,10 @@ class ApprovalStore:
         rule: str | None = None,
         message: str | None = None,
     ) -> bool:
-        """Decide what still waits; False when it was decided before, has expired or is not there."""
+        """Decide a pending approval; False when it was already decided, has expired or does not exist."""
         statement = (
             update(approvals)
-            .where(approvals.c.id == approval_id, approvals.c.state == ApprovalState.PENDING.value)
-            .where(approvals.c.expires_at > at)
+            .where(approvals.c.id == approval_id, _PENDING, approvals.c.expires_at > at)
             .values(
                 state=state.value,
                 scope=scope and scope.value,
@@ -148,49 +139,42 @@ class ApprovalStore:
     async def use(
         self, approval_id: str, at: float, *, run: str | None = None, node: str = "", place: str = ""
     ) -> bool:
-        """Take an approval to run its operation; only the first one who asks gets it. With a `run` it is known by that
-        name, as this server's and in that sandbox, until it has ended.
+        """Use an approval to run its operation; only the first caller gets True. With `run`, the record names the run,
+        its server and its sandbox until `ended` is called.
         """
-        statement = (
-            update(approvals)
-            .where(approvals.c.id == approval_id, approvals.c.state == ApprovalState.APPROVED.value)
-            .where(approvals.c.used_at.is_(None))
-            .values(used_at=at, run=run, run_on=node or None, run_in=place or None)
-        )
+        statement = update(approvals).where(approvals.c.id == approval_id, _UNUSED)
+        statement = statement.values(used_at=at, run=run, run_on=node or None, run_in=place or None)
         return await self._database.execute(statement) == 1
 
     async def ended(self, approval_id: str, run: str, *, used: bool) -> bool:
-        """A run is over, or it never was: then the approval can be used again. False when it was over before."""
+        """Record that a run has ended. If it never started (not `used`), the approval can be used again. False when the
+        end was already recorded.
+        """
         values: dict[str, object] = {"run": None} if used else {"run": None, "used_at": None}
         statement = update(approvals).where(approvals.c.id == approval_id, approvals.c.run == run)
         return await self._database.execute(statement.values(**values)) == 1
 
     async def runs(self, node: str) -> list[ApprovalRecord]:
-        """What a server took to run and has not said the end of, oldest first."""
+        """Return the approvals whose run on this server has no recorded end, oldest first."""
         query = select(approvals).where(approvals.c.run_on == node, approvals.c.run.is_not(None))
-        return await self._all(query.order_by(approvals.c.used_at, approvals.c.id))
+        return await self._database.all(query.order_by(approvals.c.used_at, approvals.c.id), _record)
 
     async def prune(self, before: float) -> int:
-        """Remove what was settled before that; says how many. What waits, and what holds for a context, stays."""
-        lasting = and_(
-            approvals.c.state == ApprovalState.APPROVED.value, approvals.c.scope == ApprovalScope.CONTEXT.value
-        )
-        settled = func.coalesce(approvals.c.used_at, approvals.c.decided_at, approvals.c.expires_at)
-        statement = delete(approvals).where(settled < before, approvals.c.expires_at < before)
-        return await self._database.execute(statement.where(approvals.c.state != ApprovalState.PENDING.value, ~lasting))
+        """Remove approvals that were completed before that time, and return how many. Pending approvals and those for a
+        whole context stay.
+        """
+        completed = func.coalesce(approvals.c.used_at, approvals.c.decided_at, approvals.c.expires_at)
+        statement = delete(approvals).where(completed < before, approvals.c.expires_at < before)
+        return await self._database.execute(statement.where(~_PENDING, ~_FOR_CONTEXT))
 
     async def expire(self, now: float) -> int:
-        """Mark what waited too long; says how many."""
-        statement = update(approvals).where(approvals.c.state == ApprovalState.PENDING.value)
-        return await self._database.execute(
-            statement.where(approvals.c.expires_at <= now).values(state=ApprovalState.EXPIRED.value)
-        )
+        """Mark pending approvals whose time is over as expired, and return how many."""
+        statement = update(approvals).where(_PENDING, approvals.c.expires_at <= now)
+        return await self._database.execute(statement.values(state=ApprovalState.EXPIRED.value))
 
     async def forget(self, context_id: str) -> int:
-        """Let what a context waits for, or was given and has not used up, expire; says how many."""
-        waiting = approvals.c.state == ApprovalState.PENDING.value
-        unused = and_(approvals.c.state == ApprovalState.APPROVED.value, approvals.c.used_at.is_(None))
-        statement = update(approvals).where(approvals.c.context_id == context_id, or_(waiting, unused))
+        """Mark the pending and the unused approvals of a context as expired, and return how many."""
+        statement = update(approvals).where(approvals.c.context_id == context_id, or_(_PENDING, _UNUSED))
         return await self._database.execute(statement.values(state=ApprovalState.EXPIRED.value))
 
     async def page(
@@ -201,16 +185,13 @@ class ApprovalStore:
         states: Iterable[ApprovalState] | None = None,
         context_id: str | None = None,
     ) -> tuple[list[ApprovalRecord], str | None]:
-        """Newest first: at most `limit` approvals after `cursor`, and the cursor of the next page."""
+        """Return at most `limit` approvals after `cursor`, newest first, and the cursor of the next page."""
         query = select(approvals)
         if states is not None:
             query = query.where(approvals.c.state.in_([state.value for state in states]))
         if context_id is not None:
             query = query.where(approvals.c.context_id == context_id)
         return await read_page(self._database, approvals, query, _record, limit, cursor)
-
-    async def _all(self, query: Select[tuple[object, ...]]) -> list[ApprovalRecord]:
-        return await self._database.all(query, _record)
 
 
 def _same(context_id: str | None, digest: str, requested_by: str | None = None) -> ColumnElement[bool]:

@@ -1,7 +1,7 @@
-"""The queries on audit records, signed heads, and who continues which chain. Searching has a module of its own.
+"""The queries on audit records, signed heads, and which server writes to which chain. `audit_search` has the search.
 
-Knows nothing of hashes or keys: what is linked and signed is decided by the caller, inside the transaction that writes.
-What goes in and out are plain tuples in the order of the tables' columns.
+Knows no hashes or keys: the caller links and signs records inside the transaction that writes them.
+Arguments and results are plain tuples in the order of the tables' columns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ AuditRow = tuple[str, int, float, str, int | None, str, str, str, str, str | Non
 AuditHead = tuple[str, int, str, int, float, str, str]
 """chain, seq, hash, records, at, key, signature"""
 AuditHold = tuple[str, str, int, bool]
-"""chain, node, open_from, clean: what a server that writes to a chain leaves in it. Left clean, its last record there
-is signed and none of its operations lacks its end; else those that do have at least the number `open_from`.
+"""chain, node, open_from, clean: the state in which a server left a chain. Clean: its last record there is signed and
+all its operations have ended. Else every operation without an end has a seq of at least `open_from`.
 """
 AuditTip = tuple[int, bytes, int]
 """seq and hash of the last record, seq of the newest head; 0 and no hash where there are none"""
@@ -45,15 +45,15 @@ _INSERT = f"INSERT INTO {records.name} ({', '.join(_RECORD)}) VALUES ({', '.join
 
 
 class AuditStore(AuditSearch):
-    """Reads and writes audit records. There is no way to change one, and to remove one only from a chain's start."""
+    """Reads and writes audit records. No method changes one; only `prune` removes some, from a chain's start."""
 
     async def append(
         self, unknown: Collection[str], build: Callable[[Mapping[str, AuditTip]], Batch], *, short: bool = False
     ) -> None:
-        """Add what `build` makes of the tips of the `unknown` chains, all in one transaction. What is `short` is
-        written without a way to another thread, where the database can do that.
+        """Call `build` with the tips of the `unknown` chains and add what it returns, all in one transaction. A `short`
+        batch is written in the caller's thread where the database can do that.
 
-        `Conflict` when a chain has grown in the meantime: two records never have the same place in one.
+        `Conflict` when a chain has grown meanwhile: no two records have the same position in a chain.
         """
 
         def run(connection: Connection) -> None:
@@ -77,57 +77,56 @@ class AuditStore(AuditSearch):
             raise _grown() from None
 
     async def tip(self, chain: str) -> AuditTip:
-        """Where a chain ends."""
-        # Two statements, so that they have to be one transaction.
+        """Return the end of a chain."""
+        # Two statements, so they need a transaction.
         return await self._database.write(lambda connection: _tip(connection, chain))
 
     async def chains(self, *, after: str = "", limit: int = 1000) -> list[str]:
-        """The names of chains, in their order."""
+        """Return the names of chains, sorted."""
         query = select(holds.c.chain).distinct().where(holds.c.chain > after).order_by(holds.c.chain).limit(limit)
-        return await self._database.read(lambda connection: list(connection.execute(query).scalars()))
+        return await self._database.scalars(query)
 
     async def unclean(self, node: str) -> list[AuditHold]:
-        """The chains a server wrote to and did not leave clean."""
-        return await self._holds(select(holds).where(holds.c.node == node, holds.c.clean.is_(False)))
+        """Return the chains that a server wrote to and did not leave clean."""
+        return await self._tuples(select(holds).where(holds.c.node == node, holds.c.clean.is_(False)))
 
     async def holds(self, chain: str) -> list[AuditHold]:
-        """Which servers wrote to a chain."""
-        return await self._holds(select(holds).where(holds.c.chain == chain).order_by(holds.c.node))
+        """Return which servers wrote to a chain."""
+        return await self._tuples(select(holds).where(holds.c.chain == chain).order_by(holds.c.node))
 
     async def unfinished(self, chain: str, start: int) -> list[AuditStored]:
-        """The records from `start` on that begin an operation whose end is not there."""
+        """Return the begin records from `start` on that have no end record."""
         ends = records.alias("ends")
         ended = select(ends.c.seq).where(ends.c.chain == records.c.chain, ends.c.ref == records.c.seq).exists()
         query = _STORED.where(records.c.chain == chain, records.c.seq >= start, records.c.type == "begin", ~ended)
         return await self._stored(query.order_by(records.c.seq))
 
     async def records(self, chain: str, *, after: int = 0, until: int, limit: int) -> list[AuditStored]:
-        """Records of a chain above `after` and up to `until`, in their order."""
+        """Return records of a chain above `after` and up to `until`, in order."""
         query = _STORED.where(records.c.chain == chain, records.c.seq > after, records.c.seq <= until)
         return await self._stored(query.order_by(records.c.seq).limit(limit))
 
     async def heads(self, chain: str, *, after: int = 0, limit: int = 1000) -> list[AuditHead]:
-        """Heads of a chain above `after`, in their order."""
+        """Return heads of a chain above `after`, in order."""
         query = select(heads).where(heads.c.chain == chain, heads.c.seq > after)
-        return await self._heads(query.order_by(heads.c.seq).limit(limit))
+        return await self._tuples(query.order_by(heads.c.seq).limit(limit))
 
     async def head_before(self, chain: str, at: float) -> AuditHead | None:
-        """The newest head of a chain that was signed no later than that."""
+        """Return the newest head of a chain that was signed at `at` or before."""
         query = select(heads).where(heads.c.chain == chain, heads.c.at <= at)
-        found = await self._heads(query.order_by(heads.c.seq.desc()).limit(1))
+        found = await self._tuples(query.order_by(heads.c.seq.desc()).limit(1))
         return found[0] if found else None
 
     async def aged(self, at: float, *, after: str = "", limit: int = 1000) -> list[str]:
-        """The chains that have records which a head signed by then covers, in the order of their names."""
+        """Return the sorted names of chains with records covered by a head signed at `at` or before."""
         covered = select(records.c.seq).where(records.c.chain == heads.c.chain, records.c.seq <= heads.c.seq).exists()
         query = select(heads.c.chain).where(heads.c.at <= at, heads.c.chain > after, covered)
-        query = query.distinct().order_by(heads.c.chain).limit(limit)
-        return await self._database.read(lambda connection: list(connection.execute(query).scalars()))
+        return await self._database.scalars(query.distinct().order_by(heads.c.chain).limit(limit))
 
     async def prune(self, chain: str, seq: int, *, whole: bool) -> int:
-        """Remove the records of a chain up to that of a head, and the heads before it; how many records there were.
+        """Remove the records of a chain up to its head `seq`, and the heads before it; return the number of records.
 
-        With `whole` the chain goes altogether when nothing came after the head.
+        With `whole` the entire chain is removed when nothing came after the head.
         """
 
         def run(connection: Connection) -> int:
@@ -142,21 +141,18 @@ class AuditStore(AuditSearch):
         return await self._database.write(run)
 
     async def _stored(self, query: Select[Any]) -> list[AuditStored]:
-        return [(seq, bytes(hashed), body) for seq, hashed, body in await self._rows(query)]
+        return [(seq, bytes(hashed), body) for seq, hashed, body in await self._database.rows(query)]
 
-    async def _heads(self, query: Select[Any]) -> list[AuditHead]:
-        return [tuple(row) for row in await self._rows(query)]
-
-    async def _holds(self, query: Select[Any]) -> list[AuditHold]:
-        return [tuple(row) for row in await self._rows(query)]
+    async def _tuples(self, query: Select[Any]) -> list[Any]:
+        return [tuple(row) for row in await self._database.rows(query)]
 
 
 def _grown() -> Conflict:
-    return Conflict("another server has continued the chain", field="seq", hint="read where it ends, and append there")
+    return Conflict("another server has continued the chain", field="seq", hint="read its new end and append there")
 
 
 def _insert(connection: Connection, rows: Sequence[AuditRow]) -> None:
-    """Every operation waits for this. SQLite's own driver takes a third of the time, and gives back what was put in."""
+    """Insert records. Every operation waits for this, and sqlite3 alone takes a third of SQLAlchemy's time."""
     driver = connection.connection.driver_connection
     if isinstance(driver, sqlite3.Connection):
         try:

@@ -1,4 +1,4 @@
-"""The time by the clock of the database, the only one that all control planes on it share. Knows no table."""
+"""The clock of the database: the only clock that all control planes share."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def _postgresql(element: _Clock, compiler: SQLCompiler, **_: object) -> str:
 
 
 def database_clock() -> ColumnElement[float]:
-    """Seconds since 1970 as the database counts them, at the moment a row is looked at."""
+    """Seconds since 1970 by the database's clock, evaluated when a row is examined."""
     return _Clock()

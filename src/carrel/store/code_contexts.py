@@ -1,4 +1,4 @@
-"""The queries on code contexts: which environment each has, for as long as its session lasts. Decides nothing."""
+"""The queries on code contexts: the environment of each, for as long as its session lasts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from carrel.store.tables import code_contexts, sessions
 
 
 class CodeContextStore:
-    """Reads and writes what is known of code contexts."""
+    """Reads and writes the environments of code contexts."""
 
     def __init__(self, database: Database):
         self._database = database
 
     async def environment(self, session_id: str, name: str) -> str | None:
-        """The environment of a code context, by the name it had where it was attached."""
+        """Return the name of the environment of a code context."""
         query = select(code_contexts.c.environment).where(_is(session_id, name))
         return await self._database.read(lambda connection: connection.execute(query).scalar())
 
     async def put(self, session_id: str, name: str, environment: str | None) -> None:
-        """Write down the environment of a code context; None forgets it. So are those of sessions that have ended."""
+        """Store the environment of a code context (None deletes it), and delete those of terminated sessions."""
         ended = select(sessions.c.id).where(sessions.c.state == State.TERMINATED.value)
 
         def run(connection: Connection) -> None:

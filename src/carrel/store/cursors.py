@@ -1,4 +1,4 @@
-"""Pages of lists that are ordered by time and id, and the opaque text that stands for a place in one."""
+"""Pages of lists ordered by time and id, and the opaque cursor that marks a position in such a list."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ from carrel.errors import InvalidRequest
 from carrel.store.database import Database
 
 
-class Placed(Protocol):
-    """A record with a place in a list."""
+class Positioned(Protocol):
+    """A record with a position in a list; the id orders records of the same time."""
 
     @property
-    def created_at(self) -> float:
-        """When it was made."""
-        ...
-
+    def created_at(self) -> float: ...  # noqa: D102
     @property
-    def id(self) -> str:
-        """Its id, which orders what was made at the same time."""
-        ...
+    def id(self) -> str: ...  # noqa: D102
 
 
-P = TypeVar("P", bound=Placed)
+P = TypeVar("P", bound=Positioned)
 
 
 async def read_page(
@@ -40,23 +35,24 @@ async def read_page(
     limit: int,
     cursor: str | None,
 ) -> tuple[list[P], str | None]:
-    """Newest first: at most `limit` records of a query on `table` after `cursor`, and the cursor of the next page."""
+    """Return at most `limit` records after `cursor`, newest first, and the cursor of the next page."""
     query = query.order_by(table.c.created_at.desc(), table.c.id.desc()).limit(limit + 1)
     if cursor is not None:
         created, name = decode_cursor(cursor)
         same = and_(table.c.created_at == created, table.c.id < name)
         query = query.where(or_(table.c.created_at < created, same))
     records = await database.all(query, make)
-    return records[:limit], encode_cursor(records[limit - 1]) if len(records) > limit else None
+    last = records[limit - 1] if len(records) > limit else None
+    return records[:limit], None if last is None else encode_cursor(last.created_at, last.id)
 
 
-def encode_cursor(record: Placed) -> str:
-    """The opaque text that stands for the place after `record` in a list."""
-    return base64.urlsafe_b64encode(json.dumps([record.created_at, record.id]).encode()).decode().rstrip("=")
+def encode_cursor(created_at: float, id: str) -> str:
+    """Encode the position after the record with this time and id."""
+    return base64.urlsafe_b64encode(json.dumps([created_at, id]).encode()).decode().rstrip("=")
 
 
 def decode_cursor(text: str) -> tuple[float, str]:
-    """The place a cursor stands for; `InvalidRequest` when it is not one of ours."""
+    """Return the position in a cursor; `InvalidRequest` when this server did not make the cursor."""
     try:
         value = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
         created, name = value
@@ -65,5 +61,5 @@ def decode_cursor(text: str) -> tuple[float, str]:
         return float(created), name
     except (ValueError, TypeError, binascii.Error, RecursionError, OverflowError):
         raise InvalidRequest(
-            "the cursor is not one this server gave", field="cursor", hint="take `next` of the page before"
+            "this server did not make this cursor", field="cursor", hint="use `next` of the previous page"
         ) from None

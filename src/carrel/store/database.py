@@ -1,8 +1,7 @@
-"""Opens the database and runs queries on it. Knows how SQLite and PostgreSQL want to be set up, and nothing of what is
-stored.
+"""Opens the database and runs queries on it. Knows how SQLite and PostgreSQL are set up, and nothing about the tables.
 
-A query is a plain function of a connection, so there is one set of them. SQLite runs it in a thread of its own (one hop
-a call, where an asyncio driver makes one a statement); PostgreSQL has its own module, imported when it is used.
+A query is a plain function of a connection, so the same queries serve both databases. SQLite runs each query in a
+thread (one hop per call; an asyncio driver makes one per statement). PostgreSQL has its own module, imported on demand.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from urllib.parse import urlsplit
 
 from sqlalchemy import Executable, Select, create_engine, event
 from sqlalchemy.engine import URL, Connection, Engine, RowMapping
-from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
@@ -30,57 +28,44 @@ from carrel.store.schema import migrate
 T = TypeVar("T")
 Query = Callable[[Connection], T]
 
-# WAL lets readers and the writer work side by side; NORMAL loses at most the last commits at a power cut,
-# never the file. The timeout comes first, because even turning on WAL may have to wait.
+# WAL lets readers and the writer work at the same time; with NORMAL a power cut loses at most the last commits, never
+# the file. The timeout comes first, because even the switch to WAL may have to wait for a lock.
 _PRAGMAS = (
     "PRAGMA busy_timeout=5000",
     "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=NORMAL",
     "PRAGMA foreign_keys=ON",
 )
+_MOST_WRITES_HERE = 100
+"""After this many writes on the event loop, one goes to the writer's thread, which also checkpoints the WAL."""
 
 
-_IN_A_ROW = 100
-"""After so many writes here one goes to the writer's thread, so that the log of changes is emptied now and then."""
-
-
-class _Cursor(Protocol):
-    def execute(self, statement: str, /) -> object: ...
-    def close(self) -> None: ...
-
-
-def _prepare(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+def _prepare(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
     connection.isolation_level = None  # the driver would begin transactions too late; `_begin` does it
-    cursor: _Cursor = connection.cursor()
     for pragma in _PRAGMAS:
-        cursor.execute(pragma)
-    cursor.close()
+        connection.execute(pragma)
 
 
-def _never_wait(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    """Neither for another writer, nor for the disk: the writer's thread brings what was written into the file."""
-    cursor: _Cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout=0")
-    cursor.execute("PRAGMA wal_autocheckpoint=0")
-    cursor.close()
+def _never_wait(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+    """Let this connection wait neither for another writer nor for a checkpoint, which the writer's thread makes."""
+    connection.execute("PRAGMA busy_timeout=0")
+    connection.execute("PRAGMA wal_autocheckpoint=0")
 
 
 def _begin(connection: Connection) -> None:
-    # A writer takes its lock at once: one that reads first could find later that it may not write any more.
-    # A reader is one statement, which needs no transaction.
+    # A write transaction takes the lock at once: if it read first, it could fail later because another one wrote.
+    # A read is one statement, which needs no transaction.
     if connection.get_execution_options().get("carrel_writes", False):
-        cursor: _Cursor = connection.connection.cursor()
-        cursor.execute("BEGIN IMMEDIATE")
-        cursor.close()
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 class Occupied(Exception):
-    """Nothing can be written right here and now; `write` waits until it can."""
+    """The database cannot be written without waiting; `write` waits."""
 
 
 class _Runner(Protocol):
     failures: tuple[type[Exception], ...]
-    """What the driver raises when the database cannot be used, besides what the toolkit makes of it."""
+    """Exceptions of the driver that SQLAlchemy does not wrap, raised when the database cannot be used."""
 
     async def read(self, query: Query[T]) -> T: ...
     async def write(self, query: Query[T]) -> T: ...
@@ -90,10 +75,10 @@ class _Runner(Protocol):
 
 
 class _Sqlite:
-    """One thread that writes and one that reads, so that a reader never queues behind a waiting writer.
+    """One thread writes and one reads, so that a read never queues behind a write that waits for the lock.
 
-    What is short is written here, in the thread of the caller, while nobody else writes: it goes to the page cache in a
-    fraction of the time that the way to another thread and back takes.
+    A third connection serves `write_here`: short writes in the caller's thread, which cost less than a hop to another
+    thread (docs/decisions/0017-short-writes-on-the-event-loop.md).
     """
 
     failures: tuple[type[Exception], ...] = (sqlite3.Error,)
@@ -112,7 +97,7 @@ class _Sqlite:
         event.listen(self._here, "connect", _never_wait)
         self._writing = self._engine.execution_options(carrel_writes=True)
         self._connection: Connection | None = None
-        self._until_thread = _IN_A_ROW
+        self._writes_left = _MOST_WRITES_HERE
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-reader")
 
@@ -123,32 +108,32 @@ class _Sqlite:
         return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writing, query)
 
     def write_here(self, query: Query[T]) -> T:
-        if self._until_thread == 0:
-            self._until_thread = _IN_A_ROW
+        if self._writes_left == 0:
+            self._writes_left = _MOST_WRITES_HERE
             raise Occupied
         if self._connection is None:
             self._connection = self._here.connect().execution_options(carrel_writes=True)
         try:
             transaction = self._connection.begin()
         except (sqlite3.OperationalError, OperationalError):
-            self._let_go()
+            self._disconnect_here()
             raise Occupied from None
         try:
             with transaction:
-                self._until_thread -= 1
+                self._writes_left -= 1
                 return query(self._connection)
         except BaseException:
-            self._let_go()
+            self._disconnect_here()
             raise
 
-    def _let_go(self) -> None:
+    def _disconnect_here(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     async def sync(self) -> None:
         for path in (self._path, f"{self._path}-wal", os.path.dirname(self._path) or "."):
-            with suppress(FileNotFoundError):  # the log of changes, when all of it is in the file
+            with suppress(FileNotFoundError):  # the WAL, after a full checkpoint
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     await asyncio.to_thread(os.fsync, fd)
@@ -158,7 +143,7 @@ class _Sqlite:
     async def close(self) -> None:
         for executor in (self._writer, self._reader):
             await asyncio.to_thread(executor.shutdown)
-        self._let_go()
+        self._disconnect_here()
         self._here.dispose()
         self._engine.dispose()
 
@@ -178,10 +163,10 @@ class Database:
 
     @classmethod
     async def open(cls, where: str) -> Database:
-        """Open the SQLite file or the `postgresql://` URL, making or migrating the tables.
+        """Open the SQLite file or the `postgresql://` URL, and create or migrate the tables.
 
-        `InvalidRequest` for a URL that is not one, `PlatformError` when the database cannot be used or is newer
-        than this code. No error shows a password.
+        Raises `InvalidRequest` for an invalid URL, `PlatformError` when the database cannot be used or is newer than
+        this code. No error shows a password.
         """
         scheme, separator, rest = where.partition("://")
         if not separator or scheme == "sqlite":
@@ -189,14 +174,14 @@ class Database:
             if not path:
                 raise InvalidRequest("the URL names no file", field="database", hint="write sqlite:////path/to/file")
             return await cls._opened(lambda: _Sqlite(path), f"the database {path}", "data_dir")
-        host = _checked(where, scheme)
+        host = _host_of(where, scheme)
         from carrel.store.postgres import Postgres
 
         return await cls._opened(lambda: Postgres(where), f"the PostgreSQL database on {host}", "database")
 
     @classmethod
     async def _opened(cls, make: Callable[[], _Runner], name: str, field: str) -> Database:
-        with _words(name, field):
+        with _driver_errors(name, field):
             database = cls(make(), name, field)
         try:
             await database.write(migrate)
@@ -207,47 +192,60 @@ class Database:
 
     async def read(self, query: Query[T]) -> T:
         """Run a query that changes nothing and is one statement."""
-        with _words(self._name, self._field, self._runner.failures):
+        with _driver_errors(self._name, self._field, self._runner.failures):
             return await self._runner.read(query)
 
     async def write(self, query: Query[T]) -> T:
         """Run a query in a transaction: all of it is written, or nothing.
 
-        An `IntegrityError` comes through, as only the caller knows which rule was broken.
+        An `IntegrityError` is passed on, as only the caller knows which constraint was violated.
         """
-        with _words(self._name, self._field, self._runner.failures):
+        with _driver_errors(self._name, self._field, self._runner.failures):
             return await self._runner.write(query)
 
     async def execute(self, statement: Executable) -> int:
-        """Run one statement that changes rows; how many it changed. Raises what `write` raises."""
+        """Run one statement that changes rows and return how many it changed. Raises what `write` raises."""
         return await self.write(lambda connection: connection.execute(statement).rowcount)
 
     async def all(self, query: Select[Any], make: Callable[[RowMapping], T]) -> list[T]:
-        """What `make` makes of each row that a query finds."""
+        """Return the result of `make` for each row of a query."""
         return await self.read(lambda connection: [make(row) for row in connection.execute(query).mappings()])
 
+    async def first(self, query: Select[Any], make: Callable[[RowMapping], T]) -> T | None:
+        """Return the result of `make` for the first row of a query, or None when there is no row."""
+        found = await self.all(query.limit(1), make)
+        return found[0] if found else None
+
+    async def rows(self, query: Select[Any]) -> list[Any]:
+        """Return the rows of a query."""
+        return await self.read(lambda connection: list(connection.execute(query)))
+
+    async def scalars(self, query: Select[Any]) -> list[Any]:
+        """Return the first column of a query."""
+        return await self.read(lambda connection: list(connection.execute(query).scalars()))
+
     def write_here(self, query: Query[T]) -> T:
-        """`write` for a short query, now and without waiting for anything. Raises `Occupied` when that cannot be."""
-        with _words(self._name, self._field, self._runner.failures):
+        """Write with a short query in the caller's thread. Raises `Occupied` where it would have to wait."""
+        with _driver_errors(self._name, self._field, self._runner.failures):
             return self._runner.write_here(query)
 
     async def sync(self) -> None:
-        """Return when what was written outlasts a power cut."""
-        with _words(self._name, self._field):
+        """Return once everything written survives a power cut."""
+        with _driver_errors(self._name, self._field):
             await self._runner.sync()
 
     async def close(self) -> None:
-        """Finish what runs and close every connection."""
+        """Wait for running queries and close every connection."""
         await self._runner.close()
 
 
-def _checked(url: str, scheme: str) -> str:
-    """The host of a URL that can be used, for words to show. What is wrong is never quoted: it may be a password."""
+def _host_of(url: str, scheme: str) -> str:
+    """Check a URL and return its host for error messages. An error never quotes the URL: it may hold a password."""
     if scheme not in DATABASES:
         raise InvalidRequest(
-            f"a database of the kind '{scheme[:20]}' is not known"
+            f"a database of the kind '{scheme[:20]}' is not supported"
             if re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme)
-            else "the database is no URL",
+            else "the database is not a valid URL",
             field="database",
             hint="use postgresql://user:password@host:port/name, or sqlite:////path/to/file",
         )
@@ -264,8 +262,8 @@ def _checked(url: str, scheme: str) -> str:
 
 
 @contextmanager
-def _words(name: str, field: str, failures: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn what drivers raise into one error that says which database failed."""
+def _driver_errors(name: str, field: str, failures: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn exceptions of drivers into one error that says which database failed."""
     known: tuple[type[Exception], ...] = (SQLAlchemyError, OSError, *failures)
     try:
         yield

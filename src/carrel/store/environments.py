@@ -1,11 +1,11 @@
-"""The queries on the environments of one server: what was built, its labels, and who has which. Decides nothing."""
+"""The queries on the environments of one server: the built ones, their labels, and which contexts hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 
-from sqlalchemy import ColumnElement, and_, delete, insert, or_, select, update
+from sqlalchemy import ColumnElement, Table, and_, delete, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
 from carrel.models import State
@@ -15,7 +15,7 @@ from carrel.store.tables import environment_labels, environment_requests, enviro
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRecord:
-    """One row: an environment that lies ready on this server."""
+    """A row of the table of environments: one that is ready on this server."""
 
     name: str
     hash: str
@@ -32,25 +32,20 @@ class EnvironmentRecord:
 
 
 class EnvironmentStore:
-    """Reads and writes what is known of the environments of a server."""
+    """Reads and writes the environments of a server."""
 
     def __init__(self, database: Database, node: str):
         self._database = database
         self._node = node
 
     async def put(self, record: EnvironmentRecord) -> None:
-        """Write down an environment, in the place of one of the same name."""
+        """Add an environment, or replace one of the same name."""
         values = {**asdict(record), "node": self._node}
         del values["labels"]
-
-        def run(connection: Connection) -> None:
-            connection.execute(delete(environments).where(self._is(record.name)))
-            connection.execute(insert(environments).values(**values))
-
-        await self._database.write(run)
+        await self._replace(environments, self._is(record.name), values)
 
     async def all(self) -> list[EnvironmentRecord]:
-        """Every environment, the last used first."""
+        """Return every environment, the last used first."""
 
         def run(connection: Connection) -> list[EnvironmentRecord]:
             labels: dict[str, list[str]] = {}
@@ -70,7 +65,7 @@ class EnvironmentStore:
         return await self._database.read(run)
 
     async def used(self, name: str, at: float, holder: str | None = None) -> None:
-        """Note that an environment was used, and by whom it is held from now on."""
+        """Record that an environment was used, and that `holder` holds it from now on."""
 
         def run(connection: Connection) -> None:
             connection.execute(update(environments).where(self._is(name)).values(last_used_at=at))
@@ -82,7 +77,7 @@ class EnvironmentStore:
         await self._database.write(run)
 
     async def copy_uses(self, origin: str, holder: str) -> None:
-        """Let a fork hold what its origin does."""
+        """Let a forked context hold the environments of its origin."""
 
         def run(connection: Connection) -> None:
             here = environment_uses.c.node == self._node
@@ -95,8 +90,8 @@ class EnvironmentStore:
         await self._database.write(run)
 
     async def held(self, coming: Collection[str] = ()) -> dict[str, set[str]]:
-        """Who has which environment: those sessions that have not been terminated, and those contexts that are about to
-        have one. Forgets the others.
+        """Return the holders of each environment. Deletes uses of holders without a session that is not terminated,
+        except those in `coming`, which are about to have one.
         """
         holder = environment_uses.c.holder
         there = select(sessions.c.id).where(
@@ -118,14 +113,13 @@ class EnvironmentStore:
         return await self._database.write(run)
 
     async def holds(self, holder: str) -> list[str]:
-        """What one context, or one ephemeral session, holds."""
-        query = select(environment_uses.c.name).where(
-            environment_uses.c.node == self._node, environment_uses.c.holder == holder
-        )
-        return await self._database.read(lambda connection: sorted(connection.execute(query).scalars()))
+        """Return the environments that one context or ephemeral session holds."""
+        uses = environment_uses.c
+        query = select(uses.name).where(uses.node == self._node, uses.holder == holder)
+        return sorted(await self._database.scalars(query))
 
     async def had_elsewhere(self, holder: str, name: str) -> tuple[list[str], str] | None:
-        """The requirements and the Python of what one context has on another server by this name or label."""
+        """Return requirements and Python of the environment a context holds on another server by this name or label."""
         labels, uses = environment_labels.c, environment_uses.c
         called = select(labels.name).where(labels.node == environments.c.node, labels.label == name)
         held = select(uses.name).where(uses.node == environments.c.node, uses.holder == holder)
@@ -134,56 +128,44 @@ class EnvironmentStore:
             environments.c.name.in_(held),
             or_(environments.c.name == name, environments.c.name.in_(called)),
         )
-        query = query.order_by(environments.c.last_used_at.desc()).limit(1)
-
-        def run(connection: Connection) -> tuple[list[str], str] | None:
-            row = connection.execute(query).first()
-            return None if row is None else (list(row[0]), str(row[1]))
-
-        return await self._database.read(run)
+        query = query.order_by(environments.c.last_used_at.desc())
+        return await self._database.first(query, lambda row: (list(row["requirements"]), str(row["python"])))
 
     async def release(self, holder: str, name: str) -> bool:
-        """Let go of an environment; False when it was not held."""
-        statement = delete(environment_uses).where(self._held(holder, name))
-        return await self._database.execute(statement) > 0
+        """Let a holder release an environment; False when it did not hold it."""
+        return await self._database.execute(delete(environment_uses).where(self._held(holder, name))) > 0
 
     async def answered(self, key: str, name: str) -> None:
-        """Note which environment a request came to."""
-
-        def run(connection: Connection) -> None:
-            mine = and_(environment_requests.c.node == self._node, environment_requests.c.key == key)
-            connection.execute(delete(environment_requests).where(mine))
-            connection.execute(insert(environment_requests).values(node=self._node, key=key, name=name))
-
-        await self._database.write(run)
+        """Store which environment a request resolved to."""
+        mine = and_(environment_requests.c.node == self._node, environment_requests.c.key == key)
+        await self._replace(environment_requests, mine, {"node": self._node, "key": key, "name": name})
 
     async def answers(self) -> dict[str, str]:
-        """Which environment each request came to."""
-        query = select(environment_requests).where(environment_requests.c.node == self._node)
-
-        def run(connection: Connection) -> dict[str, str]:
-            return {row["key"]: row["name"] for row in connection.execute(query).mappings()}
-
-        return await self._database.read(run)
+        """Return which environment each request resolved to."""
+        requests = environment_requests.c
+        rows = await self._database.rows(select(requests.key, requests.name).where(requests.node == self._node))
+        return {row.key: row.name for row in rows}
 
     async def label(self, label: str, name: str) -> None:
-        """Put a label on an environment, and off any other."""
-
-        def run(connection: Connection) -> None:
-            mine = and_(environment_labels.c.node == self._node, environment_labels.c.label == label)
-            connection.execute(delete(environment_labels).where(mine))
-            connection.execute(insert(environment_labels).values(node=self._node, label=label, name=name))
-
-        await self._database.write(run)
+        """Move a label to an environment."""
+        mine = and_(environment_labels.c.node == self._node, environment_labels.c.label == label)
+        await self._replace(environment_labels, mine, {"node": self._node, "label": label, "name": name})
 
     async def forget(self, names: Iterable[str]) -> None:
-        """Forget environments, with their labels and uses, and the requests that came to them."""
+        """Delete environments, with their labels, uses and requests."""
         gone = list(names)
 
         def run(connection: Connection) -> None:
             for table in (environments, environment_labels, environment_uses, environment_requests):
                 for name in gone:
                     connection.execute(delete(table).where(table.c.node == self._node, table.c.name == name))
+
+        await self._database.write(run)
+
+    async def _replace(self, table: Table, condition: ColumnElement[bool], values: dict[str, object]) -> None:
+        def run(connection: Connection) -> None:
+            connection.execute(delete(table).where(condition))
+            connection.execute(insert(table).values(**values))
 
         await self._database.write(run)
 

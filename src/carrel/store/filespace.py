@@ -1,7 +1,7 @@
-"""The queries on filespace entries: per context, the newest known state of each path, in the order it became known.
+"""The queries on filespace entries: the newest known state of each path of a context, ordered by version.
 
-Knows no file: contents are named by their hash. Times are the database's own. The files of a context always form a
-tree: a write to `a/b` ends a file `a`, a write to `a` ends every file beneath `a/`.
+Contents are named by their hash. Times come from the database's clock. The files of a context always form a tree: a
+write to `a/b` deletes a file `a`, and a write to `a` deletes every file below `a/`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import BindParameter, ColumnElement, Select, bindparam, delete, func, insert, select, update
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, RowMapping
 
 from carrel.errors import InvalidRequest
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
 from carrel.store.tables import filespace_entries as entries
 
-_LOCK = 0x66696C65  # "file": the first half of the advisory lock on the entries of a context
+_LOCK = 0x66696C65  # "file": the first key of the advisory lock on the entries of a context
 _BATCH = 500  # SQLite takes a limited number of values in a statement
-_FEW = 8  # so many times the rows of a context are looked through rather than read
+_MOST_RANGE_QUERIES = 8  # for more paths, all rows of a context are read once instead
 _TICK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class FilespaceEntry:
-    """One path of a context. `deleted` is a tombstone, which tells what was deleted; `version` orders all changes."""
+    """One path of a context. With `deleted` it is a tombstone of a deleted file; `version` orders all changes."""
 
     context_id: str
     path: str
@@ -43,7 +43,7 @@ class FilespaceEntry:
 
 @dataclass(frozen=True, slots=True)
 class FilespaceChange:
-    """A file to write, or without a `hash` one to delete: with `expected` only while its entry has that version."""
+    """A file to write, or without a `hash` to delete; with `expected` it is deleted only while it has that version."""
 
     path: str
     hash: str | None = None
@@ -54,7 +54,7 @@ class FilespaceChange:
 
 @dataclass(frozen=True, slots=True)
 class FilespaceMark:
-    """A tombstone that is no file's: stored together with changes, it tells who made them that they are stored."""
+    """A tombstone that belongs to no file. Stored with a batch of changes, it proves that the batch was stored."""
 
     path: str
     hash: str
@@ -63,7 +63,7 @@ class FilespaceMark:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of changes: the entries that are new, and the newest version before them and with them."""
+    """The result of storing changes: the new entries, and the newest version before and after."""
 
     entries: list[FilespaceEntry]
     before: int
@@ -93,67 +93,56 @@ class FilespaceStore:
     async def put(
         self, context_id: str, changes: Iterable[FilespaceChange], mark: FilespaceMark | None = None
     ) -> Stored:
-        """Store changes in one transaction, stamped with the database's time; that of a path never goes back.
+        """Store changes in one transaction, with the database's time; the time of a path never decreases.
 
-        Of two changes of one path the last counts. A deletion of what is not there is nothing. Versions grow in the
-        order of commits, so a reader of `changed` misses nothing.
+        Of two changes of one path the last counts. Deleting a missing file does nothing. Versions grow in the order of
+        commits, so a reader of `changed` misses nothing.
         """
         wanted = {change.path: change for change in changes}
         return await self._database.write(lambda connection: _put(connection, context_id, wanted, mark, self._clock()))
 
     async def get(self, context_id: str, path: str) -> FilespaceEntry | None:
-        """The entry of a path, tombstones included."""
-        found = await self._all(_of(context_id).where(entries.c.path_key == _key(path)))
-        return found[0] if found else None
+        """Return the entry of a path, which may be a tombstone."""
+        return await self._database.first(_of(context_id).where(entries.c.path_key == _key(path)), _entry)
 
     async def changed(self, context_id: str, *, after: int = 0, limit: int = 1000) -> list[FilespaceEntry]:
-        """At most `limit` entries whose version is above `after`, in the order of versions."""
-        return await self._all(
-            _of(context_id).where(entries.c.version > after).order_by(entries.c.version).limit(limit)
-        )
+        """Return at most `limit` entries with a version above `after`, ordered by version."""
+        query = _of(context_id).where(entries.c.version > after).order_by(entries.c.version)
+        return await self._database.all(query.limit(limit), _entry)
 
     async def newest(self, context_id: str) -> tuple[int, float]:
-        """The newest version of a context, 0 when it has none, and the time by the database's clock."""
+        """Return the newest version of a context (0 when it has none), and the time by the database's clock."""
         query = select(func.coalesce(func.max(entries.c.version), 0), self._clock())
-        query = query.where(entries.c.context_id == context_id)
-
-        def run(connection: Connection) -> tuple[int, float]:
-            version, now = connection.execute(query).one()
-            return int(version), float(now)
-
-        return await self._database.read(run)
+        [(version, now)] = await self._database.rows(query.where(entries.c.context_id == context_id))
+        return int(version), float(now)
 
     async def page(
         self, context_id: str, *, prefix: str = "", limit: int, cursor: str | None = None
     ) -> tuple[list[FilespaceEntry], str | None]:
-        """Files in the order of their paths, at most `limit` after `cursor`, and the cursor of the next page."""
+        """Return at most `limit` files after `cursor`, ordered by path, and the cursor of the next page."""
         query = _of(context_id).where(entries.c.deleted.is_(False))
         if prefix:
             size = len(prefix.encode("utf-8", "surrogateescape"))
             query = query.where(func.substr(entries.c.path, 1, size, type_=entries.c.path.type) == prefix)
         if cursor is not None:
-            query = query.where(entries.c.path > _place(cursor))
-        found = await self._all(query.order_by(entries.c.path).limit(limit + 1))
+            query = query.where(entries.c.path > _path_of(cursor))
+        found = await self._database.all(query.order_by(entries.c.path).limit(limit + 1), _entry)
         return found[:limit], _cursor(found[limit - 1].path) if len(found) > limit else None
 
     async def size(self, context_id: str) -> tuple[int, int]:
-        """How many files a context has, and their bytes together."""
+        """Return the number of files of a context and their total size."""
         query = select(func.count(), func.coalesce(func.sum(entries.c.size), 0))
         query = query.where(entries.c.context_id == context_id, entries.c.deleted.is_(False))
-
-        def run(connection: Connection) -> tuple[int, int]:
-            count, size = connection.execute(query).one()
-            return int(count), int(size)
-
-        return await self._database.read(run)
+        [(count, size)] = await self._database.rows(query)
+        return int(count), int(size)
 
     async def hashes(self, context_id: str) -> set[str]:
-        """The contents that the files of a context have."""
+        """Return the hashes of all files of a context."""
         query = select(entries.c.hash).where(entries.c.context_id == context_id, entries.c.deleted.is_(False))
-        return await self._database.read(lambda connection: set(connection.execute(query.distinct()).scalars()))
+        return set(await self._database.scalars(query.distinct()))
 
     async def forget_tombstones(self, context_id: str, age_s: float) -> int:
-        """Remove tombstones older than that, and say how many. The newest version stays: it is never reused."""
+        """Remove tombstones older than `age_s` and return how many. The newest version stays, so none is reused."""
         newest = select(func.max(entries.c.version)).where(entries.c.context_id == context_id).scalar_subquery()
         statement = delete(entries).where(
             entries.c.context_id == context_id,
@@ -170,11 +159,11 @@ class FilespaceStore:
 
     async def forget(self, context_id: str) -> None:
         """Remove every entry of a context."""
-        statement = delete(entries).where(entries.c.context_id == context_id)
-        await self._database.execute(statement)
+        await self._database.execute(delete(entries).where(entries.c.context_id == context_id))
 
-    async def _all(self, query: Select[tuple[object, ...]]) -> list[FilespaceEntry]:
-        return await self._database.all(query, lambda row: FilespaceEntry(**row))
+
+def _entry(row: RowMapping) -> FilespaceEntry:
+    return FilespaceEntry(**row)
 
 
 def _of(context_id: str) -> Select[tuple[object, ...]]:
@@ -185,18 +174,18 @@ def _cursor(path: str) -> str:
     return base64.urlsafe_b64encode(path.encode("utf-8", "surrogateescape")).decode().rstrip("=")
 
 
-def _place(cursor: str) -> str:
+def _path_of(cursor: str) -> str:
     try:
         raw = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
     except (ValueError, binascii.Error):
         raise InvalidRequest(
-            "the cursor is not one this server gave", field="cursor", hint="take `next` of the page before"
+            "this server did not make this cursor", field="cursor", hint="use `next` of the previous page"
         ) from None
     return raw.decode("utf-8", "surrogateescape")
 
 
 def _lock(connection: Connection, context_id: str) -> None:
-    """One writer of a context at a time; on SQLite the transaction has seen to that."""
+    """Let only one transaction at a time write to a context; on SQLite the transaction itself does that."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK, func.hashtext(context_id))))
 
@@ -225,10 +214,10 @@ def _known(connection: Connection, context_id: str, paths: Iterable[str]) -> dic
 
 
 def _beneath(connection: Connection, context_id: str, paths: Sequence[str]) -> dict[str, _Known]:
-    """The files that lie beneath paths which are about to become files themselves."""
+    """Return the files below paths that are about to become files themselves."""
     live = _KNOWN.where(entries.c.context_id == context_id, entries.c.deleted.is_(False))
     found: dict[str, _Known] = {}
-    if len(paths) <= _FEW:
+    if len(paths) <= _MOST_RANGE_QUERIES:
         for path in paths:
             some = live.where(entries.c.path > f"{path}/", entries.c.path < f"{path}0")
             found.update((row["path"], _Known(**row)) for row in connection.execute(some).mappings())
@@ -245,7 +234,7 @@ def _beneath(connection: Connection, context_id: str, paths: Sequence[str]) -> d
 def _displaced(
     connection: Connection, context_id: str, wanted: dict[str, FilespaceChange], known: dict[str, _Known]
 ) -> dict[str, _Known]:
-    """The files that cannot be there together with those that are written."""
+    """Return the files that cannot coexist with the written ones, as a parent of one or below one."""
     new = [
         path
         for path, change in wanted.items()

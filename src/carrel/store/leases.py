@@ -1,6 +1,6 @@
-"""Who owns a session: leases that end by the clock of the database, with a fence that grows at every change of owner.
+"""Leases on sessions: they end by the database's clock, and their fence grows with every change of owner.
 
-Decides nothing but who is first; what an owner may do with its fence is checked by `SessionStore.update`.
+`SessionStore.update` checks the fence of a write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from carrel.store.tables import sessions
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """That `owner` has a session until that moment; `fence` is what its writes must show."""
+    """`owner` owns the session `until` then; its writes must carry `fence`."""
 
     session_id: str
     owner: str
@@ -28,9 +28,9 @@ class Lease:
 
 
 class LeaseStore:
-    """Takes and keeps leases; `SessionStore.update` gives one back.
+    """Acquires and renews leases; `SessionStore.update` releases one.
 
-    `owner` names a server of which only one process can run at a time.
+    `owner` names a server; only one process of that name can run at a time.
     """
 
     def __init__(self, database: Database, clock: Callable[[], ColumnElement[float]] = database_clock):
@@ -38,10 +38,11 @@ class LeaseStore:
         self._clock = clock
 
     async def acquire(self, session_id: str, owner: str, seconds: float, *, anew: bool = False) -> int | None:
-        """Take the lease if it is free or has ended, and return its fence; None when another has it, or no session.
+        """Acquire the lease if it is free or has ended, and return its fence; None when another server has it or the
+        session does not exist.
 
-        For the owner that has it already it is extended and the fence stays; one that let it end gets a new fence, and
-        so does one that asks for it `anew`, because the process that had the lease before it is dead.
+        An owner that already has the lease extends it and keeps the fence. It gets a new fence when its lease had ended
+        or with `anew`, which a new process passes because the process that had the lease is dead.
         """
         now = self._clock()
         mine = and_(sessions.c.lease_owner == owner, sessions.c.lease_until > now)
@@ -59,7 +60,7 @@ class LeaseStore:
         return await self._fence(statement)
 
     async def renew_all(self, owner: str, seconds: float) -> dict[str, int]:
-        """Extend every lease of an owner that has not ended; the sessions that it has, with their fences."""
+        """Extend every lease of an owner that has not ended, and return the fence of each session."""
         now = self._clock()
         statement = (
             update(sessions)
@@ -74,7 +75,10 @@ class LeaseStore:
         return await self._database.write(run)
 
     async def revoke(self, session_id: str, fence: int) -> int | None:
-        """Make a lease that has ended worthless to its owner, whose name stays on it; the new fence, or None."""
+        """Invalidate the fence of a lease that has ended, and return the new one; the owner's name stays on it.
+
+        None when the lease has changed.
+        """
         statement = (
             update(sessions)
             .where(sessions.c.id == session_id, sessions.c.fence == fence, sessions.c.lease_until <= self._clock())
@@ -84,7 +88,7 @@ class LeaseStore:
         return await self._fence(statement)
 
     async def hand_back(self, session_id: str, owner: str, fence: int, to: str) -> None:
-        """Undo the taking of a lease that had ended: it shows its owner of before again, as ended."""
+        """Undo the takeover of an ended lease: it names its former owner again, as ended."""
         statement = (
             update(sessions)
             .where(sessions.c.id == session_id, sessions.c.lease_owner == owner, sessions.c.fence == fence)
@@ -93,12 +97,14 @@ class LeaseStore:
         await self._database.execute(statement)
 
     async def get(self, session_id: str) -> Lease | None:
-        """The lease on a session, ended or not; None when it was given back or never taken."""
+        """Return the lease on a session, ended or not; None when it was released or never acquired."""
         found = await self._select(sessions.c.id == session_id)
         return found[0] if found else None
 
     async def expired(self, now: float | None = None, *, grace: float = 0.0) -> list[Lease]:
-        """The leases that had ended `grace` seconds before `now` (the database's clock), the longest ended first."""
+        """Return the leases that ended at least `grace` seconds before `now` (default: the database's clock), oldest
+        first.
+        """
         return await self._select(sessions.c.lease_until <= (self._clock() if now is None else now) - grace)
 
     async def _fence(self, statement: ReturningUpdate[int]) -> int | None:
@@ -107,9 +113,5 @@ class LeaseStore:
     async def _select(self, condition: ColumnElement[bool]) -> list[Lease]:
         columns = (sessions.c.id, sessions.c.lease_owner, sessions.c.lease_until, sessions.c.fence)
         query = select(*columns).where(condition, sessions.c.lease_owner.is_not(None))
-        query = query.order_by(sessions.c.lease_until, sessions.c.id)
-
-        def run(connection: Connection) -> list[Lease]:
-            return [Lease(*row) for row in connection.execute(query)]
-
-        return await self._database.read(run)
+        rows = await self._database.rows(query.order_by(sessions.c.lease_until, sessions.c.id))
+        return [Lease(*row) for row in rows]

@@ -1,15 +1,12 @@
-"""The queries on the MCP servers of contexts: how each is declared, and what it offered when it was last asked. Decides
-nothing.
-"""
+"""The queries on the MCP servers of contexts: their declarations, and the catalogues they last reported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, delete, insert, select, update
-from sqlalchemy.engine import Connection
+from sqlalchemy import ColumnElement, and_, delete, insert, select, update
+from sqlalchemy.engine import Connection, RowMapping
 
 from carrel.store.database import Database
 from carrel.store.tables import mcp_servers
@@ -20,7 +17,7 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class McpServerRecord:
-    """One row. `context_id` is empty for a server that the operator runs for all."""
+    """A row of the table of MCP servers. `context_id` is empty for a server that the operator runs for all contexts."""
 
     context_id: str
     name: str
@@ -41,29 +38,28 @@ Records = list[McpServerRecord]
 
 
 class McpServerStore:
-    """Reads and writes what is known of MCP servers."""
+    """Reads and writes MCP servers."""
 
     def __init__(self, database: Database):
         self._database = database
 
     async def get(self, context_id: str, name: str) -> McpServerRecord | None:
-        """One server."""
-        found = await self._all(select(mcp_servers).where(_is(context_id, name)))
-        return found[0] if found else None
+        """Return one server."""
+        return await self._database.first(select(mcp_servers).where(_is(context_id, name)), _record)
 
     async def declared(self, context_id: str, name: str) -> McpServerRecord | None:
-        """One server without what it offers, which may be much."""
+        """Return one server without its catalogue, which may be large."""
         columns = [column for column in mcp_servers.c if column.name != "catalogue"]
-        found = await self._all(select(*columns).where(_is(context_id, name)))
-        return found[0] if found else None
+        return await self._database.first(select(*columns).where(_is(context_id, name)), _record)
 
     async def list(self, context_id: str) -> Records:
-        """Those of a context, by name."""
-        return await self._all(select(mcp_servers).where(_table.context_id == context_id).order_by(_table.name))
+        """Return the servers of a context, ordered by name."""
+        query = select(mcp_servers).where(_table.context_id == context_id).order_by(_table.name)
+        return await self._database.all(query, _record)
 
     async def put(self, record: McpServerRecord, room: Callable[[int], None]) -> McpServerRecord:
-        """Write down a server, in the place of one of the same name. `room` is told how many others its context has,
-        and may refuse. What the one before offered stays until the new one was asked.
+        """Add a server, or replace one of the same name. `room` is called with the number of other servers of the
+        context and may refuse. The catalogue of a replaced server stays until the next discovery.
         """
         values = asdict(record)
 
@@ -86,39 +82,35 @@ class McpServerStore:
     async def discovered(
         self, context_id: str, name: str, generation: str, catalogue: Json | None, error: str | None, at: float
     ) -> bool:
-        """Keep what a server offers, or why it could not be asked; False when it was changed meanwhile. What was known
-        before stays when there is an error.
+        """Store the catalogue of a server, or the error of its discovery, which keeps the former catalogue. False when
+        the server was changed meanwhile.
         """
         values: Json = {"discovery_error": error}
         if catalogue is not None:
             values |= {"catalogue": catalogue, "catalogue_generation": generation, "discovered_at": at}
-        mine = and_(_is(context_id, name), _table.generation == generation)
-        statement = update(mcp_servers).where(mine).values(**values)
-        return await self._database.execute(statement) > 0
+        statement = update(mcp_servers).where(_is(context_id, name), _table.generation == generation)
+        return await self._database.execute(statement.values(**values)) > 0
 
     async def place(self, record: McpServerRecord) -> None:
-        """Note the environment of a server that was built anew."""
+        """Store the environment of a server after it was rebuilt."""
         mine = and_(_is(record.context_id, record.name), _table.generation == record.generation)
-        statement = update(mcp_servers).where(mine).values(environment=record.environment)
-        await self._database.execute(statement)
+        await self._database.execute(update(mcp_servers).where(mine).values(environment=record.environment))
 
     async def enable(self, context_id: str, name: str, *, enabled: bool) -> bool:
-        """Let a server be started, or not; False when there is none."""
+        """Allow or forbid starting a server; False when there is none."""
         statement = update(mcp_servers).where(_is(context_id, name)).values(enabled=enabled)
         return await self._database.execute(statement) > 0
 
     async def delete(self, context_id: str, name: str) -> bool:
-        """Forget a server; False when there is none."""
-        statement = delete(mcp_servers).where(_is(context_id, name))
-        return await self._database.execute(statement) > 0
+        """Delete a server; False when there is none."""
+        return await self._database.execute(delete(mcp_servers).where(_is(context_id, name))) > 0
 
     async def forget(self, context_id: str) -> None:
-        """Forget every server of a context."""
-        statement = delete(mcp_servers).where(_table.context_id == context_id)
-        await self._database.execute(statement)
+        """Delete every server of a context."""
+        await self._database.execute(delete(mcp_servers).where(_table.context_id == context_id))
 
     async def copy(self, origin: str, context_id: str) -> None:
-        """Give a fork the servers of its origin."""
+        """Replace the servers of a forked context by those of its origin."""
 
         def run(connection: Connection) -> None:
             connection.execute(delete(mcp_servers).where(_table.context_id == context_id))
@@ -128,8 +120,9 @@ class McpServerStore:
 
         await self._database.write(run)
 
-    async def _all(self, query: Select[Any]) -> Records:
-        return await self._database.all(query, lambda row: McpServerRecord(**row))
+
+def _record(row: RowMapping) -> McpServerRecord:
+    return McpServerRecord(**row)
 
 
 def _is(context_id: str, name: str) -> ColumnElement[bool]:

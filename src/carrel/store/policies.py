@@ -1,4 +1,4 @@
-"""The queries on the policies of contexts: documents and their version. Reads none of them."""
+"""The queries on the policies of contexts. Does not parse the documents."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from carrel.errors import Conflict
 from carrel.store.database import Database
 from carrel.store.tables import policies
 
-_LOCK = 0x706F6C69  # "poli": the first half of the advisory lock on the policy of a context
+_LOCK = 0x706F6C69  # "poli": the first key of the advisory lock on the policy of a context
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """One row: the two documents of a context as they were given, and how often they changed."""
+    """A row of the table of policies: the two documents of a context as given, and their version."""
 
     context_id: str
     settings: Mapping[str, object] | None
@@ -34,14 +34,9 @@ class PolicyStore:
         self._database = database
 
     async def get(self, context_id: str) -> PolicyRecord | None:
-        """The policy of a context."""
+        """Return the policy of a context."""
         query = select(policies).where(policies.c.context_id == context_id)
-
-        def run(connection: Connection) -> PolicyRecord | None:
-            row = connection.execute(query).mappings().one_or_none()
-            return None if row is None else PolicyRecord(**row)
-
-        return await self._database.read(run)
+        return await self._database.first(query, lambda row: PolicyRecord(**row))
 
     async def put(
         self,
@@ -55,7 +50,7 @@ class PolicyStore:
     ) -> int:
         """Replace the policy of a context and return its version.
 
-        With `expected`, only if that is the version it has (0: none): else `Conflict`.
+        With `expected`, only if the current version is that one (0: no policy); else `Conflict`.
         """
 
         def run(connection: Connection) -> int:
@@ -67,7 +62,7 @@ class PolicyStore:
                 raise Conflict(
                     f"the policy of '{context_id}' was changed meanwhile",
                     field="version",
-                    hint="read it again, and change that",
+                    hint="read it again and change that version",
                 )
             values = {"settings": settings, "sources": sources, "updated_at": at, "updated_by": by}
             if version is None:
@@ -80,7 +75,7 @@ class PolicyStore:
         return await self._database.write(run)
 
     async def delete(self, context_id: str, *, version: int | None = None) -> bool:
-        """Forget the policy of a context; False when it had none, or none of that version."""
+        """Delete the policy of a context; False when it had none, or not of that version."""
         statement = delete(policies).where(policies.c.context_id == context_id)
         if version is not None:
             statement = statement.where(policies.c.version == version)

@@ -1,7 +1,4 @@
-"""Runs queries on PostgreSQL, on the event loop through asyncpg. Imported only when a URL names one.
-
-Knows how the driver wants to be set up, and nothing of what is stored.
-"""
+"""Runs queries on PostgreSQL, on the event loop through asyncpg. Imported only when a URL names a PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _STATEMENT_S = 60
 
 
 def _alive(connection: AdaptedConnection, _: ConnectionPoolEntry, __: PoolProxiedConnection) -> None:
-    # The driver knows when the server has hung up; asking the server instead would cost three round trips a query.
+    # The driver knows when the server has closed the connection; a ping would cost three round trips per query.
     if connection.driver_connection.is_closed():
         raise DisconnectionError
 
@@ -37,7 +34,7 @@ class Postgres:
 
     def __init__(self, url: str):
         async def connect() -> object:
-            # The driver reads the URL itself, so every parameter of libpq it knows (sslmode, host, ...) works.
+            # The driver parses the URL itself, so every libpq parameter it supports (sslmode, host, ...) works.
             return await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)
 
         self._engine: AsyncEngine = create_async_engine(
@@ -57,11 +54,11 @@ class Postgres:
             return await connection.run_sync(query)
 
     def write_here(self, query: Callable[[Connection], T]) -> T:
-        """There is always a way to the server."""
+        """Raise `Occupied`: a write always waits for the server."""
         raise Occupied
 
     async def sync(self) -> None:
-        """The server has done that at each commit."""
+        """Do nothing: the server syncs at each commit."""
 
     async def close(self) -> None:
         """Close every connection."""

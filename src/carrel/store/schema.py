@@ -1,7 +1,7 @@
-"""Brings the tables of an open connection to what this code knows, in the caller's transaction. Knows no engine.
+"""Creates or migrates the tables on an open connection, in the caller's transaction.
 
-A database that is up to date costs one look at its revision, and a new one gets the tables as they are now. Only a
-database that an older carrel made is migrated, so most starts need not import Alembic.
+A new database gets the current tables, and an up-to-date one only has its revision read. Only a database of an older
+carrel is migrated, so most starts need not import Alembic.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from carrel.errors import PlatformError
 from carrel.store.migrations import versions
 from carrel.store.tables import metadata
 
-_LOCK = 0x63617272656C  # "carrel": the advisory lock of everyone who migrates this database
+_LOCK = 0x63617272656C  # "carrel": the advisory lock for migrations
 _SCRIPT = re.compile(r"r(\d{4})_\w+\.py")
 
-# As the migration toolkit makes it and reads it.
+# The table that Alembic creates and reads.
 _version = Table(
     "alembic_version",
     MetaData(),
@@ -31,13 +31,13 @@ _version = Table(
 
 @cache
 def known() -> tuple[str, ...]:
-    """Every revision, the newest first, by the names of the scripts."""
+    """Return every revision, newest first, read from the file names of the scripts."""
     names = os.listdir(os.path.dirname(versions.__file__))
     return tuple(sorted((found[1] for name in names if (found := _SCRIPT.fullmatch(name))), reverse=True))
 
 
 def newest() -> str:
-    """The revision this code brings a database to."""
+    """Return the revision that this code migrates a database to."""
     return known()[0]
 
 
@@ -45,8 +45,7 @@ def migrate(connection: Connection) -> None:
     """Bring the tables to the newest revision; `PlatformError` for a database of a newer carrel, of one from before
     the first release, or of another program.
 
-    The transaction must be one that keeps other writers of a SQLite file out (`BEGIN IMMEDIATE`); on PostgreSQL
-    an advisory lock does, until the transaction ends.
+    On SQLite the transaction must exclude other writers (`BEGIN IMMEDIATE`); on PostgreSQL an advisory lock does.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
@@ -69,7 +68,9 @@ def migrate(connection: Connection) -> None:
             field="database",
             hint="give carrel a database (or a schema) of its own",
         )
-    _make(connection)
+    metadata.create_all(connection, checkfirst=False)
+    _version.create(connection, checkfirst=True)
+    connection.execute(insert(_version).values(version_num=newest()))
 
 
 def _check_revision(revision: str) -> None:
@@ -89,9 +90,3 @@ def _check_revision(revision: str) -> None:
         field="database",
         hint="run the newer carrel, or give this one a database of its own",
     )
-
-
-def _make(connection: Connection) -> None:
-    metadata.create_all(connection, checkfirst=False)
-    _version.create(connection, checkfirst=True)
-    connection.execute(insert(_version).values(version_num=newest()))

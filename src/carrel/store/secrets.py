@@ -1,4 +1,4 @@
-"""The queries on secrets. Knows sealed values only: what opens them is not here, and nothing here shows them."""
+"""The queries on secrets. Handles only sealed (encrypted) values; `carrel.secrets` seals and opens them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sqlalchemy import ColumnElement, Select, Table, and_, delete, func, insert, literal, or_, select, update
-from sqlalchemy.engine import Connection
+from sqlalchemy import ColumnElement, Table, and_, delete, func, insert, literal, or_, select, update
+from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import LimitExceeded
@@ -16,23 +16,23 @@ from carrel.store.database import Database
 from carrel.store.tables import former_secrets, secrets, sessions
 
 ScopeKind = Literal["context", "template"]
-"""What a secret belongs to."""
+"""The kind of thing that a secret belongs to."""
 Place = tuple[ScopeKind, str]
 Places = Sequence[Place]
 
 MOST = 256
-"""Secrets a context or a template may have."""
+"""The most secrets of one context or template."""
 MOST_FORMER = 16
-"""Former values of one secret that are remembered."""
+"""The most former values kept of one secret."""
 Mark = tuple[int, float | None, int | None]
-"""How many secrets there are, when one was last put, and the newest of the former ones."""
+"""Number of secrets, time of the last put, and id of the newest former value; changes with every change of a secret."""
 Sizes = Mapping[str, int]
-"""How many bytes the sealed values have that a sandbox would get, by the names of the secrets."""
+"""The sizes of the sealed values that a sandbox would get, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecretInfo:
-    """What may be shown of a secret. The version counts how often it was put."""
+    """The public part of a secret. `version` counts how often it was put."""
 
     kind: ScopeKind
     scope: str
@@ -44,7 +44,7 @@ class SecretInfo:
 
 @dataclass(frozen=True, slots=True)
 class SecretRecord(SecretInfo):
-    """One row: a secret with its sealed value and the key that sealed it."""
+    """A row of the table of secrets: with the sealed value and the id of the key that sealed it."""
 
     key_id: str
     sealed: bytes = field(repr=False)
@@ -52,7 +52,7 @@ class SecretRecord(SecretInfo):
 
 @dataclass(frozen=True, slots=True)
 class FormerSecret:
-    """A value that a secret had, sealed: a sandbox that runs may have seen it."""
+    """A sealed former value of a secret, which a running sandbox may have seen."""
 
     id: int
     kind: ScopeKind
@@ -90,10 +90,10 @@ class SecretStore:
         sandboxes: Sequence[Places],
         check: Callable[[Sizes], None],
     ) -> SecretInfo:
-        """Store a secret or the next version of it; `LimitExceeded` when its scope has too many.
+        """Store a secret or its next version; `LimitExceeded` when its scope has too many.
 
-        `check` is called with the sizes of what a sandbox would have that has the secrets of this place alone, and of
-        what each of `sandboxes` would have; what it raises undoes the whole.
+        `check` is called with the sizes for a sandbox that has only the secrets of this place, and for each of
+        `sandboxes`; an exception from it rolls everything back.
         """
 
         def run(connection: Connection) -> SecretInfo:
@@ -109,29 +109,29 @@ class SecretStore:
             return await self._database.write(run)
 
     async def get(self, kind: ScopeKind, scope: str, name: str) -> SecretRecord | None:
-        """The secret with its sealed value."""
-        found = await self._records(select(*_ALL).where(_is(kind, scope, name)))
-        return found[0] if found else None
+        """Return a secret with its sealed value."""
+        return await self._database.first(select(*_ALL).where(_is(kind, scope, name)), _record)
 
     async def list(self, kind: ScopeKind, scope: str) -> Infos:
-        """What a context or a template has, by name, without any value."""
+        """Return the secrets of a context or template, ordered by name, without values."""
         query = select(*_SHOWN).where(secrets.c.kind == kind, secrets.c.scope == scope).order_by(secrets.c.name)
         return await self._database.all(query, lambda row: SecretInfo(**row))
 
     async def of_scope(self, context: str | None, templates: Sequence[str] = ()) -> Records:
-        """What a sandbox gets, by name: the secrets of its context, and of each template those that no earlier has."""
+        """Return the secrets of a sandbox, ordered by name. The context comes before the templates, in their order; for
+        each name the first one wins.
+        """
         order = places_of(context, templates)
         if not order:
             return []
-        found = await self._records(select(*_ALL).where(_any_of(secrets, order)))
-        rank = {place: number for number, place in enumerate(order)}
+        found = await self._database.all(select(*_ALL).where(_any_of(secrets, order)), _record)
         first: dict[str, SecretRecord] = {}
-        for record in sorted(found, key=lambda record: rank[record.kind, record.scope]):
+        for record in sorted(found, key=lambda record: order.index((record.kind, record.scope))):
             first.setdefault(record.name, record)
         return [first[name] for name in sorted(first)]
 
     async def delete(self, kind: ScopeKind, scope: str, name: str) -> bool:
-        """Forget a secret; False when there was none. Its value stays among the former ones."""
+        """Delete a secret; False when there was none. Its value is kept as a former value."""
 
         def run(connection: Connection) -> bool:
             _keep_former(connection, kind, scope, name)
@@ -140,22 +140,23 @@ class SecretStore:
         return await self._database.write(run)
 
     async def former(self, context: str | None, templates: Sequence[str] = ()) -> Formers:
-        """Values that a context's and a template's secrets had, the newest first."""
+        """Return the former values of the secrets of a sandbox, newest first."""
         order = places_of(context, templates)
         if not order:
             return []
         query = select(*_FORMER).where(_any_of(former_secrets, order))
-        return await self._formers(query.order_by(former_secrets.c.id.desc()))
+        return await self._database.all(query.order_by(former_secrets.c.id.desc()), _former)
 
     async def mark(self) -> Mark:
-        """Another one whenever any secret was put, changed or deleted, by whichever server."""
+        """Return a mark that changes whenever any server puts or deletes a secret."""
         newest = select(func.max(former_secrets.c.id)).scalar_subquery()
         query = select(func.count(), func.max(secrets.c.updated_at), newest).select_from(secrets)
-        return await self._database.read(lambda connection: tuple(connection.execute(query).one()))
+        [row] = await self._database.rows(query)
+        return tuple(row)
 
     async def forget_former(self, states: Iterable[str]) -> int:
-        """Forget the former values that no sandbox can have seen, as none of their context or template is in one of
-        these states; how many.
+        """Delete the former values of contexts and templates without a session in one of these states, because no
+        sandbox can have seen them; return how many.
         """
         live = sessions.c.state.in_([*states])
         contexts = select(sessions.c.context_id).where(live, sessions.c.context_id.is_not(None))
@@ -170,7 +171,7 @@ class SecretStore:
         return await self._database.execute(statement)
 
     async def forget(self, kind: ScopeKind, scope: str) -> int:
-        """Forget everything a context or a template has or had, and say how many secrets it had."""
+        """Delete all secrets and former values of a context or template, and return the number of secrets."""
 
         def run(connection: Connection) -> int:
             for table in (former_secrets, secrets):
@@ -180,45 +181,46 @@ class SecretStore:
         return await self._database.write(run)
 
     async def sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Records:
-        """At most `limit` secrets that this key sealed, without the first `skip`."""
+        """Return at most `limit` secrets that this key sealed, without the first `skip`."""
         query = select(*_ALL).where(secrets.c.key_id == key_id)
         query = query.order_by(secrets.c.kind, secrets.c.scope, secrets.c.name)
-        return await self._records(query.limit(limit).offset(skip))
+        return await self._database.all(query.limit(limit).offset(skip), _record)
 
     async def reseal(self, kind: ScopeKind, scope: str, name: str, *, version: int, sealed: bytes, key_id: str) -> bool:
-        """Replace the sealed bytes of that version and keep all else; False when it has changed since."""
+        """Replace the sealed bytes of this version; False when the secret has changed since."""
         statement = update(secrets).where(_is(kind, scope, name), secrets.c.version == version)
         statement = statement.values(sealed=sealed, key_id=key_id)
         return await self._database.execute(statement) == 1
 
     async def former_sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Formers:
-        """At most `limit` former values that this key sealed, without the first `skip`."""
+        """Return at most `limit` former values that this key sealed, without the first `skip`."""
         query = select(*_FORMER).where(former_secrets.c.key_id == key_id).order_by(former_secrets.c.id)
-        return await self._formers(query.limit(limit).offset(skip))
+        return await self._database.all(query.limit(limit).offset(skip), _former)
 
     async def reseal_former(self, id: int, *, sealed: bytes, key_id: str) -> bool:
-        """Replace the sealed bytes of a former value and keep all else; False when it is forgotten since."""
+        """Replace the sealed bytes of a former value; False when it was deleted since."""
         statement = update(former_secrets).where(former_secrets.c.id == id).values(sealed=sealed, key_id=key_id)
         return await self._database.execute(statement) == 1
 
     async def not_sealed_with(self, key_id: str) -> int:
-        """How many values, former ones too, other keys than this one have sealed."""
+        """Count the values, former ones included, that another key sealed."""
         counts = (
             select(func.count()).select_from(table).where(table.c.key_id != key_id).scalar_subquery()
             for table in (secrets, former_secrets)
         )
-        query = select(sum(counts, start=literal(0)))
-        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
+        return int((await self._database.scalars(select(sum(counts, start=literal(0)))))[0])
 
-    async def _formers(self, query: Select[tuple[object, ...]]) -> Formers:
-        return await self._database.all(query, lambda row: FormerSecret(**{**row, "sealed": bytes(row["sealed"])}))
 
-    async def _records(self, query: Select[tuple[object, ...]]) -> Records:
-        return await self._database.all(query, lambda row: SecretRecord(**{**row, "sealed": bytes(row["sealed"])}))
+def _record(row: RowMapping) -> SecretRecord:
+    return SecretRecord(**{**row, "sealed": bytes(row["sealed"])})
+
+
+def _former(row: RowMapping) -> FormerSecret:
+    return FormerSecret(**{**row, "sealed": bytes(row["sealed"])})
 
 
 def places_of(context: str | None, templates: Sequence[str] = ()) -> Places:
-    """Whose secrets a sandbox gets, the first to be asked first."""
+    """Return the places of a sandbox's secrets, in order of precedence."""
     order: list[Place] = [("context", context)] if context is not None else []
     return [*order, *(("template", name) for name in dict.fromkeys(templates))]
 
@@ -230,15 +232,14 @@ def _any_of(table: Table, places: Places) -> ColumnElement[bool]:
 def _sizes(connection: Connection, order: Places) -> Sizes:
     query = select(secrets.c.kind, secrets.c.scope, secrets.c.name, func.length(secrets.c.sealed).label("size"))
     found = connection.execute(query.where(_any_of(secrets, order))).mappings().all()
-    rank = {place: number for number, place in enumerate(order)}
     sizes: dict[str, int] = {}
-    for row in sorted(found, key=lambda row: rank[row["kind"], row["scope"]]):
+    for row in sorted(found, key=lambda row: order.index((row["kind"], row["scope"]))):
         sizes.setdefault(row["name"], row["size"])
     return sizes
 
 
 def _keep_former(connection: Connection, kind: ScopeKind, scope: str, name: str) -> None:
-    """Remember the value that a secret has, and no more of older ones than there is room for."""
+    """Keep the current value of a secret as a former one, and drop the oldest beyond `MOST_FORMER`."""
     names = ("kind", "scope", "name", "version", "sealed", "key_id")
     values = select(*(secrets.c[each] for each in names)).where(_is(kind, scope, name))
     connection.execute(insert(former_secrets).from_select(names, values))
@@ -268,7 +269,7 @@ def _put(
         count = select(func.count()).where(secrets.c.kind == kind, secrets.c.scope == scope)
         if connection.execute(count).scalar_one() >= MOST:
             raise LimitExceeded(
-                f"a {kind} may have at most {MOST} secrets", field="name", hint="delete what is not used any more"
+                f"a {kind} may have at most {MOST} secrets", field="name", hint="delete some that are not used any more"
             )
         row = {"kind": kind, "scope": scope, "name": name, "sealed": sealed, "key_id": key_id, "version": 1}
         connection.execute(insert(secrets).values(**row, created_at=now, updated_at=now))

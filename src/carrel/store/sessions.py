@@ -1,4 +1,4 @@
-"""The queries on sessions. Holds no rule of the life of a session: it stores what it is told."""
+"""The queries on sessions. Knows no rules of the session lifecycle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-from sqlalchemy import ColumnElement, Double, Select, and_, bindparam, case, func, insert, select, update
-from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy import ColumnElement, Double, and_, bindparam, case, func, insert, select, update
+from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
@@ -23,7 +23,7 @@ Handle = dict[str, str | int | float | bool | None]
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One row: what is known of a session."""
+    """A row of the table of sessions."""
 
     id: str
     context_id: str | None
@@ -52,23 +52,23 @@ class SessionRecord:
     notice: str | None = None
     template: str | None = None
     acts_for: str | None = None
-    """For a sandbox of carrel's own: the context whose policy holds for it, empty for that of none."""
+    """For an internal sandbox of carrel: the context whose policy applies to it; empty when none does."""
     agent: str | None = None
-    """Whom the workspace belongs to: the agent or service whose token made it, else the template it was made by."""
+    """The owner of the workspace: the agent or service whose token created it, else its template."""
     used_bytes: int | None = None
-    """What the workspace held when it was last measured."""
+    """Size of the workspace when it was last measured."""
     expires_at: float | None = None
-    """When the workspace is deleted unless it is used before; None while that is not near."""
+    """When the workspace is deleted unless it is used before; None while that is far away."""
     forgotten: bool = False
-    """Whether the context was deleted after this session: nothing of it counts for the next one."""
+    """Whether the context was deleted after this session; then the next session inherits nothing from it."""
 
     @property
     def owner(self) -> str:
-        """The context the session belongs to; the sandbox itself when it has none."""
+        """The context of the session, or the id of the sandbox when it has no context."""
         return self.context_id or self.id
 
     def info(self, last_activity_at: float | None = None) -> SandboxInfo:
-        """The record as the API shows it."""
+        """Return the record as the API shows it."""
         return SandboxInfo(
             id=self.id,
             context_id=self.context_id,
@@ -124,7 +124,7 @@ def _record(row: RowMapping) -> SessionRecord:
 
 
 class SessionStore:
-    """Reads and writes session records. What a lease consists of is written by `LeaseStore` alone."""
+    """Reads and writes session records. Only `LeaseStore` changes the columns of a lease."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -132,20 +132,19 @@ class SessionStore:
     async def insert(self, record: SessionRecord, lease: tuple[str, float] | None = None) -> None:
         """Add a record; `AlreadyExists` when its context or idempotency key is taken.
 
-        `lease` is the owner and the seconds of a lease that begins at once, with fence 1; else nobody has one.
+        With `lease` (owner and seconds) the session starts with a lease of fence 1.
         """
         values = {name: _plain(name, getattr(record, name)) for name in _NAMES if name not in _LEASE}
         if lease is not None:
             owner, seconds = lease
             values |= {"lease_owner": owner, "lease_until": database_clock() + seconds, "fence": 1}
-        statement = insert(sessions).values(**values)
         try:
-            await self._database.execute(statement)
+            await self._database.execute(insert(sessions).values(**values))
         except IntegrityError:
             raise AlreadyExists(
                 "a session of this context or idempotency key exists already",
                 field="context_id",
-                hint="ask again: the existing one is then returned",
+                hint="ask again: the existing session is then returned",
             ) from None
 
     async def update(
@@ -159,8 +158,8 @@ class SessionStore:
     ) -> None:
         """Change some fields of one record, in one transaction.
 
-        With `fence`, only while the lease that gave it has not been released or taken by another: else nothing is
-        changed and `Conflict` is raised. With `release` the lease is given back in the same step.
+        With `fence`, only while its lease was not released or acquired by another server: else nothing changes and
+        `Conflict` is raised. With `release` the lease is released in the same step.
         """
         values |= more
         if refused := _LEASE & values.keys():
@@ -180,53 +179,49 @@ class SessionStore:
             )
 
     async def touch(self, activity: Mapping[str, float]) -> None:
-        """Write the last activity of many sessions; never moves a clock back."""
+        """Write the last activity of many sessions; an earlier time never replaces a later one."""
         if not activity:
             return
         when = bindparam("seen", type_=Double)
         later = case((sessions.c.last_activity_at > when, sessions.c.last_activity_at), else_=when)
         statement = update(sessions).where(sessions.c.id == bindparam("key")).values(last_activity_at=later)
-        # Always in the same order, or two control planes could wait for each other's rows.
+        # Always in the same order, or two control planes could deadlock on each other's rows.
         rows = [{"key": key, "seen": value} for key, value in sorted(activity.items())]
         await self._database.write(lambda connection: connection.execute(statement, rows).close())
 
     async def get(self, session_id: str) -> SessionRecord | None:
-        """The record with that id."""
+        """Return the record with this id."""
         return await self._one(sessions.c.id == session_id)
 
     async def of_context(self, context_id: str) -> SessionRecord | None:
-        """The record of a context that is not terminated."""
+        """Return the record of a context that is not terminated."""
         return await self._one(and_(sessions.c.context_id == context_id, sessions.c.state != State.TERMINATED.value))
 
     async def newest_of_context(self, context_id: str) -> SessionRecord | None:
-        """The record of a context that was made last, terminated or not."""
+        """Return the newest record of a context, terminated or not."""
         query = select(sessions).where(sessions.c.context_id == context_id)
-        found = await self._all(query.order_by(sessions.c.created_at.desc(), sessions.c.id.desc()).limit(1))
-        return found[0] if found else None
+        return await self._database.first(query.order_by(sessions.c.created_at.desc(), sessions.c.id.desc()), _record)
 
     async def forget(self, context_id: str) -> None:
-        """Let nothing of the ended sessions of a context count for the next one."""
+        """Mark the ended sessions of a context, so that the next session inherits nothing from them."""
         ended = and_(sessions.c.context_id == context_id, sessions.c.state == State.TERMINATED.value)
         statement = update(sessions).where(ended).values(forgotten=True, template=None, expires_at=None)
         await self._database.execute(statement)
 
     async def of_key(self, idempotency_key: str) -> SessionRecord | None:
-        """The record a creation with that idempotency key made."""
+        """Return the record that was created with this idempotency key."""
         return await self._one(sessions.c.idempotency_key == idempotency_key)
 
     async def in_states(self, states: Iterable[State]) -> list[SessionRecord]:
-        """Every record in one of these states."""
-        return await self._all(select(sessions).where(sessions.c.state.in_([state.value for state in states])))
+        """Return every record in one of these states."""
+        query = select(sessions).where(sessions.c.state.in_([state.value for state in states]))
+        return await self._database.all(query, _record)
 
     async def counts(self) -> dict[State, int]:
-        """How many records are in each state that is not terminated."""
+        """Count the records in each state except terminated."""
         query = select(sessions.c.state, func.count()).where(sessions.c.state != State.TERMINATED.value)
-        query = query.group_by(sessions.c.state)
-
-        def run(connection: Connection) -> dict[State, int]:
-            return {State(state): int(number) for state, number in connection.execute(query)}
-
-        return await self._database.read(run)
+        rows = await self._database.rows(query.group_by(sessions.c.state))
+        return {State(state): int(number) for state, number in rows}
 
     async def page(
         self,
@@ -236,7 +231,7 @@ class SessionStore:
         states: Iterable[State] | None = None,
         context_id: str | None = None,
     ) -> tuple[list[SessionRecord], str | None]:
-        """Newest first: at most `limit` records after `cursor`, and the cursor of the next page."""
+        """Return at most `limit` records after `cursor`, newest first, and the cursor of the next page."""
         query = select(sessions)
         if states is not None:
             query = query.where(sessions.c.state.in_([state.value for state in states]))
@@ -245,8 +240,4 @@ class SessionStore:
         return await read_page(self._database, sessions, query, _record, limit, cursor)
 
     async def _one(self, condition: ColumnElement[bool]) -> SessionRecord | None:
-        found = await self._all(select(sessions).where(condition).limit(1))
-        return found[0] if found else None
-
-    async def _all(self, query: Select[tuple[object, ...]]) -> list[SessionRecord]:
-        return await self._database.all(query, _record)
+        return await self._database.first(select(sessions).where(condition), _record)

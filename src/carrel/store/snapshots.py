@@ -1,4 +1,4 @@
-"""The queries on snapshots. Knows no volume driver and no archive: it stores what it is told."""
+"""The queries on snapshots. Knows neither volume drivers nor the archive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import snapshots
 
-DOOMED = "it is being deleted"
-"""The error of a snapshot that was about to be deleted."""
+DELETING = "it is being deleted"
+"""The error of a snapshot whose deletion has begun."""
 
 
 class SnapshotStatus(StrEnum):
-    """How far a snapshot is: only a ready one may be restored."""
+    """The state of a snapshot: only a ready one may be restored."""
 
     CREATING = "creating"
     READY = "ready"
@@ -29,7 +29,7 @@ class SnapshotStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """One row: what is known of a snapshot. The sizes are known once it is ready."""
+    """A row of the table of snapshots. The sizes are set once it is ready."""
 
     id: str
     context_id: str
@@ -61,77 +61,67 @@ class SnapshotStore:
     async def insert(self, record: SnapshotRecord) -> None:
         """Add a record; `AlreadyExists` when its id is taken."""
         values = {**asdict(record), "status": record.status.value, "labels": dict(record.labels)}
-        statement = insert(snapshots).values(**values)
         try:
-            await self._database.execute(statement)
+            await self._database.execute(insert(snapshots).values(**values))
         except IntegrityError:
-            raise AlreadyExists(f"there is a snapshot {record.id} already", field="id") from None
+            raise AlreadyExists(f"snapshot {record.id} already exists", field="id") from None
 
     async def ready(self, snapshot_id: str, *, size: int, new_bytes: int, files: int) -> None:
-        """The snapshot is complete; `Conflict` unless it was being created."""
+        """Record that the snapshot is complete; `Conflict` unless it was being created."""
         await self._end(snapshot_id, SnapshotStatus.READY, bytes=size, new_bytes=new_bytes, files=files)
 
     async def failed(self, snapshot_id: str, error: str) -> None:
-        """The snapshot could not be made; `Conflict` unless it was being created."""
+        """Record that the snapshot failed; `Conflict` unless it was being created."""
         await self._end(snapshot_id, SnapshotStatus.FAILED, error=error)
 
-    async def doom(self, context_id: str, snapshot_id: str | None = None) -> None:
-        """One snapshot of a context, or all of them, are about to be deleted: none can be restored from now on."""
+    async def start_deletion(self, context_id: str, snapshot_id: str | None = None) -> None:
+        """Record that one or all snapshots of a context are about to be deleted, so that none is restored any more."""
         statement = update(snapshots).where(snapshots.c.context_id == context_id)
         if snapshot_id is not None:
             statement = statement.where(snapshots.c.id == snapshot_id)
-        statement = statement.values(status=SnapshotStatus.FAILED.value, error=DOOMED)
-        await self._database.execute(statement)
+        await self._database.execute(statement.values(status=SnapshotStatus.FAILED.value, error=DELETING))
 
-    async def doomed(self) -> list[SnapshotRecord]:
-        """The snapshots whose deletion was not finished."""
-        return [each for each in await self.in_status(SnapshotStatus.FAILED) if each.error == DOOMED]
+    async def unfinished_deletions(self) -> list[SnapshotRecord]:
+        """Return the snapshots whose deletion was not finished."""
+        return [each for each in await self.in_status(SnapshotStatus.FAILED) if each.error == DELETING]
 
     async def get(self, snapshot_id: str) -> SnapshotRecord | None:
-        """The record with that id."""
-        found = await self._all(select(snapshots).where(snapshots.c.id == snapshot_id))
-        return found[0] if found else None
+        """Return the record with this id."""
+        return await self._database.first(select(snapshots).where(snapshots.c.id == snapshot_id), _record)
 
     async def newest_ready(self, context_id: str) -> SnapshotRecord | None:
-        """The last good snapshot of a context."""
-        query = select(snapshots).where(snapshots.c.context_id == context_id)
-        query = query.where(snapshots.c.status == SnapshotStatus.READY.value)
-        found = await self._all(query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()).limit(1))
-        return found[0] if found else None
+        """Return the newest ready snapshot of a context."""
+        return await self._database.first(_ready(context_id), _record)
 
     async def mark_archived(self, snapshot_id: str) -> None:
-        """The archive has it."""
-        statement = update(snapshots).where(snapshots.c.id == snapshot_id).values(archived=True)
-        await self._database.execute(statement)
+        """Record that the archive has the snapshot."""
+        await self._database.execute(update(snapshots).where(snapshots.c.id == snapshot_id).values(archived=True))
 
     async def unarchived(self, node: str) -> list[SnapshotRecord]:
-        """The ready snapshots of a node that are not in the archive yet, oldest first."""
+        """Return the ready snapshots of a node that are not yet in the archive, oldest first."""
         query = select(snapshots).where(snapshots.c.status == SnapshotStatus.READY.value)
         query = query.where(snapshots.c.node == node, snapshots.c.archived.is_(False))
-        return await self._all(query.order_by(snapshots.c.created_at, snapshots.c.id))
+        return await self._database.all(query.order_by(snapshots.c.created_at, snapshots.c.id), _record)
 
     async def all_ready(self, context_id: str) -> list[SnapshotRecord]:
-        """Every good snapshot of a context, newest first."""
-        query = select(snapshots).where(snapshots.c.context_id == context_id)
-        query = query.where(snapshots.c.status == SnapshotStatus.READY.value)
-        return await self._all(query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc()))
+        """Return every ready snapshot of a context, newest first."""
+        return await self._database.all(_ready(context_id), _record)
 
     async def in_status(self, status: SnapshotStatus) -> list[SnapshotRecord]:
-        """Every record with that status, oldest first."""
+        """Return every record with this status, oldest first."""
         query = select(snapshots).where(snapshots.c.status == status.value)
-        return await self._all(query.order_by(snapshots.c.created_at, snapshots.c.id))
+        return await self._database.all(query.order_by(snapshots.c.created_at, snapshots.c.id), _record)
 
     async def page(
         self, context_id: str, *, limit: int, cursor: str | None = None
     ) -> tuple[list[SnapshotRecord], str | None]:
-        """Newest first: at most `limit` records of a context after `cursor`, and the cursor of the next page."""
+        """Return at most `limit` records of a context after `cursor`, newest first, and the cursor of the next page."""
         query = select(snapshots).where(snapshots.c.context_id == context_id)
         return await read_page(self._database, snapshots, query, _record, limit, cursor)
 
     async def delete(self, snapshot_id: str) -> bool:
-        """Forget a snapshot; False when there was none."""
-        statement = delete(snapshots).where(snapshots.c.id == snapshot_id)
-        return await self._database.execute(statement) == 1
+        """Delete the record of a snapshot; False when there was none."""
+        return await self._database.execute(delete(snapshots).where(snapshots.c.id == snapshot_id)) == 1
 
     async def _end(self, snapshot_id: str, status: SnapshotStatus, **values: int | str) -> None:
         statement = (
@@ -142,5 +132,8 @@ class SnapshotStore:
         if await self._database.execute(statement) == 0:
             raise Conflict(f"snapshot {snapshot_id} is not being created", field="id", hint="it has ended or is gone")
 
-    async def _all(self, query: Select[tuple[object, ...]]) -> list[SnapshotRecord]:
-        return await self._database.all(query, _record)
+
+def _ready(context_id: str) -> Select[tuple[object, ...]]:
+    query = select(snapshots).where(snapshots.c.context_id == context_id)
+    query = query.where(snapshots.c.status == SnapshotStatus.READY.value)
+    return query.order_by(snapshots.c.created_at.desc(), snapshots.c.id.desc())

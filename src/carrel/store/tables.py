@@ -1,4 +1,4 @@
-"""The tables. Only types and constraints that SQLite and PostgreSQL both have."""
+"""The tables, with types and constraints that both SQLite and PostgreSQL have."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ metadata = MetaData()
 
 
 class Words(TypeDecorator[str]):
-    """Text for people and names: what one of the databases cannot hold (NUL, lone surrogates) becomes U+FFFD, so that
-    no text a caller or a program made up can fail a write.
+    """Text and names. Characters that one of the databases cannot store (NUL, lone surrogates) become U+FFFD, so that
+    no text from a caller or a program can make a write fail.
     """
 
     impl = String
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """The text as both databases can hold it."""
+        """Replace the characters that a database cannot store."""
         if value is None or (value.isascii() and "\0" not in value):
             return value
         held = value.replace("\0", "\ufffd")
@@ -40,7 +40,7 @@ class Words(TypeDecorator[str]):
 
 
 class Prose(Words):
-    """Words of any length."""
+    """Text of any length."""
 
     impl = Text
     cache_ok = True
@@ -53,11 +53,11 @@ class PathBytes(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> bytes | None:
-        """The bytes of the path."""
+        """Return the bytes of the path."""
         return None if value is None else value.encode("utf-8", "surrogateescape")
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | None:
-        """The path of the bytes."""
+        """Return the path of the bytes."""
         return None if value is None else bytes(value).decode("utf-8", "surrogateescape")
 
 
@@ -145,7 +145,7 @@ Index("filespace_entries_version", filespace_entries.c.context_id, filespace_ent
 audit_records = Table(
     "audit_records",
     metadata,
-    # Orders what was written at the same moment; SQLite counts up by itself only in a plain INTEGER.
+    # Orders records of the same moment; SQLite numbers rows itself only in a plain INTEGER column.
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
     Column("chain", Words(255), nullable=False),
     Column("seq", BigInteger, nullable=False),
@@ -158,7 +158,7 @@ audit_records = Table(
     Column("decision", String(8), nullable=False),
     Column("result", Words(128), nullable=True),
     Column("hash", LargeBinary, nullable=False),
-    # What is hashed and shown; the columns before are only for finding it.
+    # The hashed text, which is also what is shown; the other columns only serve the search.
     Column("body", Text, nullable=False),
 )
 Index("audit_records_seq", audit_records.c.chain, audit_records.c.seq, unique=True)

@@ -1,4 +1,4 @@
-"""Runs the migrations on a database that an older carrel made. Imported only when there is one."""
+"""Migrates a database of an older carrel. Imported only when one is opened, as Alembic takes long to import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from carrel.store import migrations
 
 
 def config(connection: Connection | None = None) -> Config:
-    """The settings of Alembic: where the scripts are, and the connection they run on."""
+    """Return the settings of Alembic: the folder of the scripts, and the connection they run on."""
     made = Config()
     made.set_main_option("script_location", os.path.dirname(migrations.__file__).replace("%", "%%"))
     made.attributes["connection"] = connection

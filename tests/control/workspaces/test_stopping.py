@@ -57,7 +57,7 @@ async def test_a_deletion_that_was_cut_short_is_finished(plane: ControlPlane) ->
     await plane.sessions.deploy_or_resume(REQUEST)
     taken = await plane.snapshots.take("a:b")
     store = SnapshotStore(plane._database)
-    await store.doom("a:b", taken.id)
+    await store.start_deletion("a:b", taken.id)
     with pytest.raises(Conflict):
         await plane.snapshots.restore("a:b", taken.id)
     await plane.janitor.catch_up()

@@ -213,7 +213,7 @@ class Keeping:
 
     async def drop(self, snapshot: SnapshotRecord) -> None:
         """Delete a snapshot for good, here and in the archive. One that is in use is gone for everybody else."""
-        await self._store.doom(snapshot.context_id, snapshot.id)  # what is ready is whole, at every moment
+        await self._store.start_deletion(snapshot.context_id, snapshot.id)  # what is ready is whole, at every moment
         if self._users[snapshot.id]:
             self._awaited[snapshot.id] = snapshot
         else:
@@ -235,7 +235,7 @@ class Keeping:
 
     async def finish_deletions(self) -> None:
         """Delete what was about to be deleted when the server ended or the archive could not be reached."""
-        for record in await self._store.doomed():
+        for record in await self._store.unfinished_deletions():
             if record.node in {None, self.node}:
                 try:
                     await self.drop(record)

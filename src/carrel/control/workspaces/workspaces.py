@@ -275,7 +275,7 @@ class Workspaces:
     async def forget(self, context: str) -> None:
         """Delete everything of a context but its filespace: files, snapshots, archive, metrics."""
         volume = encode(context, ephemeral=False)
-        await self._store.doom(context)  # or a half-deleted context would be brought back from what is left
+        await self._store.start_deletion(context)  # or a half-deleted context would be brought back from what is left
         async with self.keeping.still(context):  # or a push would take what goes for deleted
             await asyncio.to_thread(self.driver.delete_volume, volume)
             await self.keeping.base.forget(context)

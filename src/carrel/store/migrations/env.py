@@ -1,4 +1,4 @@
-"""What Alembic runs to migrate: on the connection and in the transaction it is given, never on one of its own."""
+"""The script that Alembic runs to migrate, on the connection and in the transaction of `upgrades`."""
 
 from __future__ import annotations
 
