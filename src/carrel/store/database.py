@@ -78,7 +78,7 @@ class _Sqlite:
     """One thread writes and one reads, so that a read never queues behind a write that waits for the lock.
 
     A third connection serves `write_here`: short writes in the caller's thread, which cost less than a hop to another
-    thread (docs/decisions/0017-short-writes-on-the-event-loop.md).
+    thread (docs/decisions/0018-short-writes-on-the-event-loop.md).
     """
 
     failures: tuple[type[Exception], ...] = (sqlite3.Error,)
