@@ -97,3 +97,19 @@ def test_write_all_repeats_short_writes() -> None:
     thread.join()
     os.close(read_end)
     assert received == data
+
+
+def test_draft_has_the_name_the_caller_gives(tmp_path: Path) -> None:
+    with draft(str(tmp_path / "f"), aside=str(tmp_path / ".mine")) as descriptor:
+        write_all(descriptor, b"x")
+        assert os.listdir(tmp_path) == [".mine"]
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_something_else_in_place_of_the_draft_does_no_harm(tmp_path: Path) -> None:
+    aside = tmp_path / ".mine"
+    with pytest.raises(RuntimeError), draft(str(tmp_path / "f"), aside=str(aside)):
+        aside.unlink()
+        aside.mkdir()
+        raise RuntimeError
+    assert os.listdir(tmp_path) == [".mine"]

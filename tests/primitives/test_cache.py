@@ -63,3 +63,11 @@ def test_entries_without_a_time_to_live_stay() -> None:
     assert cache.get("a") == 1
     cache.clear()
     assert cache.get("a") is None and len(cache) == 0
+
+
+def test_an_entry_from_the_future_has_expired() -> None:
+    now = [100.0]
+    cache: Cache[str, int] = Cache(3, 10.0, clock=lambda: now[0])
+    cache.put("key", 1)
+    now[0] = 50.0
+    assert cache.get("key") is None

@@ -18,17 +18,20 @@ def draft(
     durable: bool = False,
     replace: bool = True,
     temporary: str | None = None,
+    aside: str | None = None,
     dir_fd: int | None = None,
 ) -> Iterator[int]:
     """Yield the descriptor of a draft, which becomes `path` when the block ends, and is removed when it raises.
 
     A durable file survives a crash of the host: its bytes and its name are on the disk before this returns. Without
     `replace` an existing file stays and `FileExistsError` is raised, also when another writer publishes at the same
-    time. The draft lies in the directory `temporary`, which must be on the same file system, or else beside `path`.
-    `path` and `temporary` are relative to `dir_fd` if that is given.
+    time. The draft lies in the directory `temporary`, which must be on the same file system, or else beside `path`;
+    `aside` is its full path where the caller must recognize drafts of killed processes by their name. All paths are
+    relative to `dir_fd` if that is given.
     """
-    name = f"{os.path.basename(path)}.{secrets.token_hex(8)}.new"
-    aside = os.path.join(os.path.dirname(path) if temporary is None else temporary, name)
+    if aside is None:
+        name = f"{os.path.basename(path)}.{secrets.token_hex(8)}.new"
+        aside = os.path.join(os.path.dirname(path) if temporary is None else temporary, name)
     descriptor = os.open(aside, _DRAFT, mode, dir_fd=dir_fd)
     try:
         yield descriptor
@@ -42,7 +45,7 @@ def draft(
             sync_directory(os.path.dirname(path) or ".", dir_fd=dir_fd)
     finally:
         os.close(descriptor)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # renamed, or hostile code put something else there
             os.unlink(aside, dir_fd=dir_fd)
 
 

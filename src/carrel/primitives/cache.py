@@ -14,7 +14,8 @@ V = TypeVar("V")
 class Cache(Generic[K, V]):
     """At most `max_entries` values by key. A full cache drops the entry that was used least recently.
 
-    With `ttl_s`, an entry expires that many seconds after it was put in. For one thread or one event loop.
+    With `ttl_s`, an entry expires that many seconds after it was put in, or when the clock was set back to before that.
+    For one thread or one event loop.
     """
 
     def __init__(self, max_entries: int, ttl_s: float | None = None, *, clock: Callable[[], float] = time.monotonic):
@@ -32,7 +33,7 @@ class Cache(Generic[K, V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if self._ttl_s is not None and self._clock() - entry[1] >= self._ttl_s:
+        if self._ttl_s is not None and not 0 <= self._clock() - entry[1] < self._ttl_s:
             del self._entries[key]
             return None
         self._entries.move_to_end(key)
