@@ -50,6 +50,7 @@ from carrel.control.sessions.notes import SessionNotes
 from carrel.control.sessions.recovery import Recovered, recover
 from carrel.control.sessions.retention import Retention
 from carrel.control.sessions.sessions import Sessions
+from carrel.control.sessions.starting import Starting
 from carrel.control.sessions.templates import Templates
 from carrel.control.sessions.upkeep import EXPIRE_EVERY, Janitor
 from carrel.control.workspaces.bundles import Bundles
@@ -191,9 +192,8 @@ class ControlPlane:
         )
 
         # sessions, and the operations in their sandboxes
-        self.sessions = sessions = Sessions(
-            settings, store, workspaces, leases, live, providers, templates, attachments, audit
-        )
+        starting = Starting(settings, store, workspaces, leases, live, providers, templates, attachments, audit)
+        self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
         # Packages are made by commands of carrel's own, and the commands of others may wait for packages.
         own = Operations(sessions, admission, values, policies.longest, packages=None)
         envs = settings.envs

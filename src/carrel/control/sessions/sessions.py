@@ -14,15 +14,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
-from carrel.audit import AuditLog
-from carrel.config import Settings
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.control.sessions.request_checks import refuse_differences
 from carrel.control.sessions.starting import Starting
-from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import (
     AlreadyExists,
@@ -49,23 +46,21 @@ class Sessions:
 
     def __init__(
         self,
-        settings: Settings,
+        starting: Starting,
         store: SessionStore,
         workspaces: Workspaces,
         leases: Leases,
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
-        templates: Templates,
         attachments: Attachments,
-        audit: AuditLog,
     ):
+        self._starting = starting
         self._store = store
         self._workspaces = workspaces
         self._leases = leases
         self._providers = dict(providers)
         self._live = live
         self._attachments = attachments
-        self._starting = Starting(settings, store, workspaces, leases, live, providers, templates, attachments, audit)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # finding
