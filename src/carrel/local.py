@@ -8,7 +8,6 @@ Most of a start is waiting for other processes, so they are started first and th
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import tempfile
@@ -27,15 +26,13 @@ from carrel.providers.zygotes import ZygoteClient
 if TYPE_CHECKING:
     from carrel.config import Settings
     from carrel.control.sessions.placement import Resolved
-    from carrel.control.supervisor.connection import SupervisorConnection
+    from carrel.control.supervisor.client import SupervisorClient
     from carrel.control.supervisor.frames import Chunk
     from carrel.models import CommandInfo, SandboxRequest
     from carrel.providers.base import Handle, Provider
 
 _LONGEST_BASE = 45
 _DISK_EVERY_S = 1.0
-_SHORT_S = 30.0
-_INPUT_S = 86_400.0
 _MB = 1024 * 1024
 _PROVIDERS = frozenset({"auto", "namespace"})
 
@@ -50,12 +47,12 @@ class LocalSandbox:
     """A sandbox with the part of the SDK's `AsyncSandbox` that running one command takes."""
 
     def __init__(self, provider: Provider, handle: Handle, resolved: Resolved, workspace: str):
-        from carrel.control.supervisor.connection import SupervisorConnection
+        from carrel.control.supervisor.client import SupervisorClient
 
         self.id = str(handle["id"])
         self.provider = provider.name
         self.unsafe = provider.unsafe
-        self.connection = SupervisorConnection(str(handle["socket"]))
+        self.connection = SupervisorClient(str(handle["socket"]))
         self.commands = LocalCommands(self.connection, resolved.limits.timeout_s, provider, handle)
         self._disk_mb = resolved.limits.disk_mb
         self._workspace = workspace
@@ -80,9 +77,9 @@ class LocalCommands:
     """`box.commands` of a local sandbox."""
 
     def __init__(
-        self, connection: SupervisorConnection, timeout_s: float | None, provider: Provider, handle: Handle
+        self, supervisor: SupervisorClient, timeout_s: float | None, provider: Provider, handle: Handle
     ) -> None:
-        self._connection = connection
+        self.supervisor = supervisor
         self._timeout_s = timeout_s
         self._provider = provider
         self._handle = handle
@@ -103,9 +100,8 @@ class LocalCommands:
         """Start a command; see `AsyncCommands.start`."""
         from pydantic import ValidationError
 
-        from carrel.control.operations.checks import check, command_body, json_object, segment_of
-        from carrel.models import CommandInfo, CommandRequest
-        from carrel.models.operations import SMALL
+        from carrel.control.operations.checks import command_body, require_id
+        from carrel.models import CommandRequest
 
         words = command if isinstance(command, str) else [*command]
         size = None if terminal is None else {"rows": terminal[0], "cols": terminal[1]}
@@ -118,11 +114,11 @@ class LocalCommands:
             first = error.errors(include_url=False, include_input=False)[0]
             raise InvalidRequest(f"the command cannot be run: {first['msg']}", field=str(first["loc"][0])) from None
         body, _ = command_body(request, self._timeout_s)
-        answer = await self._connection.request("POST", "/commands", body, deadline=_SHORT_S, max_bytes=SMALL)
-        info = check(CommandInfo, json_object(answer))
-        return LocalCommand(self, segment_of(info.id))
+        info = await self.supervisor.start_command(body)
+        require_id(info.id)
+        return LocalCommand(self, info.id)
 
-    async def output(self, path: str) -> AsyncIterator[Chunk]:
+    async def output(self, command_id: str) -> AsyncIterator[Chunk]:
         """The output of a command until it ends, then an `end` with its info as JSON."""
         from carrel.control.governance.redaction import clean_output
         from carrel.redaction.redact import Redactor
@@ -133,7 +129,7 @@ class LocalCommands:
             return redactor
 
         try:
-            download = await self._connection.download(f"{path}/output?offset=0&follow=1", idle=None)
+            download = await self.supervisor.command_output(command_id, 0, follow=True)
             try:
                 async for chunk in clean_output(aiter(download), current, 0):
                     yield chunk
@@ -155,10 +151,6 @@ class LocalCommands:
         info.oom_killed = killed and await self._provider.out_of_memory_kills(self._handle) > 0
         return info
 
-    async def ask(self, method: str, path: str, body: bytes) -> None:
-        """A request whose answer does not matter beyond success."""
-        await self._connection.request(method, path, body, deadline=_INPUT_S, max_bytes=_MB)
-
 
 class LocalCommand:
     """A running command of a local sandbox; see `AsyncCommand`."""
@@ -166,19 +158,18 @@ class LocalCommand:
     def __init__(self, commands: LocalCommands, id: str):
         self.id = id
         self._commands = commands
-        self._path = f"/commands/{id}"
 
     def stream(self) -> LocalStream:
         """The output until the command ends."""
-        return LocalStream(self._commands, self._path)
+        return LocalStream(self._commands, self.id)
 
     async def signal(self, signal: str = "TERM", *, tree: bool = False) -> None:
         """Send a signal to the command's process group, or to every process it started."""
-        await self._commands.ask("POST", f"{self._path}/signal", json.dumps({"signal": signal, "tree": tree}).encode())
+        await self._commands.supervisor.signal_command(self.id, {"signal": signal, "tree": tree})
 
     async def resize(self, rows: int, cols: int) -> None:
         """Give the command's terminal another size."""
-        await self._commands.ask("POST", f"{self._path}/resize", json.dumps({"rows": rows, "cols": cols}).encode())
+        await self._commands.supervisor.resize_terminal(self.id, {"rows": rows, "cols": cols})
 
     async def kill(self) -> None:
         """Kill every process of the command."""
@@ -187,23 +178,23 @@ class LocalCommand:
 
     async def send_input(self, data: bytes) -> None:
         """Write to the standard input of the command."""
-        await self._commands.ask("POST", f"{self._path}/stdin", data)
+        await self._commands.supervisor.send_input(self.id, data, close=False)
 
     async def close_input(self) -> None:
         """Close standard input: the command reads the end of file."""
-        await self._commands.ask("POST", f"{self._path}/stdin?close=1", b"")
+        await self._commands.supervisor.send_input(self.id, b"", close=True)
 
 
 class LocalStream:
     """The output of a command while it is written; afterwards `info` tells how it ended."""
 
-    def __init__(self, commands: LocalCommands, path: str):
+    def __init__(self, commands: LocalCommands, command_id: str):
         self._commands = commands
-        self._path = path
+        self._command_id = command_id
         self.info: CommandInfo | None = None
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        async for chunk in self._commands.output(self._path):
+        async for chunk in self._commands.output(self._command_id):
             if chunk.stream == "end":
                 self.info = await self._commands.told(chunk.data)
             else:
@@ -273,8 +264,8 @@ async def local_sandbox(
 def _settings(flags: Mapping[str, object]) -> Settings:
     """Read the settings, and import what the sandbox needs while the caller waits for other processes."""
     import carrel.control.governance.redaction
-    import carrel.control.operations.checks
     import carrel.control.sessions.placement
+    import carrel.control.supervisor.client
     import carrel.providers.choosing  # noqa: F401
     from carrel.config import load
 

@@ -6,11 +6,10 @@ import pytest
 from tests.support.mcp_hosted import GOOD
 
 from carrel.control.mcp import links as mcp_links
-from carrel.control.mcp import wire as mcp_wire
 from carrel.control.mcp.links import McpLinks
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.live import LiveSandbox
-from carrel.control.supervisor.connection import SupervisorConnection
+from carrel.control.supervisor.client import McpProcess, SupervisorClient
 from carrel.errors import Conflict, McpServerFailed
 from carrel.models import SandboxRequest
 
@@ -39,10 +38,10 @@ async def test_one_conversation_however_many_ask(box: LiveSandbox) -> None:
     other = await links.open(box, "good", declaration("2"), holds)
     assert other is not found[0] and not found[0].alive
     await links.stop(box, "good")
-    assert not other.alive and (await mcp_wire.states(box.connection))["good"].state == "stopped"
+    assert not other.alive and (await box.connection.mcp_processes())["good"].state == "stopped"
     await links.open(box, "good", declaration("2"), holds)
     await links.stop(box, "good", forget=True)
-    assert await mcp_wire.states(box.connection) == {}
+    assert await box.connection.mcp_processes() == {}
     await links.close()
 
 
@@ -51,7 +50,7 @@ async def test_a_process_that_is_of_no_use_is_ended(box: LiveSandbox) -> None:
     talk = await links.open(box, "good", declaration(), holds)
     async with links.watching(box, "good", talk):
         await talk.close()
-    assert (await mcp_wire.states(box.connection))["good"].state == "stopped"
+    assert (await box.connection.mcp_processes())["good"].state == "stopped"
     assert links.current(box, "good", "1") is None
     with pytest.raises(McpServerFailed):
         await links.open(box, "good", {**declaration("3"), "command": ["false"]}, holds)
@@ -99,22 +98,22 @@ async def test_what_does_not_hold_any_more_is_not_started(box: LiveSandbox) -> N
 
     with pytest.raises(Conflict):
         await links.open(box, "good", declaration(), changed)
-    assert await mcp_wire.states(box.connection) == {}
+    assert await box.connection.mcp_processes() == {}
     await links.close()
 
 
 async def test_the_end_of_one_does_not_end_the_next(box: LiveSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds a conversation dead ends its process, and never one that was started since."""
     links, looking, go_on = McpLinks(20.0), asyncio.Event(), asyncio.Event()
-    before = mcp_wire.states
+    before = SupervisorClient.mcp_processes
 
-    async def slow(connection: SupervisorConnection) -> dict[str, mcp_wire.Told]:
+    async def slow(connection: SupervisorClient) -> dict[str, McpProcess]:
         looking.set()
         await go_on.wait()
         return await before(connection)
 
     talk = await links.open(box, "good", declaration(), holds)
-    monkeypatch.setattr(mcp_wire, "states", slow)
+    monkeypatch.setattr(SupervisorClient, "mcp_processes", slow)
 
     async def dying() -> None:
         async with links.watching(box, "good", talk):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from carrel.control.mcp.showing import catalogue_of, shown, shown_log, shown_platform, url_of
-from carrel.control.mcp.wire import Told
+from carrel.control.supervisor.client import McpProcess
 from carrel.models import McpLog
 from carrel.redaction.redact import Redactor
 from carrel.store.mcp_servers import McpServerRecord
@@ -20,7 +20,7 @@ def test_a_server_without_secrets() -> None:
     assert (info.state, info.starts, info.tools, info.url) == ("stopped", None, 1, url_of("c", "s"))
     assert info.command == ["run", "[secret:KEY]"] and info.variables == ["A"]
     assert "very-secret" not in info.model_dump_json()
-    told = Told(name="s", state="backing_off", started=3, reason="it died", retry_in_s=0.5)
+    told = McpProcess(name="s", state="backing_off", started=3, reason="it died", retry_in_s=0.5)
     info = shown("c", RECORD, told, REDACTOR)
     assert (info.state, info.starts, info.reason, info.retry_in_s) == ("backing_off", 3, "it died", 0.5)
 

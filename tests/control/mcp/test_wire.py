@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from carrel.control.mcp import wire as mcp_wire
-from carrel.control.mcp.wire import Wire, failed
+from carrel.control.mcp.wire import Wire, end_running, failed
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import McpServerFailed
@@ -38,7 +37,7 @@ async def test_lines_in_and_out(box: LiveSandbox) -> None:
     sending = asyncio.ensure_future(wire.send(b'{"a": 1}'))
     assert await first(lines) == {"a": 1}
     await sending
-    assert (await mcp_wire.states(box.connection))["echo"].state == "running"
+    assert (await box.connection.mcp_processes())["echo"].state == "running"
     again = await Wire.open(box.connection, declaration("python3", "-c", ECHO), "echo")
     others = again.lines()
     sending = asyncio.ensure_future(again.send(b'{"b": 2}'))
@@ -47,14 +46,14 @@ async def test_lines_in_and_out(box: LiveSandbox) -> None:
     assert [line async for line in lines] == [] and wire.ended is not None
     with pytest.raises(McpServerFailed):
         await wire.send(b"{}")
-    assert (await mcp_wire.log(box.connection, "echo", 0, 1000)).text.count("ready") == 2
-    await mcp_wire.end(box.connection, "echo")
+    assert (await box.connection.mcp_log("echo", 0, 1000)).text.count("ready") == 2
+    await end_running(box.connection, "echo")
     assert [line async for line in others] == [] and again.ended == "was stopped"
-    await mcp_wire.stop(box.connection, "echo")
-    await mcp_wire.forget(box.connection, "echo")
-    await mcp_wire.forget(box.connection, "echo")
-    await mcp_wire.stop(box.connection, "echo")
-    assert await mcp_wire.states(box.connection) == {}
+    await box.connection.stop_mcp("echo")
+    await box.connection.forget_mcp("echo")
+    await box.connection.forget_mcp("echo")
+    await box.connection.stop_mcp("echo")
+    assert await box.connection.mcp_processes() == {}
     wire.close()
     again.close()
 
@@ -71,8 +70,8 @@ async def test_what_cannot_be_started_is_told(box: LiveSandbox) -> None:
 async def test_one_that_ends_by_itself_waits_its_time(box: LiveSandbox) -> None:
     wire = await Wire.open(box.connection, declaration("sh", "-c", "exit 4"), "x")
     assert [line async for line in wire.lines()] == [] and wire.ended is not None and "4" in wire.ended
-    await mcp_wire.end(box.connection, "x")
-    assert (await mcp_wire.states(box.connection))["x"].state == "backing_off"
+    await end_running(box.connection, "x")
+    assert (await box.connection.mcp_processes())["x"].state == "backing_off"
     wire.close()
 
 

@@ -19,8 +19,8 @@ from carrel.control.operations.checks import (
     deadline_of,
     json_object,
     query_of,
+    require_id,
     result_size,
-    segment_of,
     size_of,
 )
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
@@ -79,8 +79,8 @@ def test_what_cannot_be_a_path(path: str) -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "..", "é", "x" * 129, "a?b"])
 def test_what_cannot_be_a_command_id(name: str) -> None:
     with pytest.raises(InvalidRequest):
-        segment_of(name)
-    assert segment_of("cmd-1_a") == "cmd-1_a"
+        require_id(name)
+    require_id("cmd-1_a")
 
 
 def test_nonsense_is_not_believed() -> None:

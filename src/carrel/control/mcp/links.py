@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from carrel.control.mcp import wire as mcp_wire
 from carrel.control.mcp.request_checks import Json
+from carrel.control.mcp.wire import Wire, end_running
 from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import CarrelError, McpServerFailed
 
@@ -95,7 +95,7 @@ class McpLinks:
             kept = self._kept.pop(key, None)
             if kept is not None:
                 await kept.conversation.close()
-            await (mcp_wire.forget if forget else mcp_wire.stop)(box.connection, server)
+            await (box.connection.forget_mcp if forget else box.connection.stop_mcp)(server)
 
     @asynccontextmanager
     async def watching(self, box: LiveSandbox, server: str, conversation: Conversation) -> AsyncIterator[None]:
@@ -111,7 +111,7 @@ class McpLinks:
                 if not lock.locked():  # else somebody starts another, or ends it: then what is left goes, too
                     async with lock:
                         with suppress(CarrelError):
-                            await mcp_wire.end(box.connection, server)
+                            await end_running(box.connection, server)
 
     def ended(self, box: LiveSandbox) -> None:
         """A sandbox is about to end, and everything in it."""
@@ -137,10 +137,10 @@ async def begin(box: LiveSandbox, server: str, declaration: Json, start_s: float
     await sessions_module()
     from carrel.control.mcp.session import Conversation
 
-    wire = await mcp_wire.Wire.open(box.connection, declaration, server)
+    wire = await Wire.open(box.connection, declaration, server)
     try:
         return await Conversation.open(server, wire, start_s)
     except BaseException:
         with suppress(CarrelError):
-            await asyncio.shield(mcp_wire.end(box.connection, server))
+            await asyncio.shield(end_running(box.connection, server))
         raise

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from carrel.control.governance.redaction import apart
-from carrel.control.mcp import wire as mcp_wire
 from carrel.control.mcp.declarations import McpDeclarations
 from carrel.control.mcp.discovery import McpDiscovery
 from carrel.control.mcp.installing import Installing
@@ -38,12 +37,12 @@ from carrel.control.mcp.request_checks import (
     tool_name,
 )
 from carrel.control.mcp.showing import catalogue_of, shown, shown_log, shown_platform
-from carrel.control.mcp.wire import Told
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import Redactors
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.sessions import Sessions
+from carrel.control.supervisor.client import McpProcess
 from carrel.errors import CarrelError, Conflict, InvalidRequest, LimitExceeded, NotFound, NotRunning, SandboxLost
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
@@ -218,8 +217,8 @@ class McpServers:
             box, redactor = await self._sessions.find(session.id), await self._redactor(context)
             behind = min(offset, redactor.lookbehind, LOG_KEPT)
             try:
-                page = await mcp_wire.log(box.connection, server, offset, limit)
-                before = await mcp_wire.log(box.connection, server, offset - behind, behind) if behind else None
+                page = await box.connection.mcp_log(server, offset, limit)
+                before = await box.connection.mcp_log(server, offset - behind, behind) if behind else None
             except NotFound:  # it was never used in this sandbox
                 return McpLog(text="", offset=0, next=0)
             except SandboxLost:
@@ -427,12 +426,12 @@ class McpServers:
         if box is not None:
             await self._links.stop(box, server, forget=forget)
 
-    async def _told(self, session: SessionRecord) -> dict[str, Told]:
+    async def _told(self, session: SessionRecord) -> dict[str, McpProcess]:
         box = self._running_now(session)
         if box is None:
             return {}
         try:
-            return await mcp_wire.states(box.connection)
+            return await box.connection.mcp_processes()
         except SandboxLost:
             await self._sessions.lost(box)
             return {}

@@ -5,18 +5,18 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from carrel.control.mcp.request_checks import Json, declared
-from carrel.control.mcp.wire import Told
+from carrel.control.supervisor.client import McpProcess
 from carrel.models import McpCatalogue, McpLog, McpServerInfo, McpTool
 from carrel.redaction.redact import Redactor
 from carrel.store.mcp_servers import McpServerRecord
 
 
-def shown(context: str, record: McpServerRecord, told: Told | None, redactor: Redactor) -> McpServerInfo:
-    """A server of a context; `told` is what its sandbox says of it now."""
+def shown(context: str, record: McpServerRecord, process: McpProcess | None, redactor: Redactor) -> McpServerInfo:
+    """A server of a context; `process` is its process now, as the sandbox describes it."""
     request = declared(record)
     info = McpServerInfo(
         name=record.name,
-        state="stopped" if told is None else told.state,
+        state="stopped" if process is None else process.state,
         enabled=record.enabled,
         command=request.command,
         variables=sorted(request.variables),
@@ -30,9 +30,9 @@ def shown(context: str, record: McpServerRecord, told: Told | None, redactor: Re
         tools=_count(record),
         discovered_at=_moment(record.discovered_at),
         discovery_error=record.discovery_error,
-        starts=None if told is None else told.started,
-        reason=None if told is None else told.reason,
-        retry_in_s=None if told is None else told.retry_in_s,
+        starts=None if process is None else process.started,
+        reason=None if process is None else process.reason,
+        retry_in_s=None if process is None else process.retry_in_s,
         url=url_of(context, record.name),
     )
     clean = redactor.value(info.model_dump(include={"command", "cwd", "discovery_error", "reason"}))

@@ -1,6 +1,6 @@
 """The way to one process of an MCP server: lines in, lines out, through the supervisor of its sandbox.
 
-Knows the supervisor's routes and frames, and nothing of what the lines say. They are written by hostile code: what is
+Knows the frames, and nothing of what the lines say. They are written by hostile code: what is
 kept of them is bounded.
 """
 
@@ -13,39 +13,20 @@ from collections.abc import AsyncIterator
 
 from pydantic import Field
 
-from carrel.control.operations.checks import check, json_object, query_of
-from carrel.control.supervisor.connection import Download, Json, SupervisorConnection
+from carrel.control.operations.checks import check, json_object
+from carrel.control.supervisor.client import SupervisorClient
+from carrel.control.supervisor.connection import Download, Json
 from carrel.errors import Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
-from carrel.models import Answer, McpLog, McpState
-from carrel.models.operations import SMALL
+from carrel.models import Answer
 
 MOST_LINE = 4 * 1024 * 1024
 """The longest message that is taken from a server."""
 MOST_PASSED = 16 * 1024 * 1024
 """The longest that a supervisor lets through. Whoever waits for one between the two is told that it is too long."""
-START_S = 60.0
-SEND_S = 45.0
-SHORT = 30.0
 LONGEST_REASON = 500
 TOO_LONG = f"sent a message of more than {MOST_LINE // (1024 * 1024)} MB"
 _HEADER = 5
 _END, _MESSAGE, _OPENED = 0, 1, 2
-
-
-class Told(Answer):
-    """What a supervisor says of one MCP server."""
-
-    name: str = Field(max_length=64)
-    state: McpState
-    incarnation: int = 0
-    started: int = 0
-    restarts: int = 0
-    reason: str | None = Field(default=None, max_length=4096)
-    retry_in_s: float | None = None
-
-
-class _ToldAll(Answer):
-    items: list[Told] = Field(max_length=64)
 
 
 class _End(Answer):
@@ -61,9 +42,9 @@ class _Opened(Answer):
 class Wire:
     """One connection to one process. `open` makes one, and starts the process when it does not run."""
 
-    def __init__(self, connection: SupervisorConnection, path: str, stream: Download):
-        self._connection = connection
-        self._path = path
+    def __init__(self, supervisor: SupervisorClient, name: str, stream: Download):
+        self._supervisor = supervisor
+        self._name = name
         self._stream = stream
         self._incarnation = 0
         self._opened = asyncio.Event()
@@ -71,17 +52,16 @@ class Wire:
         """Why there is nothing more to read, once that is so."""
 
     @classmethod
-    async def open(cls, connection: SupervisorConnection, declaration: Json, name: str) -> Wire:
+    async def open(cls, supervisor: SupervisorClient, declaration: Json, name: str) -> Wire:
         """A fresh process of a server, declared as it is now. `McpServerFailed` when it cannot be started."""
         try:
-            path = f"/mcp/{name}"
-            told = check(Told, await connection.request_json("PUT", path, declaration, deadline=SHORT, max_bytes=SMALL))
-            if told.state == "running":  # somebody spoke to it before: nobody knows what was said
-                await connection.request_json("POST", f"{path}/stop", {}, deadline=SHORT, max_bytes=SMALL)
-            stream = await connection.download(f"{path}/connect", method="POST", deadline=START_S, idle=None)
+            process = await supervisor.declare_mcp(name, declaration)
+            if process.state == "running":  # somebody spoke to it before: nobody knows what was said
+                await supervisor.stop_mcp(name)
+            stream = await supervisor.connect_mcp(name)
         except (McpServerFailed, Conflict, LimitExceeded, NotFound) as error:
             raise failed(name, error.detail, error.hint) from None
-        return cls(connection, path, stream)
+        return cls(supervisor, name, stream)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """The messages, one after the other; in the place of an answer that is too long, a `StandIn`. When they end,
@@ -136,52 +116,22 @@ class Wire:
     async def send(self, line: bytes) -> None:
         """A message for the server; while nobody reads `lines`, it waits."""
         await self._opened.wait()
-        query = query_of(incarnation=self._incarnation)
         try:
-            await self._connection.request("POST", f"{self._path}/send{query}", line, deadline=SEND_S, max_bytes=SMALL)
+            await self._supervisor.send_mcp(self._name, self._incarnation, line)
         except (NotRunning, LimitExceeded, Conflict, NotFound) as error:
             self.ended = self.ended or error.detail[:LONGEST_REASON]
-            raise failed(self._path.rpartition("/")[2], error.detail) from None
+            raise failed(self._name, error.detail) from None
 
     def close(self) -> None:
         """Stop reading; the process goes on until somebody stops it."""
         self._stream.close()
 
 
-async def states(connection: SupervisorConnection) -> dict[str, Told]:
-    """Every server that the supervisor knows."""
-    answer = await connection.request_json("GET", "/mcp", deadline=SHORT, max_bytes=SMALL)
-    return {each.name: each for each in check(_ToldAll, answer).items}
-
-
-async def stop(connection: SupervisorConnection, name: str) -> None:
-    """End the process of a server, if there is one."""
-    await _quietly(connection, "POST", f"/mcp/{name}/stop")
-
-
-async def end(connection: SupervisorConnection, name: str) -> None:
+async def end_running(supervisor: SupervisorClient, name: str) -> None:
     """End the process of a server that is of no use. One that has ended by itself is left to wait its time."""
-    told = await states(connection)
-    if name in told and told[name].state == "running":
-        await stop(connection, name)
-
-
-async def forget(connection: SupervisorConnection, name: str) -> None:
-    """End the process of a server, and forget its declaration."""
-    await _quietly(connection, "DELETE", f"/mcp/{name}")
-
-
-async def _quietly(connection: SupervisorConnection, method: str, path: str) -> None:
-    try:
-        await connection.request(method, path, b"{}" if method == "POST" else None, deadline=SHORT, max_bytes=SMALL)
-    except NotFound:
-        return
-
-
-async def log(connection: SupervisorConnection, name: str, offset: int, limit: int) -> McpLog:
-    """What a server wrote to its standard error."""
-    path = f"/mcp/{name}/log{query_of(offset=offset, limit=limit)}"
-    return check(McpLog, await connection.request_json("GET", path, deadline=SHORT, max_bytes=4 * SMALL))
+    process = (await supervisor.mcp_processes()).get(name)
+    if process is not None and process.state == "running":
+        await supervisor.stop_mcp(name)
 
 
 def failed(name: str, why: str, hint: str | None = None) -> McpServerFailed:

@@ -65,13 +65,12 @@ def command_body(request: CommandRequest, default: float | None) -> tuple[bytes,
     return json.dumps(body, separators=(",", ":")).encode(), timeout
 
 
-def segment_of(value: str) -> str:
-    """The id of a command as a part of a path."""
+def require_id(value: str) -> None:
+    """Refuse what cannot be the id of a command: it becomes a part of a path."""
     if not value or len(value) > 128 or not value.isascii() or not value.replace("-", "").replace("_", "").isalnum():
         raise InvalidRequest(
             "a command id has letters, digits, '-' and '_'", field="command_id", hint="take the id the start gave"
         )
-    return value
 
 
 def query_of(**values: str | int | bool | None) -> str:

@@ -16,33 +16,25 @@ from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import SELF, Call, Traffic, asked_now
 from carrel.control.operations.caller import caller
 from carrel.control.operations.checks import (
-    GRACE,
     Emptied,
     R,
     asked,
     brought,
-    check,
     checked_path,
-    checked_result,
     command_body,
     deadline_of,
-    json_object,
-    query_of,
-    result_size,
-    segment_of,
+    require_id,
     size_of,
 )
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import STATELESS
 from carrel.control.sessions.sessions import Sessions
-from carrel.control.supervisor.connection import Download, Json
 from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
-from carrel.control.supervisor.streaming import written
+from carrel.control.supervisor.streaming import stream_output
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, PlatformError, SandboxLost
 from carrel.models import (
-    MAX_OUTPUT_BYTES,
     CommandInfo,
     CommandList,
     CommandRequest,
@@ -66,14 +58,12 @@ from carrel.models.operations import (
     EXECUTE,
     GET_COMMAND,
     HEALTH,
-    LIST,
     LIST_COMMANDS,
     READ_FILE,
     RESIZE_TERMINAL,
     RUN_COMMAND,
     SEND_INPUT,
     SIGNAL_COMMAND,
-    SMALL,
     START_COMMAND,
     STOP,
     TERMINATE,
@@ -84,9 +74,6 @@ from carrel.models.operations import (
     Q,
 )
 from carrel.store import SessionRecord
-
-SHORT = 30.0
-LARGEST_RESULT = result_size(MAX_OUTPUT_BYTES)
 
 Longest = Callable[[SessionRecord], Awaitable[float | None]]
 """The longest that a command of a session may take by its policy; None where the policy has no such limit."""
@@ -194,14 +181,8 @@ class Operations:
             body, timeout = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
-            answer = await box.connection.request(
-                "POST",
-                "/commands?wait=1",
-                body,
-                deadline=None if timeout is None else timeout + GRACE,
-                max_bytes=result_size(request.output_limit),
-            )
-            return await self.conclude(box, traffic, checked_result(answer, CommandResult))
+            result = await box.connection.run_command(body, timeout, request.output_limit)
+            return await self.conclude(box, traffic, result)
 
     async def start_command(
         self, name: str, request: CommandRequest, actor: str = "", *, attended: bool = False
@@ -217,13 +198,12 @@ class Operations:
             body, _ = command_body(request, default)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
-            answer = await box.connection.request("POST", "/commands", body, deadline=SHORT, max_bytes=SMALL)
-            return await self._told(box, json_object(answer))
+            return await self._told(box, await box.connection.start_command(body))
 
     async def list_commands(self, name: str, actor: str = "") -> CommandList:
         """The commands the sandbox remembers."""
         async with self.enter(name, LIST_COMMANDS, {}, actor) as (box, _):
-            found = check(CommandList, await self._ask(box, "GET", "/commands", limit=LIST))
+            found = await box.connection.list_commands()
             redactor = await self._redactor(box.record.owner)
             for info in found.items:
                 info.oom_killed = box.starved.get(info.id, False)
@@ -231,26 +211,26 @@ class Operations:
 
     async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
         """One command."""
-        path = f"/commands/{segment_of(command_id)}"
+        require_id(command_id)
         async with self.enter(name, GET_COMMAND, {"id": command_id}, actor) as (box, _):
-            return await self._told(box, await self._ask(box, "GET", path))
+            return await self._told(box, await box.connection.get_command(command_id))
 
     async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
         """Wait for the end of a command."""
-        path = f"/commands/{segment_of(command_id)}/result"
+        require_id(command_id)
         async with self.enter(name, COMMAND_RESULT, {"id": command_id}, actor) as (box, traffic):
-            answer = await box.connection.request("GET", path, deadline=None, max_bytes=LARGEST_RESULT)
-            return await self.conclude(box, traffic, checked_result(answer, CommandResult))
+            return await self.conclude(box, traffic, await box.connection.command_result(command_id))
 
     async def command_output(
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
     ) -> AsyncIterator[Chunk]:
         """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
-        segment = segment_of(command_id)
+        require_id(command_id)
         arguments = {"id": command_id, "offset": offset}
         async with self.enter(name, COMMAND_OUTPUT, arguments, actor) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
-            chunks = written(box, traffic, current, f"/commands/{segment}/output", offset, follow=follow)
+            open_at = partial(box.connection.command_output, command_id, follow=follow)
+            chunks = stream_output(box, traffic, current, open_at, offset)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
@@ -259,30 +239,30 @@ class Operations:
         self, name: str, command_id: str, data: bytes, *, close: bool = False, actor: str = ""
     ) -> None:
         """Bytes for the standard input of a command."""
-        path = f"/commands/{segment_of(command_id)}/stdin{query_of(close=close)}"
+        require_id(command_id)
         arguments = {"id": command_id, "bytes": len(data)}
         async with self.enter(name, SEND_INPUT, arguments, actor) as (box, traffic):
             traffic.took(len(data))
-            await box.connection.request("POST", path, data, deadline=86_400, max_bytes=SMALL)
+            await box.connection.send_input(command_id, data, close=close)
 
     async def signal_command(self, name: str, command_id: str, request: SignalRequest, actor: str = "") -> None:
         """A signal for a command."""
-        path = f"/commands/{segment_of(command_id)}/signal"
+        require_id(command_id)
         arguments = {"id": command_id, "signal": request.signal}
         async with self.enter(name, SIGNAL_COMMAND, arguments, actor) as (box, _):
-            await self._ask(box, "POST", path, request.model_dump())
+            await box.connection.signal_command(command_id, request.model_dump())
 
     async def resize_terminal(self, name: str, command_id: str, size: TerminalSize, actor: str = "") -> None:
         """A new size for the terminal of a command."""
-        path = f"/commands/{segment_of(command_id)}/resize"
+        require_id(command_id)
         async with self.enter(name, RESIZE_TERMINAL, {"id": command_id}, actor) as (box, _):
-            await self._ask(box, "POST", path, size.model_dump())
+            await box.connection.resize_terminal(command_id, size.model_dump())
 
     async def delete_command(self, name: str, command_id: str, actor: str = "") -> None:
         """Kill a command with its whole tree and forget it."""
-        path = f"/commands/{segment_of(command_id)}"
+        require_id(command_id)
         async with self.enter(name, DELETE_COMMAND, {"id": command_id}, actor) as (box, _):
-            await self._ask(box, "DELETE", path)
+            await box.connection.delete_command(command_id)
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
         """Shell text, with files in and the names of files produced out."""
@@ -297,9 +277,7 @@ class Operations:
                 traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
             body = request.model_dump()
             body["timeout"] = timeout = deadline_of(request.timeout, box.record.limits.timeout_s)
-            deadline = None if timeout is None else timeout + GRACE
-            answer = await self._ask(box, "POST", "/execute", body, deadline=deadline, limit=LARGEST_RESULT)
-            result = check(ExecuteResult, answer)
+            result = await box.connection.execute(body, timeout)
             size = size_of(result.output) + size_of(result.stderr)
             traffic.gave(size)
             clean = (await self._redactor(box.record.owner)).value
@@ -312,9 +290,9 @@ class Operations:
         self, name: str, path: str, *, offset: int = 0, length: int | None = None, actor: str = ""
     ) -> AsyncIterator[int | bytes | None]:
         """First the number of bytes to come (None when unknown), then the bytes of a file."""
-        query = query_of(path=checked_path(path), offset=offset or None, length=length)
+        checked_path(path)
         async with self.enter(name, READ_FILE, {"path": path}, actor) as (box, traffic):
-            stream: Download = await box.connection.download(f"/files/content{query}")
+            stream = await box.connection.read_file(path, offset or None, length)
             try:
                 yield stream.length
                 async for data in stream:
@@ -339,32 +317,26 @@ class Operations:
             raise InvalidRequest(
                 "the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7"
             )
-        target = f"/files/content{query_of(path=checked_path(path), mode=mode, parents=parents, exclusive=exclusive)}"
+        checked_path(path)
         arguments = {"path": path} | ({} if mode is None else {"mode": mode})
         async with self.enter(name, WRITE_FILE, arguments, actor) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
                 traffic.took(len(content))
-                answer = await box.connection.request("PUT", target, content, deadline=60.0, max_bytes=SMALL)
-                return check(FileInfo, json_object(answer))
-            return check(FileInfo, await box.connection.upload("PUT", target, _metered(box, content, traffic)))
+            else:
+                content = _metered(box, content, traffic)
+            return await box.connection.write_file(path, content, mode=mode, parents=parents, exclusive=exclusive)
 
     async def forward(self, operation: ForwardedOperation[Q, A], name: str, request: Q, actor: str = "") -> A:
         """Perform an operation that is one request to the supervisor, as its row says."""
         for field in operation.paths:
             checked_path(getattr(request, field), field)
-        method, _, path = operation.supervisor.partition(" ")
-        body = request.model_dump(exclude_none=True) if operation.has_body else None
-        query = "" if operation.has_body else query_of(**request.model_dump())
         async with self.enter(name, operation, operation.arguments(request), actor) as (box, traffic):
             if operation.fills_disk:
                 _room(box)
             if operation.content is not None:
                 traffic.took(size_of(getattr(request, operation.content)))
-            answer = await self._ask(
-                box, method, path + query, body, deadline=operation.deadline, limit=operation.largest_result
-            )
-            result = check(operation.result, answer)
+            result = await box.connection.forward(operation, request)
             if operation.doubt is not None and (why := operation.doubt(request, result)) is not None:
                 raise SandboxLost(why)
             return result
@@ -374,32 +346,19 @@ class Operations:
     async def health(self, name: str, actor: str = "") -> SupervisorHealth:
         """What the supervisor says of itself."""
         async with self.enter(name, HEALTH, {}, actor) as (box, _):
-            return check(SupervisorHealth, await self._ask(box, "GET", "/health", deadline=5.0))
+            return await box.connection.health()
 
     async def empty(self, name: str) -> Emptied:
         """Make a sandbox as new; the first time, let it remember what that is. carrel's own upkeep."""
         async with self.enter(name, EMPTY, {}, SELF) as (box, _):
-            found = check(Emptied, await self._ask(box, "POST", "/empty"))
+            found = await box.connection.empty()
             if found.clean:
                 box.over_quota = None
             return found
 
     # inner
 
-    async def _ask(
-        self,
-        box: LiveSandbox,
-        method: str,
-        path: str,
-        body: Json | None = None,
-        *,
-        deadline: float | None = SHORT,
-        limit: int = SMALL,
-    ) -> Json:
-        return await box.connection.request_json(method, path, body, deadline=deadline, max_bytes=limit)
-
-    async def _told(self, box: LiveSandbox, answer: object) -> CommandInfo:
-        info = check(CommandInfo, answer)
+    async def _told(self, box: LiveSandbox, info: CommandInfo) -> CommandInfo:
         info.oom_killed = await for_memory(box, info)
         return clean_info(await self._redactor(box.record.owner), info)
 

@@ -12,16 +12,7 @@ from typing import Protocol
 
 from carrel.control.governance.redaction import clean_info
 from carrel.control.operations.call import Traffic
-from carrel.control.operations.checks import (
-    GRACE,
-    R,
-    brought,
-    check,
-    checked_result,
-    json_object,
-    result_size,
-    size_of,
-)
+from carrel.control.operations.checks import R, brought, size_of
 from carrel.control.python.environment_use import EnvironmentUse
 from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.live import LiveSandbox
@@ -37,12 +28,9 @@ from carrel.models import (
     PythonRequest,
     PythonResult,
 )
-from carrel.models.operations import RUN_PYTHON, SMALL, START_PYTHON, Operation
+from carrel.models.operations import RUN_PYTHON, START_PYTHON, Operation
 from carrel.redaction.redact import Redactor
 
-SHORT = 30.0
-START_S = 90.0
-"""How long an interpreter may take to start: what it imports may be much."""
 FRESH_S = 60.0
 """How long an environment that a sandbox has is not looked up again."""
 
@@ -103,14 +91,8 @@ class PythonOperations:
             )
         async with self._enter(name, RUN_PYTHON, _asked(request), actor) as (box, traffic):
             body, timeout = await self._body(box, request, traffic, actor)
-            answer = await box.connection.request(
-                "POST",
-                "/python?wait=1",
-                body,
-                deadline=timeout + GRACE + START_S,
-                max_bytes=result_size(request.output_limit) + SMALL,
-            )
-            result = await self._conclude(box, traffic, checked_result(answer, PythonResult))
+            ran = await box.connection.run_python(body, timeout, request.output_limit)
+            result = await self._conclude(box, traffic, ran)
             redactor = await self._redactor(box.record.owner)
             return result.model_copy(update={"files_produced": list(map(redactor.text, result.files_produced))})
 
@@ -118,9 +100,8 @@ class PythonOperations:
         """Start a code in the background: from then on it is a command like any other."""
         async with self._enter(name, START_PYTHON, _asked(request), actor) as (box, traffic):
             body, _ = await self._body(box, request, traffic, actor)
-            answer = await box.connection.request("POST", "/python", body, deadline=SHORT + START_S, max_bytes=SMALL)
-            redactor = await self._redactor(box.record.owner)
-            return clean_info(redactor, check(CommandInfo, json_object(answer)))
+            info = await box.connection.start_python(body)
+            return clean_info(await self._redactor(box.record.owner), info)
 
     async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
         """`/execute` for Python: the same call, answered in the form of that route."""

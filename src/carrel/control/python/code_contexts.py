@@ -13,17 +13,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-from pydantic import ValidationError
-
 from carrel.control.governance.redaction import apart, clean_info
-from carrel.control.operations.checks import GRACE, check, deadline_of, json_object, segment_of, size_of
-from carrel.control.python.calls import MOST_REMEMBERED, START_S, Enter, Redactors, Wanting
+from carrel.control.operations.checks import deadline_of, require_id, size_of
+from carrel.control.python.calls import MOST_REMEMBERED, Enter, Redactors, Wanting
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
 from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
-from carrel.control.supervisor.streaming import written
-from carrel.errors import InvalidRequest, SandboxLost
+from carrel.control.supervisor.streaming import stream_output
+from carrel.errors import InvalidRequest
 from carrel.models import (
     CellError,
     CellRequest,
@@ -39,18 +37,13 @@ from carrel.models.operations import (
     GET_CELL,
     GET_CODE_CONTEXT,
     INTERRUPT_CODE_CONTEXT,
-    LIST,
     LIST_CODE_CONTEXTS,
     RESTART_CODE_CONTEXT,
     RUN_CELL,
-    SMALL,
-    Operation,
 )
 from carrel.redaction.redact import Redactor
 from carrel.store.code_contexts import CodeContextStore
 
-SHORT = 30.0
-MOST_RESULT = 64 * 1024 * 1024
 _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
 
 FindEnvironment = Callable[[LiveSandbox, Wanting, str], Awaitable[str | None]]
@@ -82,79 +75,68 @@ class CodeContextOperations:
         _checked(context)
         async with self._enter(name, RUN_CELL, _asked(context, request), actor) as (box, traffic):
             body, env = await self._body(box, context, request, actor)
-            # It may wait for all the cells before it: only the sandbox knows for how long.
-            answer = await box.connection.request(
-                "POST", f"/contexts/{context}/cells?wait=1", body, deadline=None, max_bytes=MOST_RESULT
-            )
+            result, size = await box.connection.run_cell(context, body)
             await self._remember(box, context, env)
-            return await self._shown(box, answer, traffic.gave)
+            return await self._shown(box, result, size, traffic.gave)
 
     async def start_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
         _checked(context)
         async with self._enter(name, RUN_CELL, _asked(context, request), actor) as (box, _):
             body, env = await self._body(box, context, request, actor)
-            path = f"/contexts/{context}/cells"
-            answer = await box.connection.request("POST", path, body, deadline=SHORT + START_S, max_bytes=SMALL)
+            info = await box.connection.start_cell(context, body)
             await self._remember(box, context, env)
-            redactor = await self._redactor(box.record.owner)
-            return clean_info(redactor, check(CommandInfo, json_object(answer)))
+            return clean_info(await self._redactor(box.record.owner), info)
 
     async def cell_output(
         self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
     ) -> AsyncIterator[Chunk]:
         """What a cell prints, from `offset` on."""
-        path = f"/contexts/{context}/cells/{segment_of(cell_id)}/output"
+        require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
         async with self._enter(name, CELL_OUTPUT, arguments, actor) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
-            chunks = written(box, traffic, current, path, offset, follow=follow)
+            open_at = partial(box.connection.cell_output, context, cell_id, follow=follow)
+            chunks = stream_output(box, traffic, current, open_at, offset)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
 
     async def get_cell(self, name: str, context: str, cell_id: str, actor: str = "") -> CellResult:
         """The result of a cell, once there is one."""
-        path = f"/contexts/{context}/cells/{segment_of(cell_id)}"
+        require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id}
         async with self._enter(name, GET_CELL, arguments, actor) as (box, traffic):
-            answer = await box.connection.request("GET", path, deadline=None, max_bytes=MOST_RESULT)
-            return await self._shown(box, answer, traffic.gave)
+            return await self._shown(box, *await box.connection.get_cell(context, cell_id), traffic.gave)
 
     async def list(self, name: str, actor: str = "") -> CodeContextList:
         """The code contexts of a sandbox."""
         async with self._enter(name, LIST_CODE_CONTEXTS, {}, actor) as (box, _):
-            answer = await box.connection.request_json("GET", "/contexts", deadline=SHORT, max_bytes=LIST)
-            return check(CodeContextList, answer)
+            return await box.connection.list_code_contexts()
 
     async def get(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
-        """One code context."""
-        return await self._told(name, GET_CODE_CONTEXT, "GET", context, "", actor)
+        """Return one code context."""
+        async with self._enter(name, GET_CODE_CONTEXT, {"code_context": context}, actor) as (box, _):
+            return await box.connection.code_context(context)
 
     async def interrupt(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
         """Interrupt the cell that runs; the variables stay."""
-        return await self._told(name, INTERRUPT_CODE_CONTEXT, "POST", context, "/interrupt", actor)
+        async with self._enter(name, INTERRUPT_CODE_CONTEXT, {"code_context": context}, actor) as (box, _):
+            return await box.connection.code_context(context, "interrupt")
 
     async def restart(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
         """Begin anew without the variables."""
-        return await self._told(name, RESTART_CODE_CONTEXT, "POST", context, "/restart", actor)
+        async with self._enter(name, RESTART_CODE_CONTEXT, {"code_context": context}, actor) as (box, _):
+            return await box.connection.code_context(context, "restart")
 
     async def delete(self, name: str, context: str, actor: str = "") -> None:
         """End a code context and forget its cells."""
         arguments = {"code_context": context}
         async with self._enter(name, DELETE_CODE_CONTEXT, arguments, actor) as (box, _):
             await self._remember(box, context, None)
-            await box.connection.request("DELETE", f"/contexts/{context}", deadline=SHORT, max_bytes=SMALL)
+            await box.connection.delete_code_context(context)
 
     # inner
-
-    async def _told(
-        self, name: str, operation: Operation, method: str, context: str, action: str, actor: str
-    ) -> CodeContextInfo:
-        async with self._enter(name, operation, {"code_context": context}, actor) as (box, _):
-            path = f"/contexts/{context}{action}"
-            answer = await box.connection.request_json(method, path, deadline=GRACE + START_S, max_bytes=SMALL)
-            return check(CodeContextInfo, answer)
 
     async def _body(self, box: LiveSandbox, context: str, request: CellRequest, actor: str) -> tuple[bytes, str | None]:
         """What the supervisor is asked for, and the environment in it."""
@@ -181,15 +163,11 @@ class CodeContextOperations:
             await self._store.put(box.record.id, context, env)
             box.code_contexts[context] = env
 
-    async def _shown(self, box: LiveSandbox, answer: bytes, gave: Callable[[int], None]) -> CellResult:
-        try:
-            result = CellResult.model_validate_json(answer)
-        except ValidationError:
-            raise SandboxLost("the sandbox's answer is not a CellResult") from None
+    async def _shown(self, box: LiveSandbox, result: CellResult, size: int, gave: Callable[[int], None]) -> CellResult:
         gave(size_of(result.stdout) + size_of(result.stderr))
         result.oom_killed = result.status == "died" and await for_memory(box, result)
         redactor = await self._redactor(box.record.owner)
-        return await apart(len(answer), clean_cell, redactor, result)
+        return await apart(size, clean_cell, redactor, result)
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -1,30 +1,30 @@
-"""The output of a command or a cell as it may be shown, from an offset on. Callers have been admitted."""
+"""The output of a command or a cell, without secrets, from an offset on. Callers have been admitted."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from carrel.control.governance.redaction import Current, clean_info, clean_output
 from carrel.control.operations.call import Traffic
-from carrel.control.operations.checks import check, json_object, query_of
+from carrel.control.operations.checks import check, json_object
 from carrel.control.sessions.live import LiveSandbox
+from carrel.control.supervisor.connection import Download
 from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.models import CommandInfo
 
-IDLE_S = 30.0
 
-
-async def written(
-    box: LiveSandbox, traffic: Traffic, current: Current, path: str, offset: int, *, follow: bool
+async def stream_output(
+    box: LiveSandbox, traffic: Traffic, current: Current, open_at: Callable[[int], Awaitable[Download]], offset: int
 ) -> AsyncGenerator[Chunk, None]:
-    """First an empty `open`, last an `end` with the checked info as JSON."""
+    """Yield an empty `open`, then the output from `offset` on, then an `end` with the checked info as JSON. `open_at`
+    opens the stream of the supervisor at an offset.
+    """
     skip = min(offset, (await current()).lookbehind)
-    query = query_of(offset=offset - skip, follow=follow)
-    stream = await box.connection.download(f"{path}{query}", idle=None if follow else IDLE_S)
+    stream = await open_at(offset - skip)
     try:
         yield Chunk("open", b"")
         async with aclosing(clean_output(aiter(stream), current, skip)) as chunks:
