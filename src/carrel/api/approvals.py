@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Path, Query, Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router, require, who
-from carrel.api.parts import NDJSON, SSE, Plane, Stream, as_json, known_query, wants_sse
-from carrel.api.problems import problems
+from carrel.api.parts import NDJSON, SSE, Plane, Stream, as_json, wants_sse
 from carrel.identity import Identity
 from carrel.models import (
     ApprovalBatch,
@@ -22,17 +21,13 @@ from carrel.models import (
 )
 from carrel.models.operations import DECIDE_APPROVAL, DECIDE_APPROVALS, GET_APPROVAL, LIST_APPROVALS, WATCH_APPROVALS
 
-router = Router(prefix="/v1/approvals", tags=["approvals"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/approvals", tags=["approvals"])
 
 ApprovalId = Annotated[str, Path(min_length=1, max_length=64, description="id of an approval")]
 _EVENT = {"schema": {"$ref": "#/components/schemas/ApprovalInfo"}}
 
 
-@router.operation(
-    LIST_APPROVALS,
-    summary="List approvals",
-    responses={200: {"model": ApprovalPage}, **problems()},
-)
+@router.operation(LIST_APPROVALS, "List approvals", ApprovalPage)
 async def list_approvals(
     plane: Plane,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -49,13 +44,10 @@ async def list_approvals(
 
 @router.operation(
     WATCH_APPROVALS,
-    summary="What waits, and every change, as it comes",
-    responses={
-        200: {
-            "description": "An `ApprovalInfo` per line, or per server-sent event if asked for",
-            "content": {NDJSON: _EVENT, SSE: _EVENT},
-        },
-        **problems(),
+    "What waits, and every change, as it comes",
+    {
+        "description": "An `ApprovalInfo` per line, or per server-sent event if asked for",
+        "content": {NDJSON: _EVENT, SSE: _EVENT},
     },
 )
 async def watch_approvals(request: Request, plane: Plane) -> Response:
@@ -75,21 +67,13 @@ async def _events(watched: AsyncIterator[ApprovalInfo], identity: Identity, sse:
         await watched.aclose()  # type: ignore[attr-defined]
 
 
-@router.operation(
-    DECIDE_APPROVALS,
-    summary="Decide several approvals",
-    responses={200: {"model": ApprovalBatchResult}, **problems(413)},
-)
+@router.operation(DECIDE_APPROVALS, "Decide several approvals", ApprovalBatchResult, 413)
 async def decide_approvals(body: ApprovalBatch, plane: Plane) -> Response:
     """The same decision for each; one that cannot be decided does not keep the others."""
     return as_json(await plane.decisions.decide_all(body, who()))
 
 
-@router.operation(
-    GET_APPROVAL,
-    summary="One approval",
-    responses={200: {"model": ApprovalInfo}, **problems(404)},
-)
+@router.operation(GET_APPROVAL, "One approval", ApprovalInfo, 404)
 async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
     """With the decision, once there is one."""
     info = await plane.approvals.get(approval_id)
@@ -97,11 +81,7 @@ async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
     return as_json(info)
 
 
-@router.operation(
-    DECIDE_APPROVAL,
-    summary="Approve or deny",
-    responses={200: {"model": ApprovalInfo}, **problems(404, 409, 413)},
-)
+@router.operation(DECIDE_APPROVAL, "Approve or deny", ApprovalInfo, 404, 409, 413)
 async def decide_approval(approval_id: ApprovalId, body: ApprovalDecision, plane: Plane) -> Response:
     """Once, for this operation in its context from now on, or with a rule for the context. Never one's own request."""
     return as_json(await plane.decisions.decide(approval_id, body, who()))

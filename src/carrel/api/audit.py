@@ -5,17 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import Depends, Query
+from fastapi import Query
 from starlette.responses import Response
 
 from carrel.api.guard import Router, require, who
-from carrel.api.parts import NDJSON, Plane, Stream, as_json, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import NDJSON, Plane, Stream, as_json
 from carrel.audit import Filter, chain_of
 from carrel.models import AuditKey, AuditPage, AuditPruned, Moment
 from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, SEARCH_AUDIT, Kind
 
-router = Router(prefix="/v1/audit", tags=["audit"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/audit", tags=["audit"])
 
 ZSTD = "application/zstd"
 Context = Annotated[str | None, Query(max_length=128, description="only of this context; needed by who reaches few")]
@@ -28,11 +27,7 @@ def _moment(given: datetime | None) -> float | None:
     return (given if given.tzinfo is not None else given.replace(tzinfo=UTC)).timestamp()
 
 
-@router.operation(
-    SEARCH_AUDIT,
-    summary="Find operations",
-    responses={200: {"model": AuditPage}, **problems()},
-)
+@router.operation(SEARCH_AUDIT, "Find operations", AuditPage)
 async def search_audit(
     plane: Plane,
     *,
@@ -67,11 +62,8 @@ async def search_audit(
 
 @router.operation(
     EXPORT_AUDIT,
-    summary="Copy the log out",
-    responses={
-        200: {"description": "A file that `carrel audit verify` checks", "content": {NDJSON: _FILE, ZSTD: _FILE}},
-        **problems(),
-    },
+    "Copy the log out",
+    {"description": "A file that `carrel audit verify` checks", "content": {NDJSON: _FILE, ZSTD: _FILE}},
 )
 async def export_audit(
     plane: Plane, context_id: Context = None, compress: Annotated[bool, Query(description="with zstd")] = False
@@ -82,21 +74,13 @@ async def export_audit(
     return Stream(pieces, media_type=ZSTD if compress else NDJSON, headers={"cache-control": "no-store"})
 
 
-@router.operation(
-    GET_AUDIT_KEY,
-    summary="Who signs the log",
-    responses={200: {"model": AuditKey}, **problems()},
-)
+@router.operation(GET_AUDIT_KEY, "Who signs the log", AuditKey)
 async def get_audit_key(plane: Plane) -> Response:
     """The public key of this server's log."""
     return as_json(AuditKey(node=plane.audit.node, key=plane.audit.key.public))
 
 
-@router.operation(
-    PRUNE_AUDIT,
-    summary="Remove records that are too old",
-    responses={200: {"model": AuditPruned}, **problems(409)},
-)
+@router.operation(PRUNE_AUDIT, "Remove records that are too old", AuditPruned, 409)
 async def prune_audit(plane: Plane) -> Response:
     """Now, and no more than the server would remove by itself: what is older than its `audit.keep_days`."""
     return as_json(await plane.janitor.prune_audit(who().subject))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Path, Query, Request
 from starlette.responses import Response
 
 from carrel.api.commands import EVENTS
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, SandboxId, as_json, body_of, described, event_stream, known_query, plane_of
-from carrel.api.problems import problems
-from carrel.api.python import FAILS
+from carrel.api.parts import Plane, SandboxId, as_json, body_of, event_stream, plane_of
 from carrel.models import CellRequest, CellResult, CodeContextInfo, CodeContextList, CodeContextName
 from carrel.models.operations import (
     CELL_OUTPUT,
@@ -26,19 +24,12 @@ from carrel.models.operations import (
 )
 
 router = Router(prefix="/v1/sandboxes/{id}/code-contexts", tags=["python"])
-strict = [Depends(known_query)]
 Name = Annotated[CodeContextName, Path(alias="name", description="name of a code context")]
 CellId = Annotated[str, Path(alias="cell", max_length=128, description="id of a cell")]
 _ID_HEADER = {"Carrel-Cell-Id": {"description": "id of the cell", "schema": {"type": "string"}}}
-_TOLD = problems(404, 409, 422, 429, 502)
 
 
-@router.operation(
-    RUN_CELL,
-    summary="Run a cell to its end",
-    responses={200: {"model": CellResult}, **FAILS},
-    openapi_extra=described(CellRequest, "id", "name"),
-)
+@router.operation(RUN_CELL, "Run a cell to its end", CellResult, 404, 409, 413, 422, 429, 502, parses=CellRequest)
 async def run_cell(request: Request) -> Response:
     """After the cells that came before it. The code context is made when there is none of this name."""
     wanted, names = await body_of(request, CellRequest), request.path_params
@@ -46,68 +37,39 @@ async def run_cell(request: Request) -> Response:
     return Response(result.model_dump_json(), media_type="application/json")
 
 
-@router.operation(
-    LIST_CODE_CONTEXTS,
-    summary="The code contexts of a sandbox",
-    dependencies=strict,
-    responses={200: {"model": CodeContextList}, **problems(404, 409, 502)},
-)
+@router.operation(LIST_CODE_CONTEXTS, "The code contexts of a sandbox", CodeContextList, 404, 409, 502)
 async def list_code_contexts(id: SandboxId, plane: Plane) -> Response:
     """Oldest first."""
     return as_json(await plane.code_contexts.list(id))
 
 
-@router.operation(
-    GET_CODE_CONTEXT,
-    summary="One code context",
-    dependencies=strict,
-    responses={200: {"model": CodeContextInfo}, **problems(404, 409, 502)},
-)
+@router.operation(GET_CODE_CONTEXT, "One code context", CodeContextInfo, 404, 409, 502)
 async def get_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """Idle, busy, or dead until the next cell starts it anew."""
     return as_json(await plane.code_contexts.get(id, name))
 
 
-@router.operation(
-    DELETE_CODE_CONTEXT,
-    summary="End a code context",
-    status_code=204,
-    dependencies=strict,
-    responses=problems(404, 409, 502),
-)
+@router.operation(DELETE_CODE_CONTEXT, "End a code context", None, 404, 409, 502)
 async def delete_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """With all it started; its cells are forgotten."""
     await plane.code_contexts.delete(id, name)
     return Response(status_code=204)
 
 
-@router.operation(
-    INTERRUPT_CODE_CONTEXT,
-    summary="Interrupt the cell that runs",
-    dependencies=strict,
-    responses={200: {"model": CodeContextInfo}, **_TOLD},
-)
+@router.operation(INTERRUPT_CODE_CONTEXT, "Interrupt the cell that runs", CodeContextInfo, 404, 409, 422, 429, 502)
 async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """As Ctrl-C would; the variables stay. Nothing happens when none runs."""
     return as_json(await plane.code_contexts.interrupt(id, name))
 
 
-@router.operation(
-    RESTART_CODE_CONTEXT,
-    summary="Begin a code context anew",
-    dependencies=strict,
-    responses={200: {"model": CodeContextInfo}, **_TOLD},
-)
+@router.operation(RESTART_CODE_CONTEXT, "Begin a code context anew", CodeContextInfo, 404, 409, 422, 429, 502)
 async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """What runs is ended, what waits is not run, the variables are gone."""
     return as_json(await plane.code_contexts.restart(id, name))
 
 
 @router.operation(
-    STREAM_CELL,
-    summary="Run a cell and stream what it prints",
-    dependencies=strict,
-    responses={200: {**EVENTS, "headers": _ID_HEADER}, **FAILS},
+    STREAM_CELL, "Run a cell and stream what it prints", {**EVENTS, "headers": _ID_HEADER}, 404, 409, 413, 422, 429, 502
 )
 async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane, request: Request) -> Response:
     """What it shows besides is in its result: get the cell by the id in the header."""
@@ -117,23 +79,13 @@ async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane
     return await event_stream(request, chunks, headers={"carrel-cell-id": info.id})
 
 
-@router.operation(
-    GET_CELL,
-    summary="Wait for the result of a cell",
-    dependencies=strict,
-    responses={200: {"model": CellResult}, **problems(404, 409, 422, 429, 502)},
-)
+@router.operation(GET_CELL, "Wait for the result of a cell", CellResult, 404, 409, 422, 429, 502)
 async def get_cell(id: SandboxId, name: Name, cell: CellId, plane: Plane) -> Response:
     """The result, once there is one."""
     return as_json(await plane.code_contexts.get_cell(id, name, cell))
 
 
-@router.operation(
-    CELL_OUTPUT,
-    summary="What a cell printed, from an offset on",
-    dependencies=strict,
-    responses={200: EVENTS, **problems(404, 409, 502)},
-)
+@router.operation(CELL_OUTPUT, "What a cell printed, from an offset on", EVENTS, 404, 409, 502)
 async def get_cell_output(
     id: SandboxId,
     name: Name,

@@ -1,13 +1,12 @@
-"""Commands: run, start, stream, feed, signal, end. `run_command` is the hot route and does without the
-framework's parsing.
+"""Commands: run, start, stream, feed, signal, end. `run_command` is the hot route and does without the framework's
+parsing.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Depends, Query, Request
-from pydantic import ValidationError
+from fastapi import Query, Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router
@@ -18,11 +17,10 @@ from carrel.api.parts import (
     Plane,
     SandboxId,
     as_json,
+    body_of,
     event_stream,
-    known_query,
     plane_of,
 )
-from carrel.api.problems import invalid, problems
 from carrel.errors import InvalidRequest
 from carrel.models import (
     CommandInfo,
@@ -51,7 +49,6 @@ from carrel.models.operations import (
 )
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["commands"])
-strict = [Depends(known_query)]
 
 EVENTS: dict[str, Any] = {
     "description": "An `OutputEvent` per line, or per server-sent event if asked for; the last has `result`",
@@ -65,46 +62,23 @@ ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema":
 
 
 @router.operation(
-    RUN_COMMAND,
-    summary="Run a command to its end",
-    responses={200: {"model": CommandResult}, **problems(404, 409, 413, 429, 502)},
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/CommandRequest"}}},
-        },
-        "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "maxLength": 128}}],
-    },
+    RUN_COMMAND, "Run a command to its end", CommandResult, 404, 409, 413, 429, 502, parses=CommandRequest
 )
 async def run_command(request: Request) -> Response:
     """Runs until the command ends or its deadline kills it; a non-zero exit is a result, not an error."""
-    if request.scope["query_string"]:
-        known_query(request)
-    try:
-        wanted = CommandRequest.model_validate_json(await request.body())
-    except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_input=False), CommandRequest) from None
+    wanted = await body_of(request, CommandRequest)
     result = await plane_of(request).operations.run_command(request.path_params["id"], wanted)
     return Response(result.model_dump_json(), media_type="application/json")
 
 
-@router.operation(
-    START_COMMAND,
-    summary="Start a command in the background",
-    status_code=201,
-    dependencies=strict,
-    responses={201: {"model": CommandInfo}, **problems(404, 409, 413, 429, 502)},
-)
+@router.operation(START_COMMAND, "Start a command in the background", CommandInfo, 404, 409, 413, 429, 502, status=201)
 async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Response:
     """Answers at once; read the output by id and offset. Without a `timeout` it runs until it ends or is ended."""
     return as_json(await plane.operations.start_command(id, body), 201)
 
 
 @router.operation(
-    STREAM_COMMAND,
-    summary="Start a command and stream its output",
-    dependencies=strict,
-    responses={200: {**EVENTS, "headers": ID_HEADER}, **problems(404, 409, 413, 429, 502)},
+    STREAM_COMMAND, "Start a command and stream its output", {**EVENTS, "headers": ID_HEADER}, 404, 409, 413, 429, 502
 )
 async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, request: Request) -> Response:
     """The command goes on when the caller goes away; attach again with its id and the last offset."""
@@ -113,45 +87,25 @@ async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, requ
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
 
 
-@router.operation(
-    LIST_COMMANDS,
-    summary="The commands a sandbox remembers",
-    dependencies=strict,
-    responses={200: {"model": CommandList}, **problems(404, 409, 502)},
-)
+@router.operation(LIST_COMMANDS, "The commands a sandbox remembers", CommandList, 404, 409, 502)
 async def list_commands(id: SandboxId, plane: Plane) -> Response:
     """Newest last."""
     return as_json(await plane.operations.list_commands(id))
 
 
-@router.operation(
-    GET_COMMAND,
-    summary="One command",
-    dependencies=strict,
-    responses={200: {"model": CommandInfo}, **problems(404, 409, 502)},
-)
+@router.operation(GET_COMMAND, "One command", CommandInfo, 404, 409, 502)
 async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """Running or ended."""
     return as_json(await plane.operations.get_command(id, cid))
 
 
-@router.operation(
-    COMMAND_RESULT,
-    summary="Wait for a command's end",
-    dependencies=strict,
-    responses={200: {"model": CommandResult}, **problems(404, 409, 502)},
-)
+@router.operation(COMMAND_RESULT, "Wait for a command's end", CommandResult, 404, 409, 502)
 async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """The result, once there is one."""
     return as_json(await plane.operations.command_result(id, cid))
 
 
-@router.operation(
-    COMMAND_OUTPUT,
-    summary="Output from an offset on",
-    dependencies=strict,
-    responses={200: EVENTS, **problems(404, 409, 502)},
-)
+@router.operation(COMMAND_OUTPUT, "Output from an offset on", EVENTS, 404, 409, 502)
 async def get_command_output(
     id: SandboxId,
     cid: CommandId,
@@ -168,14 +122,14 @@ async def get_command_output(
 
 @router.operation(
     SEND_INPUT,
-    summary="Bytes for a command's standard input",
-    status_code=204,
-    dependencies=strict,
-    responses=problems(404, 409, 413, 502),
+    "Bytes for a command's standard input",
+    None,
+    404,
+    409,
+    413,
+    502,
     openapi_extra={
-        "requestBody": {
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-        }
+        "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
     },
 )
 async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Request, close: bool = False) -> Response:
@@ -184,13 +138,7 @@ async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Reque
     return Response(status_code=204)
 
 
-@router.operation(
-    SIGNAL_COMMAND,
-    summary="Send a signal",
-    status_code=204,
-    dependencies=strict,
-    responses=problems(404, 409, 413, 502),
-)
+@router.operation(SIGNAL_COMMAND, "Send a signal", None, 404, 409, 413, 502)
 async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, plane: Plane) -> Response:
     """To the process group, or with `tree` to every process of the command."""
     if not body.signal.isalnum():
@@ -199,38 +147,21 @@ async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, pla
     return Response(status_code=204)
 
 
-@router.operation(
-    RESIZE_TERMINAL,
-    summary="Resize a command's terminal",
-    status_code=204,
-    dependencies=strict,
-    responses=problems(404, 409, 413, 502),
-)
+@router.operation(RESIZE_TERMINAL, "Resize a command's terminal", None, 404, 409, 413, 502)
 async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, plane: Plane) -> Response:
     """Terminals only."""
     await plane.operations.resize_terminal(id, cid, body)
     return Response(status_code=204)
 
 
-@router.operation(
-    DELETE_COMMAND,
-    summary="Kill a command and forget it",
-    status_code=204,
-    dependencies=strict,
-    responses=problems(404, 409, 502),
-)
+@router.operation(DELETE_COMMAND, "Kill a command and forget it", None, 404, 409, 502)
 async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """The whole process tree dies."""
     await plane.operations.delete_command(id, cid)
     return Response(status_code=204)
 
 
-@router.operation(
-    EXECUTE,
-    summary="Run code with files in and files out",
-    dependencies=strict,
-    responses={200: {"model": ExecuteResult}, **problems(404, 409, 413, 422, 429, 502)},
-)
+@router.operation(EXECUTE, "Run code with files in and files out", ExecuteResult, 404, 409, 413, 422, 429, 502)
 async def execute(id: SandboxId, body: ExecuteRequest, plane: Plane) -> Response:
     """Answers with the output and the names of the files produced."""
     return as_json(await plane.tools.execute(id, body))

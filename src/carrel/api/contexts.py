@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import Depends
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Context, Plane, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Context, Plane
 from carrel.models.operations import FORGET_CONTEXT
 
-router = Router(prefix="/v1/contexts/{context_id}", tags=["contexts"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/contexts/{context_id}", tags=["contexts"])
 
 
-@router.operation(
-    FORGET_CONTEXT,
-    summary="Forget a context",
-    status_code=204,
-    responses=problems(404, 409, 502),
-)
+@router.operation(FORGET_CONTEXT, "Forget a context", None, 404, 409, 502)
 async def forget_context(context_id: Context, plane: Plane) -> Response:
     """Ends its session and deletes everything that is kept of it: files, snapshots, filespace, secrets, MCP servers,
     template and policy. Only the audit log stays.

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import Depends, Path, Query
+from fastapi import Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import NDJSON, Plane, SandboxId, Stream, as_json, known_query, recorded
-from carrel.api.problems import UNEXPECTED, problems
+from carrel.api.parts import NDJSON, Plane, SandboxId, Stream, as_json
+from carrel.api.problems import UNEXPECTED
 from carrel.errors import CarrelError
 from carrel.models import (
     EnvironmentAttach,
@@ -33,7 +33,7 @@ from carrel.models.operations import (
     LIST_SANDBOX_ENVS,
 )
 
-router = Router(tags=["environments"], dependencies=[Depends(known_query)])
+router = Router(tags=["environments"])
 
 Name = Annotated[EnvironmentName, Path(alias="env", description="the name of an environment, or a label")]
 Follow = Annotated[bool, Query(description="tell what goes on, a JSON line each; the last has the environment")]
@@ -42,14 +42,9 @@ _ANSWER: dict[str, Any] = {
     "content": {NDJSON: {"schema": EnvironmentEvent.model_json_schema(ref_template="#/components/schemas/{model}")}},
 }
 _ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
-_FAILS = (404, 409, 413, 422, 429, 502)
 
 
-@router.operation(
-    LIST_ENVS,
-    summary="The environments of the server",
-    responses={200: {"model": EnvironmentList}, **problems()},
-)
+@router.operation(LIST_ENVS, "The environments of the server", EnvironmentList)
 async def list_envs(plane: Plane) -> Response:
     """The last used first. Whoever may not see everything sees those of their contexts, and those that have a label: by
     that, until one of their contexts has it.
@@ -57,44 +52,27 @@ async def list_envs(plane: Plane) -> Response:
     return as_json(await plane.packages.environments())
 
 
-@router.operation(
-    BUILD_ENV,
-    summary="Build an environment",
-    responses={200: _ANSWER, **problems(*_FAILS)},
-)
+@router.operation(BUILD_ENV, "Build an environment", _ANSWER, 404, 409, 413, 422, 429, 502)
 async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False) -> Response:
     """Under the policy of the server. One that lies ready is not built again; `name` is a label that it gets."""
     return await _answered(lambda say: plane.envs.build(body, say=say), follow=follow)
 
 
-@router.operation(
-    GET_ENV,
-    summary="One environment",
-    responses={200: {"model": EnvironmentInfo}, **problems(404)},
-)
+@router.operation(GET_ENV, "One environment", EnvironmentInfo, 404)
 async def get_env(env: Name, plane: Plane) -> Response:
     """By its name or a label."""
     return as_json(plane.environments.info(plane.environments.find(env)))
 
 
-@router.operation(
-    DELETE_ENV,
-    summary="Remove an environment",
-    status_code=204,
-    responses=problems(404, 409),
-)
+@router.operation(DELETE_ENV, "Remove an environment", None, 404, 409)
 async def delete_env(env: Name, plane: Plane) -> Response:
     """With its labels. One that a session has stays: 409."""
-    async with recorded(plane, "delete_env", {"env": env}):
+    async with plane.operations.admit(DELETE_ENV, {"env": env}):
         await plane.environments.remove(env)
     return Response(status_code=204)
 
 
-@router.operation(
-    ATTACH_ENV,
-    summary="Give a sandbox an environment",
-    responses={200: _ANSWER, **problems(*_FAILS)},
-)
+@router.operation(ATTACH_ENV, "Give a sandbox an environment", _ANSWER, 404, 409, 413, 422, 429, 502)
 async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follow: Follow = False) -> Response:
     """By name or by requirements, built under the policy of its context when there is none yet. It is at `path` in the
     sandbox, at once, and stays for as long as the session does.
@@ -102,22 +80,13 @@ async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follo
     return await _answered(lambda say: plane.envs.attach(id, body, say=say), follow=follow)
 
 
-@router.operation(
-    LIST_SANDBOX_ENVS,
-    summary="The environments a sandbox has",
-    responses={200: {"model": EnvironmentList}, **problems(404, 409)},
-)
+@router.operation(LIST_SANDBOX_ENVS, "The environments a sandbox has", EnvironmentList, 404, 409)
 async def list_sandbox_envs(id: SandboxId, plane: Plane) -> Response:
     """By name."""
     return as_json(await plane.envs.list(id))
 
 
-@router.operation(
-    DETACH_ENV,
-    summary="Let go of an environment",
-    status_code=204,
-    responses=problems(404, 409),
-)
+@router.operation(DETACH_ENV, "Let go of an environment", None, 404, 409)
 async def detach_env(id: SandboxId, env: Name, plane: Plane) -> Response:
     """It may then be removed when no other session has it."""
     await plane.envs.detach(id, env)

@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, cast
 
-from fastapi import Body, Depends, Query, Request
+from fastapi import Body, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query, streamed_body
-from carrel.api.problems import problems
+from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, raw_query, streamed_body
 from carrel.control.workspaces.bundles import Incoming
 from carrel.models import (
     FileInfo,
@@ -30,20 +29,13 @@ from carrel.models.operations import (
     ForwardedOperation,
 )
 
-router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 BUNDLE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
-@router.operation(
-    READ_FILE,
-    summary="Read a file",
-    responses={
-        200: {"description": "The bytes of the file", "content": _BYTES},
-        **problems(404, 409, 502),
-    },
-)
+@router.operation(READ_FILE, "Read a file", {"description": "The bytes of the file", "content": _BYTES}, 404, 409, 502)
 async def read_file(
     id: SandboxId,
     path: FilePath,
@@ -61,8 +53,12 @@ async def read_file(
 
 @router.operation(
     WRITE_FILE,
-    summary="Write a file",
-    responses={200: {"model": FileInfo}, **problems(404, 409, 429, 502)},
+    "Write a file",
+    FileInfo,
+    404,
+    409,
+    429,
+    502,
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
 async def write_file(
@@ -85,8 +81,13 @@ async def write_file(
 
 @router.operation(
     WRITE_FILES,
-    summary="Write many files",
-    responses={200: {"model": FilesWritten}, **problems(404, 409, 413, 429, 502)},
+    "Write many files",
+    FilesWritten,
+    404,
+    409,
+    413,
+    429,
+    502,
     openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
 )
 async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response:
@@ -95,9 +96,7 @@ async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response
 
 
 @router.operation(
-    READ_FILES,
-    summary="Read many files",
-    responses={200: {"description": "A bundle of the files", "content": BUNDLE}, **problems(404, 409, 413, 502)},
+    READ_FILES, "Read many files", {"description": "A bundle of the files", "content": BUNDLE}, 404, 409, 413, 502
 )
 async def read_files(id: SandboxId, body: FilesRequest, plane: Plane) -> Response:
     """In the order they were named. In the place of one that cannot be read comes why."""
@@ -127,12 +126,7 @@ def add_route(router: Router, operation: ForwardedOperation[Any, Any]) -> None:
 
     perform.__annotations__["wanted"] = Annotated[operation.request, where]
     perform.__name__, perform.__doc__ = operation.id, operation.description
-    router.operation(
-        operation,
-        summary=operation.summary,
-        status_code=204 if empty else None,
-        responses={**({} if empty else {200: {"model": operation.result}}), **problems(*statuses)},
-    )(perform)
+    router.operation(operation, operation.summary, None if empty else operation.result, *statuses)(perform)
 
 
 for _operation in TABLE:

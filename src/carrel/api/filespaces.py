@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
-from fastapi import Depends, Query, Request
+from fastapi import Query, Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, known_query, raw_query, streamed_body
-from carrel.api.problems import problems
+from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, raw_query, streamed_body
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
 from carrel.models.operations import (
     DELETE_FILESPACE,
@@ -21,26 +20,18 @@ from carrel.models.operations import (
     WRITE_FILESPACE,
 )
 
-router = Router(tags=["filespaces"], dependencies=[Depends(known_query)])
+router = Router(tags=["filespaces"])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
-@router.operation(
-    SYNC_FILESPACE,
-    summary="Sync a workspace with its filespace",
-    responses={200: {"model": SyncSummary}, **problems(404, 409, 413, 429, 503)},
-)
+@router.operation(SYNC_FILESPACE, "Sync a workspace with its filespace", SyncSummary, 404, 409, 413, 429, 503)
 async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Response:
     """Push the workspace's changes, pull the filespace's, or both: a pull, then a push. The last writer wins."""
     return as_json(await plane.filespaces.sync(id, body.direction))
 
 
-@router.operation(
-    LIST_FILESPACE,
-    summary="List the files of a filespace",
-    responses={200: {"model": FilespacePage}, **problems(404, 409)},
-)
+@router.operation(LIST_FILESPACE, "List the files of a filespace", FilespacePage, 404, 409)
 async def list_filespace(
     context_id: Context,
     plane: Plane,
@@ -58,8 +49,11 @@ async def list_filespace(
 
 @router.operation(
     READ_FILESPACE,
-    summary="Read a file of a filespace",
-    responses={200: {"description": "The bytes of the file", "content": _BYTES}, **problems(404, 409, 503)},
+    "Read a file of a filespace",
+    {"description": "The bytes of the file", "content": _BYTES},
+    404,
+    409,
+    503,
 )
 async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
     """The raw bytes of the last write."""
@@ -71,8 +65,13 @@ async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> R
 
 @router.operation(
     WRITE_FILESPACE,
-    summary="Write a file of a filespace",
-    responses={200: {"model": FilespaceFile}, **problems(404, 409, 413, 429, 503)},
+    "Write a file of a filespace",
+    FilespaceFile,
+    404,
+    409,
+    413,
+    429,
+    503,
     openapi_extra={"requestBody": {"required": True, "content": _BYTES}},
 )
 async def write_filespace(
@@ -88,24 +87,14 @@ async def write_filespace(
     return as_json(made)
 
 
-@router.operation(
-    DELETE_FILESPACE,
-    summary="Delete a file of a filespace",
-    status_code=204,
-    responses=problems(404, 409),
-)
+@router.operation(DELETE_FILESPACE, "Delete a file of a filespace", None, 404, 409)
 async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
     """Workspaces that did not change the file delete it with their next pull."""
     await plane.filespaces.delete(context_id, path)
     return Response(status_code=204)
 
 
-@router.operation(
-    FORGET_FILESPACE,
-    summary="Delete a whole filespace",
-    status_code=204,
-    responses=problems(404, 409, 503),
-)
+@router.operation(FORGET_FILESPACE, "Delete a whole filespace", None, 404, 409, 503)
 async def forget_filespace(context_id: Context, plane: Plane) -> Response:
     """Every file in it, for good. The workspace keeps its files."""
     await plane.filespaces.forget(context_id)

@@ -8,14 +8,17 @@ checks it with `require`; one that lists shows no more than `Identity.reaches` s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
+from carrel.api.parts import described, known_query
+from carrel.api.problems import problems
 from carrel.control.operations.caller import caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
@@ -80,10 +83,46 @@ class Router(APIRouter):
         super().__init__(route_class=GuardedRoute, **settings)
         self._any: tuple[int, re.Pattern[str]] = 0, re.compile(r"(?!)")
 
-    def operation(self, row: Operation, **settings: Any) -> Callable[[Function], Function]:
-        """The route of an operation: its method, path and id come from its row."""
-        path = row.path.removeprefix(self.prefix)
-        return self.api_route(path, methods=[row.method], operation_id=row.id, response_model=None, **settings)
+    def operation(
+        self,
+        row: Operation,
+        summary: str,
+        result: type[BaseModel] | dict[str, Any] | None,
+        *fails: int,
+        status: int = 200,
+        responses: Mapping[int | str, dict[str, Any]] | None = None,
+        parses: type[BaseModel] | None = None,
+        needs_token: bool = True,
+        openapi_extra: Mapping[str, Any] | None = None,
+    ) -> Callable[[Function], Function]:
+        """Add the route of an operation: its method, path and id come from its row.
+
+        `result` is the model of the answer, or an OpenAPI response; None for an answer without a body. `fails` are the
+        statuses of its problem answers, `responses` other answers. `parses` is the model of a body that the function
+        reads itself with `body_of`: the framework's parsing costs too much on frequent routes.
+        """
+        status = 204 if result is None else status
+        answers: dict[int | str, dict[str, Any]] = {}
+        if result is not None:
+            answers[status] = result if isinstance(result, dict) else {"model": result}
+        declared = problems(*fails)
+        answers.update(responses or {})
+        answers |= declared if needs_token else {each: declared[each] for each in fails}
+        extra: dict[str, Any] = {} if parses is None else described(parses, *re.findall(r"{(\w+)}", row.path))
+        extra |= openapi_extra or {}
+        if not needs_token:
+            extra["security"] = []
+        return self.api_route(
+            row.path.removeprefix(self.prefix),
+            methods=[row.method],
+            operation_id=row.id,
+            response_model=None,
+            summary=summary,
+            status_code=status,
+            responses=answers,
+            openapi_extra=extra or None,
+            dependencies=[Depends(known_query)] if parses is None and needs_token else None,
+        )
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Routes are tried one after the other: those of a resource that has none for this path are passed over

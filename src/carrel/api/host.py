@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import Depends
 from starlette.responses import JSONResponse, Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, as_json, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Plane, as_json
 from carrel.models import Answer, DiskUsage, HostReport
 from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, READYZ
 
@@ -20,23 +18,13 @@ class Status(Answer):
     status: str
 
 
-@router.operation(
-    GET_HOST,
-    summary="What this host can do",
-    dependencies=[Depends(known_query)],
-    responses={200: {"model": HostReport}, **problems()},
-)
+@router.operation(GET_HOST, "What this host can do", HostReport)
 async def get_host(plane: Plane) -> Response:
     """What `carrel doctor` shows."""
     return as_json(await plane.host_report())
 
 
-@router.operation(
-    GET_DISK_USAGE,
-    summary="What fills the disk",
-    dependencies=[Depends(known_query)],
-    responses={200: {"model": DiskUsage}, **problems()},
-)
+@router.operation(GET_DISK_USAGE, "What fills the disk", DiskUsage)
 async def get_disk_usage(plane: Plane) -> Response:
     """Of this server: workspaces, snapshots, the archive, environments, packages and records. Figures are up to half
     a minute old where measuring takes long. Needs a token that reaches every context.
@@ -44,23 +32,13 @@ async def get_disk_usage(plane: Plane) -> Response:
     return as_json(await plane.disk.usage())
 
 
-@router.operation(
-    HEALTHZ,
-    summary="Whether the server runs",
-    responses={200: {"model": Status}},
-    openapi_extra={"security": []},
-)
+@router.operation(HEALTHZ, "Whether the server runs", Status, needs_token=False)
 async def healthz() -> Response:
     """Needs no token."""
     return JSONResponse({"status": "ok"})
 
 
-@router.operation(
-    READYZ,
-    summary="Whether the server can start sandboxes",
-    responses={200: {"model": Status}, 503: problems(503)[503]},
-    openapi_extra={"security": []},
-)
+@router.operation(READYZ, "Whether the server can start sandboxes", Status, 503, needs_token=False)
 async def readyz(plane: Plane) -> Response:
     """Needs no token."""
     await plane.ready()

@@ -22,7 +22,7 @@ from mcp_types import SERVER_INFO_META_KEY, methods
 from pydantic import ValidationError
 from starlette.types import Scope
 
-from carrel.control.mcp.request_checks import Json
+from carrel.control.supervisor.connection import Json
 
 _CALL = "tools/call"
 _HEADERS = frozenset({b"accept", b"content-type", b"mcp-protocol-version", b"mcp-method", b"mcp-name"})

@@ -25,8 +25,9 @@ from starlette.types import Receive, Scope, Send
 from carrel.api.gate import replay
 from carrel.api.mcp_calls import PlainCall, nonsense, plain_call
 from carrel.api.problems import UNEXPECTED
-from carrel.control.mcp.request_checks import REFUSED, TIMED_OUT, Json
+from carrel.control.mcp.links import REFUSED, TIMED_OUT
 from carrel.control.plane import ControlPlane
+from carrel.control.supervisor.connection import Json
 from carrel.errors import ApprovalNeeded, CarrelError, PlatformError
 from carrel.models import McpCatalogue, McpRequest
 
@@ -150,7 +151,7 @@ async def called(
     try:
         wanted = McpRequest(tool=params.name, arguments=params.arguments or {}, timeout=LONGEST_S)
     except ValidationError:
-        raise MCPError(code=types.INVALID_PARAMS, message="this cannot be a tool") from None
+        raise MCPError(code=types.INVALID_PARAMS, message="this is not the name of a tool") from None
     try:
         result = await plane.mcp.request(sandbox, server, wanted, progress=progress)
     except PlatformError as error:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import Depends, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Plane
 from carrel.metrics import OPENMETRICS
 from carrel.models.operations import GET_METRICS
 
-router = Router(tags=["host"], dependencies=[Depends(known_query)])
+router = Router(tags=["host"])
 
 _TEXT = {"schema": {"type": "string"}}
 
 
-@router.operation(
-    GET_METRICS,
-    summary="What is measured",
-    responses={200: {"content": {"text/plain": _TEXT, OPENMETRICS: _TEXT}}, **problems()},
-)
+@router.operation(GET_METRICS, "What is measured", {"content": {"text/plain": _TEXT, OPENMETRICS: _TEXT}})
 async def get_metrics(request: Request, plane: Plane) -> Response:
     """In the text format of Prometheus, or as OpenMetrics for who accepts that. Needs the token like the rest."""
     body, media_type = await asyncio.to_thread(plane.metrics.render, request.headers.get("accept", ""))

@@ -1,14 +1,11 @@
-"""What the resource modules share: the control plane of a request, strict query strings, answers and event
-streams.
-"""
+"""What the resource modules share: the control plane of a request, strict query strings, answers and event streams."""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
@@ -20,12 +17,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from carrel.api.problems import invalid
-from carrel.audit import Ending, Entry, server_chain
-from carrel.control.operations.caller import caller
 from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.frames import Chunk, TextCutter
 from carrel.errors import InvalidRequest
-from carrel.metrics import OK, outcome_of
 from carrel.models import ContextId
 
 M = TypeVar("M", bound=BaseModel)
@@ -93,31 +87,6 @@ def raw_query(request: Request, name: str) -> str | None:
 
 
 FilePath = Annotated[str, Depends(_file_path)]
-
-
-@asynccontextmanager
-async def recorded(plane: ControlPlane, name: str, arguments: Mapping[str, object]) -> AsyncIterator[None]:
-    """For what belongs to no context, such as tokens: it is in the chain of the server."""
-    asked = caller.get()
-    shown = await plane.secret_values.clean(None, {"arguments": arguments, "request": asked.request_id})
-    entry = Entry(
-        server_chain(plane.audit.node),
-        asked.identity.subject,
-        "session",
-        name,
-        arguments=cast(Mapping[str, object], shown["arguments"]),
-        arguments_hash=plane.audit.hash_arguments(arguments),
-        request=cast("str | None", shown["request"]),
-    )
-    ticket = await plane.audit.begin(entry)
-    outcome = OK
-    try:
-        yield
-    except BaseException as error:
-        outcome = outcome_of(error)
-        raise
-    finally:
-        ticket.end(Ending(outcome))
 
 
 def as_json(value: BaseModel, status: int = 200) -> Response:
@@ -206,9 +175,7 @@ class Stream(StreamingResponse):
 async def event_stream(
     request: Request, chunks: AsyncIterator[Chunk], *, offset: int = 0, headers: dict[str, str] | None = None
 ) -> Response:
-    """Output events as NDJSON, or as server-sent events when asked for. Opens the stream, so errors get a
-    status.
-    """
+    """Output events as NDJSON, or as server-sent events when asked for. Opens the stream, so errors get a status."""
     sse = wants_sse(request)
     await anext(chunks)
     kept = {"cache-control": "no-store", **(headers or {})}

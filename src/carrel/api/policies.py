@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-from fastapi import Depends
 from starlette.responses import Response
 
 from carrel.api.guard import Router, who
-from carrel.api.parts import Context, Plane, as_json, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Context, Plane, as_json
 from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
 from carrel.models.operations import DELETE_POLICY, EXPLAIN_POLICY, GET_POLICY, PUT_POLICY
 
-router = Router(prefix="/v1/contexts/{context_id}/policy", tags=["policies"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/contexts/{context_id}/policy", tags=["policies"])
 
 
-@router.operation(
-    GET_POLICY,
-    summary="The policy of a context",
-    responses={200: {"model": PolicyInfo}, **problems()},
-)
+@router.operation(GET_POLICY, "The policy of a context", PolicyInfo)
 async def get_policy(context_id: Context, plane: Plane) -> Response:
     """As it was given, with what its author should know. A context without one has version 0."""
     return as_json(await plane.policies.get(context_id))
 
 
-@router.operation(
-    PUT_POLICY,
-    summary="Change the policy of a context",
-    responses={200: {"model": PolicyInfo}, **problems(409, 413)},
-)
+@router.operation(PUT_POLICY, "Change the policy of a context", PolicyInfo, 409, 413)
 async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -> Response:
     """Refused whole when a rule cannot be read. It holds from the next operation on."""
     arguments = body.model_dump(mode="json", exclude_unset=True)
-    async with plane.operations.admit(PUT_POLICY, arguments, "", "", context_id):
+    async with plane.operations.admit(PUT_POLICY, arguments, context_id=context_id):
         return as_json(await plane.policy_changes.put(context_id, body, who().subject))
 
 
-@router.operation(
-    DELETE_POLICY,
-    summary="Forget the policy of a context",
-    status_code=204,
-    responses=problems(),
-)
+@router.operation(DELETE_POLICY, "Forget the policy of a context", None)
 async def delete_policy(context_id: Context, plane: Plane) -> Response:
     """The server's own holds from now on."""
-    async with plane.operations.admit(DELETE_POLICY, {}, "", "", context_id):
+    async with plane.operations.admit(DELETE_POLICY, {}, context_id=context_id):
         await plane.policy_changes.delete(context_id)
     return Response(status_code=204)
 
 
-@router.operation(
-    EXPLAIN_POLICY,
-    summary="What the policy says of a command",
-    responses={200: {"model": Explanation}, **problems(413)},
-)
+@router.operation(EXPLAIN_POLICY, "What the policy says of a command", Explanation, 413)
 async def explain_policy(context_id: Context, body: ExplainRequest, plane: Plane) -> Response:
     """Part by part. Nothing is run."""
     return as_json(await plane.policies.explain(context_id, body.command, body.cwd))

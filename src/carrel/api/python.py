@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fastapi import Depends, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from carrel.api.commands import EVENTS, ID_HEADER
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, SandboxId, as_json, body_of, described, event_stream, known_query, plane_of
-from carrel.api.problems import problems
+from carrel.api.parts import Plane, SandboxId, as_json, body_of, event_stream, plane_of
 from carrel.models import CommandInfo, PythonRequest, PythonResult
 from carrel.models.operations import RUN_PYTHON, START_PYTHON, STREAM_PYTHON
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["python"])
-strict = [Depends(known_query)]
-FAILS: dict[int | str, dict[str, Any]] = problems(404, 409, 413, 422, 429, 502)
 
 
 @router.operation(
-    RUN_PYTHON,
-    summary="Run Python code to its end",
-    responses={200: {"model": PythonResult}, **FAILS},
-    openapi_extra=described(PythonRequest, "id"),
+    RUN_PYTHON, "Run Python code to its end", PythonResult, 404, 409, 413, 422, 429, 502, parses=PythonRequest
 )
 async def run_python(request: Request) -> Response:
     """In a fresh process of a warm interpreter. What the code raises is a result, not an error."""
@@ -32,11 +24,7 @@ async def run_python(request: Request) -> Response:
 
 
 @router.operation(
-    START_PYTHON,
-    summary="Start Python code in the background",
-    status_code=201,
-    dependencies=strict,
-    responses={201: {"model": CommandInfo}, **FAILS},
+    START_PYTHON, "Start Python code in the background", CommandInfo, 404, 409, 413, 422, 429, 502, status=201
 )
 async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
     """Answers at once; it is a command from now on."""
@@ -45,9 +33,14 @@ async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Resp
 
 @router.operation(
     STREAM_PYTHON,
-    summary="Start Python code and stream its output",
-    dependencies=strict,
-    responses={200: {**EVENTS, "headers": ID_HEADER}, **FAILS},
+    "Start Python code and stream its output",
+    {**EVENTS, "headers": ID_HEADER},
+    404,
+    409,
+    413,
+    422,
+    429,
+    502,
 )
 async def stream_python(id: SandboxId, body: PythonRequest, plane: Plane, request: Request) -> Response:
     """It goes on when the caller goes away; attach again with the id of the command and the last offset."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Header, Query
+from fastapi import Header, Query
 from starlette.responses import Response
 
 from carrel.api.guard import Router, require, who
-from carrel.api.parts import Plane, SandboxId, as_json, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Plane, SandboxId, as_json
 from carrel.models import (
     SandboxInfo,
     SandboxPage,
@@ -21,17 +20,19 @@ from carrel.models import (
 )
 from carrel.models.operations import DEPLOY_OR_RESUME, GET_SANDBOX, GET_USAGE, HEALTH, LIST_SANDBOXES, STOP, TERMINATE
 
-router = Router(prefix="/v1/sandboxes", tags=["sandboxes"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes", tags=["sandboxes"])
 
 
 @router.operation(
     DEPLOY_OR_RESUME,
-    summary="Get or create a sandbox",
-    responses={
-        200: {"model": SandboxInfo, "description": "It ran already"},
-        201: {"model": SandboxInfo, "description": "It was started"},
-        **problems(409, 413, 422, 429, 503),
-    },
+    "Get or create a sandbox",
+    {"model": SandboxInfo, "description": "It ran already"},
+    409,
+    413,
+    422,
+    429,
+    503,
+    responses={201: {"model": SandboxInfo, "description": "It was started"}},
 )
 async def deploy_or_resume(
     body: SandboxRequest,
@@ -40,19 +41,13 @@ async def deploy_or_resume(
         str | None, Header(min_length=1, max_length=255, description="the same key gives the same sandbox")
     ] = None,
 ) -> Response:
-    """The running sandbox of a context, started on its workspace if need be; without a context a throw-away
-    one.
-    """
+    """The running sandbox of a context, started on its workspace if need be; without a context a throw-away one."""
     require(DEPLOY_OR_RESUME, body.context_id)
     info, started = await plane.operations.deploy_or_resume(body, idempotency_key)
     return as_json(info, 201 if started else 200)
 
 
-@router.operation(
-    LIST_SANDBOXES,
-    summary="List sandboxes",
-    responses={200: {"model": SandboxPage}, **problems()},
-)
+@router.operation(LIST_SANDBOXES, "List sandboxes", SandboxPage)
 async def list_sandboxes(
     plane: Plane,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -68,52 +63,32 @@ async def list_sandboxes(
     return as_json(page)
 
 
-@router.operation(
-    GET_SANDBOX,
-    summary="One sandbox",
-    responses={200: {"model": SandboxInfo}, **problems(404)},
-)
+@router.operation(GET_SANDBOX, "One sandbox", SandboxInfo, 404)
 async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
     """By its id or its context id."""
     return as_json(await plane.sessions.get(id))
 
 
-@router.operation(
-    GET_USAGE,
-    summary="What a workspace holds",
-    responses={200: {"model": WorkspaceUsage}, **problems(404, 409)},
-)
+@router.operation(GET_USAGE, "What a workspace holds", WorkspaceUsage, 404, 409)
 async def get_usage(id: SandboxId, plane: Plane) -> Response:
     """Against what it may hold."""
     return as_json(await plane.sessions.usage(id))
 
 
-@router.operation(
-    STOP,
-    summary="Stop a sandbox, keep its workspace",
-    responses={200: {"model": SandboxInfo}, **problems(404, 502)},
-)
+@router.operation(STOP, "Stop a sandbox, keep its workspace", SandboxInfo, 404, 502)
 async def stop(id: SandboxId, plane: Plane) -> Response:
     """What runs in it ends. `deploy_or_resume` starts it again on the same files. An ephemeral one is terminated."""
     return as_json(await plane.operations.stop(id))
 
 
-@router.operation(
-    TERMINATE,
-    summary="End a session",
-    responses={200: {"model": SandboxInfo}, **problems(404, 413, 502)},
-)
+@router.operation(TERMINATE, "End a session", SandboxInfo, 404, 413, 502)
 async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
     """The sandbox ends with everything in it. A durable workspace stays unless asked otherwise."""
     request = body or TerminateRequest()
     return as_json(await plane.operations.terminate(id, request))
 
 
-@router.operation(
-    HEALTH,
-    summary="What the supervisor says of itself",
-    responses={200: {"model": SupervisorHealth}, **problems(404, 409, 502)},
-)
+@router.operation(HEALTH, "What the supervisor says of itself", SupervisorHealth, 404, 409, 502)
 async def get_sandbox_health(id: SandboxId, plane: Plane) -> Response:
     """It comes from inside the sandbox, so it proves nothing."""
     return as_json(await plane.operations.health(id))

@@ -4,49 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Path
+from fastapi import Path
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Context, Plane, as_json, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Context, Plane, as_json
 from carrel.models import SecretList, SecretName, SecretValue
 from carrel.models.operations import DELETE_SECRET, LIST_SECRETS, PUT_SECRET
 
-router = Router(prefix="/v1/contexts/{context_id}/secrets", tags=["secrets"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/contexts/{context_id}/secrets", tags=["secrets"])
 
 Name = Annotated[str, Path(min_length=1, max_length=128)]
 
 
-@router.operation(
-    LIST_SECRETS,
-    summary="The secrets of a context",
-    responses={200: {"model": SecretList}, **problems()},
-)
+@router.operation(LIST_SECRETS, "The secrets of a context", SecretList)
 async def list_secrets(context_id: Context, plane: Plane) -> Response:
     """Names and versions, never values."""
     return as_json(await plane.secrets.list(context_id))
 
 
-@router.operation(
-    PUT_SECRET,
-    summary="Keep a secret",
-    responses={200: {"model": SecretName}, **problems(413, 422, 429, 502)},
-)
+@router.operation(PUT_SECRET, "Keep a secret", SecretName, 413, 422, 429, 502)
 async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane) -> Response:
     """It is the file `/run/secrets/NAME` of the context's sandbox; a running one has it at once."""
-    async with plane.operations.admit(PUT_SECRET, {"name": name}, "", "", context_id):
+    async with plane.operations.admit(PUT_SECRET, {"name": name}, context_id=context_id):
         return as_json(await plane.secrets.put(context_id, name, body.bytes()))
 
 
-@router.operation(
-    DELETE_SECRET,
-    summary="Forget a secret",
-    status_code=204,
-    responses=problems(404, 502),
-)
+@router.operation(DELETE_SECRET, "Forget a secret", None, 404, 502)
 async def delete_secret(context_id: Context, name: Name, plane: Plane) -> Response:
     """A running sandbox loses it at once."""
-    async with plane.operations.admit(DELETE_SECRET, {"name": name}, "", "", context_id):
+    async with plane.operations.admit(DELETE_SECRET, {"name": name}, context_id=context_id):
         await plane.secrets.delete(context_id, name)
     return Response(status_code=204)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Path, Query
+from fastapi import Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import Router, require
-from carrel.api.parts import Plane, SandboxId, Stream, as_json, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Plane, SandboxId, Stream, as_json
 from carrel.models import FileChanges, ForkRequest, RestoreRequest, SandboxInfo, SnapshotInfo, SnapshotPage
 from carrel.models.operations import (
     DELETE_SNAPSHOT,
@@ -21,26 +20,18 @@ from carrel.models.operations import (
     TAKE_SNAPSHOT,
 )
 
-router = Router(prefix="/v1/sandboxes/{id}", tags=["snapshots"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes/{id}", tags=["snapshots"])
 
 SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
 
 
-@router.operation(
-    TAKE_SNAPSHOT,
-    summary="Take a snapshot",
-    responses={201: {"model": SnapshotInfo}, **problems(404, 409, 429)},
-)
+@router.operation(TAKE_SNAPSHOT, "Take a snapshot", SnapshotInfo, 404, 409, 429, status=201)
 async def take_snapshot(id: SandboxId, plane: Plane) -> Response:
     """An immutable picture of the workspace as it is now; it costs what changed since the last one."""
     return as_json(await plane.snapshots.take(id), 201)
 
 
-@router.operation(
-    LIST_SNAPSHOTS,
-    summary="List snapshots",
-    responses={200: {"model": SnapshotPage}, **problems(404, 409)},
-)
+@router.operation(LIST_SNAPSHOTS, "List snapshots", SnapshotPage, 404, 409)
 async def list_snapshots(
     id: SandboxId,
     plane: Plane,
@@ -51,12 +42,7 @@ async def list_snapshots(
     return as_json(await plane.snapshots.page(id, limit=limit, cursor=cursor))
 
 
-@router.operation(
-    DELETE_SNAPSHOT,
-    summary="Delete a snapshot",
-    status_code=204,
-    responses=problems(404, 409),
-)
+@router.operation(DELETE_SNAPSHOT, "Delete a snapshot", None, 404, 409)
 async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
     """For good. Other snapshots stay whole."""
     await plane.snapshots.delete(id, snapshot_id)
@@ -65,11 +51,10 @@ async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) 
 
 @router.operation(
     EXPORT,
-    summary="Download a snapshot",
-    responses={
-        200: {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
-        **problems(404, 409),
-    },
+    "Download a snapshot",
+    {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
+    404,
+    409,
 )
 async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
     """The files as a tar archive."""
@@ -77,11 +62,7 @@ async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane
     return Stream(chunks, media_type="application/x-tar")
 
 
-@router.operation(
-    DIFF_SNAPSHOTS,
-    summary="Compare two snapshots",
-    responses={200: {"model": FileChanges}, **problems(404, 409)},
-)
+@router.operation(DIFF_SNAPSHOTS, "Compare two snapshots", FileChanges, 404, 409)
 async def diff_snapshots(
     id: SandboxId,
     plane: Plane,
@@ -92,21 +73,13 @@ async def diff_snapshots(
     return as_json(await plane.snapshots.diff(id, before, after))
 
 
-@router.operation(
-    RESTORE,
-    summary="Restore a snapshot",
-    responses={200: {"model": SandboxInfo}, **problems(404, 409, 413)},
-)
+@router.operation(RESTORE, "Restore a snapshot", SandboxInfo, 404, 409, 413)
 async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response:
     """The workspace gets the snapshot's files. What runs is ended; a running sandbox is started again."""
     return as_json(await plane.snapshots.restore(id, body.snapshot_id))
 
 
-@router.operation(
-    FORK,
-    summary="Fork a workspace",
-    responses={201: {"model": SandboxInfo}, **problems(404, 409, 413, 429, 503)},
-)
+@router.operation(FORK, "Fork a workspace", SandboxInfo, 404, 409, 413, 429, 503, status=201)
 async def fork(id: SandboxId, body: ForkRequest, plane: Plane) -> Response:
     """A new context with the same files, settings and secrets, started at once."""
     require(FORK, body.context_id)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from fastapi import Depends, Request
+from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from carrel.api.files import BUNDLE
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, Stream, as_json, body_of, described, known_query, plane_of, streamed_body
-from carrel.api.problems import answer, invalid, problems
+from carrel.api.parts import Plane, Stream, as_json, body_of, plane_of, streamed_body
+from carrel.api.problems import answer, invalid
 from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.bundles import Incoming
 from carrel.errors import InvalidRequest, LimitExceeded
@@ -24,14 +24,20 @@ router = Router(tags=["python"])
 RETRY_AFTER_S = 1
 CALL_MODEL = StatelessRequest
 """What the framework does not see of a hot route, for whoever describes it."""
-FAILS = problems(404, 409, 413, 422, 429, 502, 503)
 
 
 @router.operation(
     EXECUTE_STATELESS,
-    summary="Run Python code without a context",
-    responses={200: {"model": StatelessResult}, **FAILS},
-    openapi_extra=described(StatelessRequest),
+    "Run Python code without a context",
+    StatelessResult,
+    404,
+    409,
+    413,
+    422,
+    429,
+    502,
+    503,
+    parses=StatelessRequest,
 )
 async def execute_stateless(request: Request) -> Response:
     """In a sandbox of the template that only this caller's calls use, emptied after each. When all are busy for too
@@ -46,9 +52,15 @@ async def execute_stateless(request: Request) -> Response:
 
 @router.operation(
     EXECUTE_BUNDLE,
-    summary="Run Python code without a context, with files of any size",
-    dependencies=[Depends(known_query)],
-    responses={200: {"description": "A bundle: the result, then what was produced", "content": BUNDLE}, **FAILS},
+    "Run Python code without a context, with files of any size",
+    {"description": "A bundle: the result, then what was produced", "content": BUNDLE},
+    404,
+    409,
+    413,
+    422,
+    429,
+    502,
+    503,
     openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
 )
 async def execute_bundle(plane: Plane, request: Request) -> Response:

@@ -4,63 +4,45 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Path
+from fastapi import Path
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, as_json, known_query, recorded
-from carrel.api.problems import problems
+from carrel.api.parts import Plane, as_json
 from carrel.models import SecretList, SecretName, SecretValue, TemplateList, TemplateName
 from carrel.models.operations import DELETE_TEMPLATE_SECRET, LIST_TEMPLATE_SECRETS, LIST_TEMPLATES, PUT_TEMPLATE_SECRET
 
-router = Router(prefix="/v1/templates", tags=["templates"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/templates", tags=["templates"])
 
 Template = Annotated[TemplateName, Path(alias="template", description="the name of a template")]
 Name = Annotated[str, Path(min_length=1, max_length=128)]
 
 
-@router.operation(
-    LIST_TEMPLATES,
-    summary="The templates of the server",
-    responses={200: {"model": TemplateList}, **problems()},
-)
+@router.operation(LIST_TEMPLATES, "The templates of the server", TemplateList)
 async def list_templates(plane: Plane) -> Response:
     """By name. One that cannot be used says why."""
     return as_json(await plane.packages.templates())
 
 
-@router.operation(
-    LIST_TEMPLATE_SECRETS,
-    summary="The secrets of a template",
-    responses={200: {"model": SecretList}, **problems()},
-)
+@router.operation(LIST_TEMPLATE_SECRETS, "The secrets of a template", SecretList)
 async def list_template_secrets(template: Template, plane: Plane) -> Response:
     """Names and versions, never values."""
     return as_json(await plane.secrets.list(template, kind="template"))
 
 
-@router.operation(
-    PUT_TEMPLATE_SECRET,
-    summary="Keep a secret of a template",
-    responses={200: {"model": SecretName}, **problems(413, 422, 502)},
-)
+@router.operation(PUT_TEMPLATE_SECRET, "Keep a secret of a template", SecretName, 413, 422, 502)
 async def put_template_secret(template: Template, name: Name, body: SecretValue, plane: Plane) -> Response:
     """Every sandbox made by the template has it as the file `/run/secrets/NAME`, unless its context has one of that
     name; running ones have it at once.
     """
     await plane.templates.get(template)
-    async with recorded(plane, "put_template_secret", {"template": template, "name": name}):
+    async with plane.operations.admit(PUT_TEMPLATE_SECRET, {"template": template, "name": name}):
         return as_json(await plane.secrets.put(template, name, body.bytes(), kind="template"))
 
 
-@router.operation(
-    DELETE_TEMPLATE_SECRET,
-    summary="Forget a secret of a template",
-    status_code=204,
-    responses=problems(404, 502),
-)
+@router.operation(DELETE_TEMPLATE_SECRET, "Forget a secret of a template", None, 404, 502)
 async def delete_template_secret(template: Template, name: Name, plane: Plane) -> Response:
     """Running sandboxes lose it at once."""
-    async with recorded(plane, "delete_template_secret", {"template": template, "name": name}):
+    async with plane.operations.admit(DELETE_TEMPLATE_SECRET, {"template": template, "name": name}):
         await plane.secrets.delete(template, name, kind="template")
     return Response(status_code=204)

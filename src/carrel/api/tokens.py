@@ -5,19 +5,18 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated
 
-from fastapi import Depends, Path, Query
+from fastapi import Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import Router, who
-from carrel.api.parts import Plane, as_json, known_query, recorded
-from carrel.api.problems import problems
+from carrel.api.parts import Plane, as_json
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
 from carrel.identity import Grant, Identity, Kind, Scope, Token
 from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage, TokenRequest
 from carrel.models.operations import CREATE_TOKEN, GET_IDENTITY, GET_TOKEN, LIST_TOKENS, REVOKE_TOKEN
 
-router = Router(prefix="/v1/tokens", tags=["tokens"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/tokens", tags=["tokens"])
 
 TokenId = Annotated[str, Path(min_length=1, max_length=64, description="id of a token")]
 
@@ -47,12 +46,7 @@ async def _known(plane: ControlPlane, token_id: str) -> Token:
     return token
 
 
-@router.operation(
-    CREATE_TOKEN,
-    summary="Make a token",
-    status_code=201,
-    responses={201: {"model": NewToken}, **problems(413)},
-)
+@router.operation(CREATE_TOKEN, "Make a token", NewToken, 413, status=201)
 async def create_token(body: TokenRequest, plane: Plane) -> Response:
     """Nobody gives away more than they have. The answer is the only place where the token is shown."""
     expires = body.expires_at
@@ -66,18 +60,14 @@ async def create_token(body: TokenRequest, plane: Plane) -> Response:
         body.contexts,
         None if expires is None else expires.timestamp(),
     )
-    async with recorded(plane, "create_token", body.model_dump(mode="json", exclude_none=True)):
+    async with plane.operations.admit(CREATE_TOKEN, body.model_dump(mode="json", exclude_none=True)):
         text, token = await plane.tokens.issue(grant, who())
     answer = as_json(NewToken.model_validate({**_values(token), "token": text}), 201)
     answer.headers["cache-control"] = "no-store"
     return answer
 
 
-@router.operation(
-    LIST_TOKENS,
-    summary="List tokens",
-    responses={200: {"model": TokenPage}, **problems()},
-)
+@router.operation(LIST_TOKENS, "List tokens", TokenPage)
 async def list_tokens(
     plane: Plane,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -89,11 +79,7 @@ async def list_tokens(
     return as_json(TokenPage(items=mine, next=following))
 
 
-@router.operation(
-    GET_IDENTITY,
-    summary="Who asks",
-    responses={200: {"model": IdentityInfo}, **problems()},
-)
+@router.operation(GET_IDENTITY, "Who asks", IdentityInfo)
 async def get_identity() -> Response:
     """Whom the token of this request stands for, and what it is for. Every token may ask."""
     identity = who()
@@ -106,23 +92,15 @@ async def get_identity() -> Response:
     )
 
 
-@router.operation(
-    GET_TOKEN,
-    summary="One token",
-    responses={200: {"model": TokenInfo}, **problems(404)},
-)
+@router.operation(GET_TOKEN, "One token", TokenInfo, 404)
 async def get_token(token_id: TokenId, plane: Plane) -> Response:
     """Everything but the token itself."""
     return as_json(TokenInfo.model_validate(_values(await _known(plane, token_id))))
 
 
-@router.operation(
-    REVOKE_TOKEN,
-    summary="Revoke a token",
-    responses={200: {"model": TokenInfo}, **problems(404)},
-)
+@router.operation(REVOKE_TOKEN, "Revoke a token", TokenInfo, 404)
 async def revoke_token(token_id: TokenId, plane: Plane) -> Response:
     """It is worthless at once here, and within seconds on other servers. Revoking twice is no error."""
     await _known(plane, token_id)
-    async with recorded(plane, "revoke_token", {"id": token_id}):
+    async with plane.operations.admit(REVOKE_TOKEN, {"id": token_id}):
         return as_json(TokenInfo.model_validate(_values(await plane.tokens.revoke(token_id))))

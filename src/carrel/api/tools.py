@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import Depends
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import Plane, SandboxId, as_json, known_query
-from carrel.api.problems import problems
+from carrel.api.parts import Plane, SandboxId, as_json
 from carrel.models import ToolRequest, ToolResult
 from carrel.models.operations import TOOL_REQUEST
 
-router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"], dependencies=[Depends(known_query)])
+router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"])
 
 
-@router.operation(
-    TOOL_REQUEST,
-    summary="Call a tool",
-    responses={200: {"model": ToolResult}, **problems(404, 409, 413, 422, 429, 502)},
-)
+@router.operation(TOOL_REQUEST, "Call a tool", ToolResult, 404, 409, 413, 422, 429, 502)
 async def tool_request(id: SandboxId, body: ToolRequest, plane: Plane) -> Response:
     """`create_file` takes `path`, `content` or `content_base64`, and `mode`; `python_exec` what `run_python` does."""
     return as_json(await plane.tools.call(id, body))

@@ -20,14 +20,13 @@ from carrel.control.governance.policies import Policies
 from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMasks
 from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.governance.webhooks import Webhook
-from carrel.control.mcp.declarations import McpDeclarations
-from carrel.control.mcp.discovery import McpDiscovery
-from carrel.control.mcp.installing import Installing
+from carrel.control.mcp.catalogue import McpDiscovery
+from carrel.control.mcp.declarations import McpDeclarations, McpInstaller
 from carrel.control.mcp.links import McpLinks
 from carrel.control.mcp.platform import PlatformServers, read_platform
 from carrel.control.mcp.servers import McpServers
 from carrel.control.operations.admission import Admission
-from carrel.control.operations.operations import Operations
+from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
 from carrel.control.python.environment_builds import Builder, shared
@@ -194,8 +193,8 @@ class ControlPlane:
         # sessions, and the operations in their sandboxes
         starting = Starting(settings, store, workspaces, leases, live, providers, templates, attachments, audit)
         self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
-        # Packages are made by commands of carrel's own, and the commands of others may wait for packages.
-        own = Operations(sessions, admission, values, policies.longest, packages=None)
+        # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
+        self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
         envs = settings.envs
         builder = Builder(sessions, own, shelf, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(
@@ -221,12 +220,10 @@ class ControlPlane:
         self.bundles = Bundles(operations)
 
         # Python, MCP servers, calls without a context
-        self.envs = EnvironmentUse(environments, packages, sessions, operations)
-        self.python = python = PythonOperations(
-            operations.enter, values.redactor, operations.conclude, self.envs, packages
-        )
+        self.envs = EnvironmentUse(environments, packages, sessions, operations, own)
+        self.python = python = PythonOperations(operations, values.redactor, self.envs, packages)
         self.code_contexts = CodeContextOperations(
-            operations.enter, values.redactor, python.environment, CodeContextStore(database)
+            operations, values.redactor, python.environment, CodeContextStore(database)
         )
         self.tools = Tools(operations, python)
         mcp = settings.mcp
@@ -244,21 +241,21 @@ class ControlPlane:
             declarations,
             sessions,
             operations,
-            Installing(environments, operations, providers, mcp.install_timeout_s),
+            McpInstaller(environments, own, providers, mcp.install_timeout_s),
             self._mcp_discovery,
             links,
             platform,
             values.redactor,
             metrics,
         )
-        self.router = Router(settings.router, sessions, operations, python, packages, metrics)
+        self.router = Router(settings.router, sessions, operations, own, python, packages, metrics)
 
         # upkeep
         self.disk = Disk(layout, driver, settings.archive_url)
         self.retention = Retention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
         self.leasing = LeaseUpkeep(live, store, leases, attachments)
         self.janitor = Janitor(
-            sessions, self.leasing, operations, snapshots, workspaces, self.retention, store, audit, settings, notes,
+            sessions, self.leasing, own, snapshots, workspaces, self.retention, store, audit, settings, notes,
             files,
             more=(
                 (self.end_revoked, CACHE_S),

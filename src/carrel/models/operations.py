@@ -99,6 +99,8 @@ class Operation:
     asks: bool = True
     """False: what policy leaves to a person is allowed, because a person was asked for it earlier."""
     reach: Reach = "path"
+    of_server: bool = False
+    """Whether it belongs to no context: its audit record goes into the chain of the server."""
 
     def __post_init__(self) -> None:
         if self.kind == "file" and not isinstance(self.decides, tuple):
@@ -337,10 +339,12 @@ DECIDE_APPROVAL = _row(
 DECIDE_APPROVALS = _row("decide_approvals", None, APPROVE, "POST /v1/approvals/decide", reach="listed")
 
 # tokens
-CREATE_TOKEN = _row("create_token", "session", ADMINISTER, "POST /v1/tokens", reach="handler")
+CREATE_TOKEN = _row("create_token", "session", ADMINISTER, "POST /v1/tokens", reach="handler", of_server=True)
 LIST_TOKENS = _row("list_tokens", None, ADMINISTER, "GET /v1/tokens", reach="handler")
 GET_TOKEN = _row("get_token", None, ADMINISTER, "GET /v1/tokens/{token_id}", reach="handler")
-REVOKE_TOKEN = _row("revoke_token", "session", ADMINISTER, "DELETE /v1/tokens/{token_id}", reach="handler")
+REVOKE_TOKEN = _row(
+    "revoke_token", "session", ADMINISTER, "DELETE /v1/tokens/{token_id}", reach="handler", of_server=True
+)
 
 # policies
 GET_POLICY = _row("get_policy", None, READ, f"GET {_CONTEXT}/policy")
@@ -353,9 +357,13 @@ PUT_SECRET = _row("put_secret", "session", ADMINISTER, f"PUT {_CONTEXT}/secrets/
 LIST_SECRETS = _row("list_secrets", None, ADMINISTER, f"GET {_CONTEXT}/secrets")
 DELETE_SECRET = _row("delete_secret", "session", ADMINISTER, f"DELETE {_CONTEXT}/secrets/{{name}}")
 COPY_SECRETS = _row("copy_secrets", "session")
-PUT_TEMPLATE_SECRET = _row("put_template_secret", "session", ADMINISTER, f"PUT {_TEMPLATE_SECRETS}/{{name}}")
+PUT_TEMPLATE_SECRET = _row(
+    "put_template_secret", "session", ADMINISTER, f"PUT {_TEMPLATE_SECRETS}/{{name}}", of_server=True
+)
 LIST_TEMPLATE_SECRETS = _row("list_template_secrets", None, ADMINISTER, f"GET {_TEMPLATE_SECRETS}")
-DELETE_TEMPLATE_SECRET = _row("delete_template_secret", "session", ADMINISTER, f"DELETE {_TEMPLATE_SECRETS}/{{name}}")
+DELETE_TEMPLATE_SECRET = _row(
+    "delete_template_secret", "session", ADMINISTER, f"DELETE {_TEMPLATE_SECRETS}/{{name}}", of_server=True
+)
 
 # the audit log
 SEARCH_AUDIT = _row("search_audit", None, READ, "GET /v1/audit", reach="handler")
@@ -375,7 +383,7 @@ LIST_TEMPLATES = _row("list_templates", None, READ, "GET /v1/templates", reach="
 LIST_ENVS = _row("list_envs", None, READ, "GET /v1/envs", reach="listed")
 GET_ENV = _row("get_env", None, READ, "GET /v1/envs/{env}", reach="listed")
 BUILD_ENV = _row("build_env", "shell", OPERATE, "POST /v1/envs", decides="command")
-DELETE_ENV = _row("delete_env", "session", OPERATE, "DELETE /v1/envs/{env}")
+DELETE_ENV = _row("delete_env", "session", OPERATE, "DELETE /v1/envs/{env}", of_server=True)
 ATTACH_ENV = _row("attach_env", "shell", OPERATE, f"POST {_SANDBOX}/envs", decides="command")
 DETACH_ENV = _row("detach_env", "session", OPERATE, f"DELETE {_SANDBOX}/envs/{{env}}")
 LIST_SANDBOX_ENVS = _row("list_sandbox_envs", None, READ, f"GET {_SANDBOX}/envs")

@@ -71,14 +71,14 @@ async def test_they_end_with_the_sandbox_and_with_the_server(box: LiveSandbox) -
 async def test_who_waited_while_it_failed_is_told_the_same(box: LiveSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs takes as long as it may, but once, and not once for each who asks."""
     links, begun = McpLinks(1.0), 0
-    before = mcp_links.begin
+    before = mcp_links.start_conversation
 
     async def counted(box: LiveSandbox, server: str, declared: dict[str, object], start_s: float) -> object:
         nonlocal begun
         begun += 1
         return await before(box, server, declared, start_s)
 
-    monkeypatch.setattr(mcp_links, "begin", counted)
+    monkeypatch.setattr(mcp_links, "start_conversation", counted)
     silent = {**declaration(), "command": ["sleep", "3600"]}
     found = await asyncio.gather(*(links.open(box, "s", silent, holds) for _ in range(5)), return_exceptions=True)
     assert begun == 1 and {str(each) for each in found} == {str(found[0])} and isinstance(found[0], McpServerFailed)

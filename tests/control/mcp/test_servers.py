@@ -368,7 +368,7 @@ async def test_what_was_ended_meanwhile_is_not_started_after_all(plane: ControlP
     go_on.set()
     with pytest.raises(NotFound if change == "remove" else Conflict):
         await late
-    assert await plane.mcp._told(await plane.sessions.record(box)) == {} or change == "stop"
+    assert await plane.mcp._processes(await plane.sessions.record(box)) == {} or change == "stop"
     if change == "stop":
         assert (await plane.mcp.get(box, "good")).state == "stopped"
         with pytest.raises(Conflict, match="is stopped"):

@@ -13,7 +13,7 @@ import pytest
 from tests.support.mcp_hosted import GOOD, HOSTILE
 
 from carrel.control.mcp import session as mcp_session
-from carrel.control.mcp.request_checks import NoAnswer, Refused
+from carrel.control.mcp.links import NoAnswer, Refused
 from carrel.control.mcp.session import Conversation
 from carrel.errors import LimitExceeded, McpServerFailed
 

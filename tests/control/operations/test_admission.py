@@ -10,7 +10,7 @@ from tests.support.calls import decide_by
 
 from carrel.audit import Filter, chain_of, verify
 from carrel.config import Settings
-from carrel.control.operations.call import SELF, Call
+from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, Conflict, Denied, NotFound, RunsElsewhere
@@ -255,7 +255,7 @@ async def test_each_operation_is_counted_once_with_the_outcome_that_is_recorded(
         await plane.operations.run_command("c", CommandRequest(command="curl x"))
     with pytest.raises(NotFound):
         await plane.operations.forward(STAT_FILE, "c", StatRequest(path="absent"))
-    await plane.operations.health("c", SELF)
+    await plane.own_operations.health("c")
     shown = plane.metrics.render()[0].decode()
     counted = {
         (match["kind"], match["name"], match["outcome"]): float(match["count"])

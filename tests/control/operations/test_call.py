@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.support.calls import call
 
-from carrel.control.operations.call import SELF, Traffic, asked_now, refusal
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.call import SELF, Call, Traffic, refusal
+from carrel.control.operations.caller import Caller
 from carrel.errors import Denied, from_problem
 from carrel.identity import Identity, Kind
 from carrel.models.operations import STOP
@@ -16,11 +16,9 @@ def test_owner_is_the_context_else_the_sandbox() -> None:
     assert owners == ["c", "s", None]
 
 
-async def test_call_carries_the_caller_of_the_task_except_for_upkeep() -> None:
+def test_subject_is_the_caller_or_carrel_itself() -> None:
     who = Caller(Identity("agent:a", Kind.AGENT, frozenset()), request_id="r-1")
-    caller.set(who)
-    assert asked_now(STOP, {}, "s").caller is who and asked_now(STOP, {}, "s").subject == "agent:a"
-    assert asked_now(STOP, {}, "s", actor=SELF).caller is None and asked_now(STOP, {}, actor=SELF).subject == SELF
+    assert (Call(STOP, {}, who).subject, Call(STOP, {}, None).subject) == ("agent:a", SELF)
 
 
 def test_traffic_is_none_until_something_is_counted() -> None:

@@ -151,8 +151,8 @@ async def test_what_policy_denies_outright_is_masked_too(plane: ControlPlane) ->
         script = (
             "for each in pip uv /etc/carrel/bin/pip /etc/carrel/bin/uv /etc/carrel/tools/uv; do $each --version; done"
         )
-        await plane.operations.write_file("m", "s.sh", script.encode(), actor="carrel")
-        result = await plane.operations.run_command("m", CommandRequest(command="sh s.sh"), "carrel")
+        await plane.own_operations.write_file("m", "s.sh", script.encode())
+        result = await plane.own_operations.run_command("m", CommandRequest(command="sh s.sh"))
         assert result.stdout.count("denied_by_policy") + result.stderr.count("denied_by_policy") == 5
 
 

@@ -80,7 +80,7 @@ async def test_activity_is_written_down_and_upkeep_is_none(plane: ControlPlane) 
     assert record is not None and record.last_activity_at == live.last_activity > info.last_activity_at.timestamp()
     before = live.last_activity
     await plane.janitor.watch_disks()
-    await plane.operations.health(info.id, "carrel")
+    await plane.own_operations.health(info.id)
     assert live.last_activity == before
 
 

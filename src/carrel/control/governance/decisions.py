@@ -6,7 +6,8 @@ from typing import Protocol
 
 from carrel.control.governance.approvals import Approvals, Redact
 from carrel.control.operations.admission import Admission
-from carrel.control.operations.call import asked_now
+from carrel.control.operations.call import Call
+from carrel.control.operations.caller import caller
 from carrel.errors import CarrelError, InvalidRequest
 from carrel.identity import Identity, may_decide
 from carrel.models import (
@@ -43,7 +44,7 @@ class ApprovalDecisions:
         """Approve or deny; `Denied` for a caller who may not, `Conflict` when it is decided or has expired."""
         record = await self._approvals.known(approval_id)
         arguments = {"approval": approval_id, **decision.model_dump(mode="json", exclude_none=True)}
-        call = asked_now(DECIDE_APPROVAL, arguments, record.sandbox_id, record.context_id)
+        call = Call(DECIDE_APPROVAL, arguments, caller.get(), record.sandbox_id, record.context_id)
         async with self._admission.admit(call):
             return await self._decide(record, decision, by)
 

@@ -1,6 +1,6 @@
-"""MCP servers that the operator runs outside, for every context: named in a file, spoken to over streamable HTTP.
+"""MCP servers that the operator runs elsewhere, for every context: named in a file, reached over streamable HTTP.
 
-No caller can add or change one. Each call has a session of its own, so that nothing of one context is left for another.
+No caller can add or change one. Each call has its own session, so that nothing of one context is left for another.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, TypeAdapter, ValidationError
 
-from carrel.control.mcp.links import sessions_module
-from carrel.control.mcp.request_checks import told_by
-from carrel.control.mcp.wire import failed
+from carrel.control.mcp.links import failed, import_session_module, known_failure
 from carrel.errors import InvalidRequest, NotFound
 from carrel.models import McpServerName
 
@@ -30,7 +28,7 @@ _Header = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 
 
 class _Elsewhere(BaseModel):
-    """A value that is not in the file: in a variable of the server's environment, or in a file of its own."""
+    """A header value that is kept elsewhere: in an environment variable of carrel, or in a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,9 +36,9 @@ class _Elsewhere(BaseModel):
     file: str | None = Field(default=None, min_length=1, max_length=4096)
 
     def read(self) -> str:
-        """The value. Blocking."""
+        """Return the value. Blocking."""
         if (self.env is None) == (self.file is None):
-            raise InvalidRequest("a header names a variable or a file, one of the two", field=FIELD, hint=_HINT)
+            raise InvalidRequest("a header value needs exactly one of `env` and `file`", field=FIELD, hint=_HINT)
         if self.env is not None:
             value = os.environ.get(self.env)
             if value is None:
@@ -62,7 +60,7 @@ class _Setting(BaseModel):
 
 
 class PlatformServer:
-    """One server outside. Its headers may hold credentials: they are never shown."""
+    """One server of the operator. Its headers may hold credentials: they are never shown."""
 
     def __init__(self, name: str, url: str, headers: Mapping[str, str]):
         self.name = name
@@ -71,8 +69,8 @@ class PlatformServer:
 
     @asynccontextmanager
     async def spoken(self, deadline_s: float) -> AsyncIterator[Speaker]:
-        """A session of its own, for one question; `McpServerFailed` when the server cannot be reached."""
-        await sessions_module()
+        """Open a session for one request; `McpServerFailed` when the server cannot be reached."""
+        await import_session_module()
         import httpx2
         from mcp import ClientSession
         from mcp.client.streamable_http import streamable_http_client
@@ -93,7 +91,7 @@ class PlatformServer:
         except TimeoutError:
             raise failed(self.name, f"did not introduce itself within {deadline_s:g} seconds") from None
         except BaseExceptionGroup as group:
-            inner = told_by(group)
+            inner = known_failure(group)
             if inner is not None:
                 raise inner from None
             raise failed(self.name, "cannot be reached", "the operator's log may say more") from None
@@ -102,7 +100,7 @@ class PlatformServer:
 
 
 class PlatformServers:
-    """All of them, by name."""
+    """Every server of the operator, by name."""
 
     def __init__(self, servers: Sequence[PlatformServer] = ()):
         self._servers = {each.name: each for each in servers}
@@ -111,11 +109,11 @@ class PlatformServers:
         return name in self._servers
 
     def names(self) -> list[str]:
-        """Their names."""
+        """Return their names, sorted."""
         return sorted(self._servers)
 
     def get(self, name: str) -> PlatformServer:
-        """One of them."""
+        """Return one of them; `NotFound`."""
         found = self._servers.get(name)
         if found is None:
             raise NotFound(f"there is no MCP server '{name[:64]}'", field="server")
@@ -123,7 +121,7 @@ class PlatformServers:
 
 
 def read_platform(path: str | None) -> PlatformServers:
-    """The servers of a file; `InvalidRequest` when it cannot be read. Blocking."""
+    """Read the servers from a file; `InvalidRequest` when it cannot be read. Blocking."""
     if path is None:
         return PlatformServers()
     try:

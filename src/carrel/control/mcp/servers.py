@@ -1,7 +1,8 @@
-"""The MCP servers of contexts as operations: add, list, start, stop, remove, look at, ask. Each passes admission.
+"""Operations on the MCP servers of contexts: add, list, start, stop, remove, read the catalogue, call. Each passes
+admission.
 
-A call is decided as `mcp(server:tool)`, where the server is the one that was asked and never what a catalogue claims.
-Reading what a server offers starts nothing. A sandbox that is stopped is resumed by a call.
+Policy decides a call as `mcp(server:tool)`, where the server is the one that was asked and never what a catalogue
+claims. Reading a catalogue starts nothing. A call resumes a stopped sandbox.
 """
 
 from __future__ import annotations
@@ -17,32 +18,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from carrel.control.governance.redaction import apart
-from carrel.control.mcp.declarations import McpDeclarations
-from carrel.control.mcp.discovery import McpDiscovery
-from carrel.control.mcp.installing import Installing
-from carrel.control.mcp.links import McpLinks
-from carrel.control.mcp.platform import PlatformServer, PlatformServers
-from carrel.control.mcp.request_checks import (
-    REFUSED,
-    TIMED_OUT,
-    Json,
-    NoAnswer,
-    Refused,
-    decided,
-    declared,
+from carrel.control.mcp.catalogue import (
+    McpDiscovery,
+    catalogue_info,
     given_size,
-    launch,
-    no_answer,
-    refused,
-    tool_name,
+    is_tool_name,
+    platform_info,
+    redacted_log,
+    server_info,
 )
-from carrel.control.mcp.showing import catalogue_of, shown, shown_log, shown_platform
+from carrel.control.mcp.declarations import McpDeclarations, McpInstaller, declared, launch, policy_arguments
+from carrel.control.mcp.links import REFUSED, TIMED_OUT, McpLinks, NoAnswer, Refused, refusal_answer, timeout_answer
+from carrel.control.mcp.platform import PlatformServer, PlatformServers
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import Redactors
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.supervisor.client import McpProcess
+from carrel.control.supervisor.connection import Json
 from carrel.errors import CarrelError, Conflict, InvalidRequest, LimitExceeded, NotFound, NotRunning, SandboxLost
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import (
@@ -80,18 +74,18 @@ if TYPE_CHECKING:
     from carrel.control.mcp.session import Speaker
 
 PLATFORM = ""
-"""The context, in the store, of the servers that the operator runs."""
+"""The context under which the store keeps the servers of the operator."""
 OFFERED_S = 2.0
-"""For how long the offer of a server that the operator runs is not asked for again."""
+"""How long `offered` uses a catalogue before it reads it again."""
 MOST_OFFERED = 64
 LOG_KEPT = 256 * 1024
-"""Bytes of the log of a server that its sandbox keeps."""
+"""Bytes of a server's log that its supervisor keeps."""
 T = TypeVar("T")
 Ask = Callable[["Speaker"], Awaitable[Json]]
 
 
 class McpServers:
-    """What callers do with MCP servers."""
+    """The operations of callers on MCP servers."""
 
     def __init__(
         self,
@@ -99,7 +93,7 @@ class McpServers:
         declarations: McpDeclarations,
         sessions: Sessions,
         operations: Operations,
-        installing: Installing,
+        installing: McpInstaller,
         discovery: McpDiscovery,
         links: McpLinks,
         platform: PlatformServers,
@@ -120,14 +114,13 @@ class McpServers:
 
     # declaring
 
-    async def add(self, name: str, server: str, request: McpServerRequest, actor: str = "") -> McpServerInfo:
-        """Declare a server, or declare it anew: what it needs is installed, and it is asked what it offers."""
+    async def add(self, name: str, server: str, request: McpServerRequest) -> McpServerInfo:
+        """Declare a server, or declare it again: install its packages, and ask it for its catalogue."""
         session, context = await self._durable(name)
         if server in self._platform:
             raise Conflict(f"the operator runs an MCP server '{server}'", field="server", hint="choose another name")
-        arguments = decided(server, request)
-        door = self._operations.admit(ADD_MCP_SERVER, arguments, actor, session.id, context)
-        async with door:
+        arguments = policy_arguments(server, request)
+        async with self._operations.admit(ADD_MCP_SERVER, arguments, session.id, context):
             _room(len([each for each in await self._store.list(context) if each.name != server]))
             environment = await self._installing.python(session, request)
             program = None
@@ -153,10 +146,10 @@ class McpServers:
                 await self._discovery.look(session, record)
             return await self._info(session, await self._known(context, server))
 
-    async def remove(self, name: str, server: str, actor: str = "") -> None:
-        """End a server and forget it. What npm installed for it goes when its sandbox runs."""
+    async def remove(self, name: str, server: str) -> None:
+        """End a server and forget it. Its npm packages are deleted if its sandbox runs."""
         session, context = await self._durable(name)
-        async with self._operations.admit(REMOVE_MCP_SERVER, {"server": server}, actor, session.id, context):
+        async with self._operations.admit(REMOVE_MCP_SERVER, {"server": server}, session.id, context):
             record = await self._known(context, server)
             await self._store.delete(context, server)
             self._declarations.changed(context, server)
@@ -165,21 +158,21 @@ class McpServers:
             if declared(record).npm is not None and box is not None:
                 await self._installing.remove(box, server)
 
-    async def start(self, name: str, server: str, actor: str = "") -> McpServerInfo:
-        """Let a server be used, and start it now."""
+    async def start(self, name: str, server: str) -> McpServerInfo:
+        """Enable a server and start it."""
         session, context = await self._durable(name)
-        async with self._operations.admit(ENABLE_MCP_SERVER, {"server": server}, actor, session.id, context):
+        async with self._operations.admit(ENABLE_MCP_SERVER, {"server": server}, session.id, context):
             record = await self._known(context, server)
             async with self._in_use(session) as box:
-                await self._conversation(box, record, actor, starting=True)
+                await self._conversation(box, record, starting=True)
             await self._store.enable(context, server, enabled=True)
             self._declarations.changed(context, server)
             return await self._info(session, await self._known(context, server))
 
-    async def stop(self, name: str, server: str, actor: str = "") -> McpServerInfo:
-        """End a server; it stays so until it is started again."""
+    async def stop(self, name: str, server: str) -> McpServerInfo:
+        """End a server, and disable it until it is started again."""
         session, context = await self._durable(name)
-        async with self._operations.admit(STOP_MCP_SERVER, {"server": server}, actor, session.id, context):
+        async with self._operations.admit(STOP_MCP_SERVER, {"server": server}, session.id, context):
             await self._known(context, server)
             await self._store.enable(context, server, enabled=False)
             self._declarations.changed(context, server)
@@ -188,31 +181,31 @@ class McpServers:
 
     # looking
 
-    async def list(self, name: str, actor: str = "") -> McpServerList:
-        """The servers of a context and those the operator runs, by name, with what their processes do now."""
+    async def list(self, name: str) -> McpServerList:
+        """List the servers of a context and of the operator by name, with the state of their processes."""
         session, context = await self._durable(name)
-        async with self._operations.admit(LIST_MCP_SERVERS, {}, actor, session.id, context):
-            told, redactor = await self._told(session), await self._redactor(context)
+        async with self._operations.admit(LIST_MCP_SERVERS, {}, session.id, context):
+            processes, redactor = await self._processes(session), await self._redactor(context)
             own = [each for each in await self._store.list(context) if each.name not in self._platform]
-            found = [shown(context, each, told.get(each.name), redactor) for each in own]
+            found = [server_info(context, each, processes.get(each.name), redactor) for each in own]
             outside = {name: await self._store.get(PLATFORM, name) for name in self._platform.names()}
-            found += [shown_platform(context, name, record, redactor) for name, record in outside.items()]
+            found += [platform_info(context, name, record, redactor) for name, record in outside.items()]
             return McpServerList(items=sorted(found, key=lambda each: each.name))
 
-    async def get(self, name: str, server: str, actor: str = "") -> McpServerInfo:
-        """One of them."""
+    async def get(self, name: str, server: str) -> McpServerInfo:
+        """Return one server."""
         session, context = await self._durable(name)
-        async with self._operations.admit(GET_MCP_SERVER, {"server": server}, actor, session.id, context):
+        async with self._operations.admit(GET_MCP_SERVER, {"server": server}, session.id, context):
             if server in self._platform:
                 record = await self._store.get(PLATFORM, server)
-                return shown_platform(context, server, record, await self._redactor(context))
+                return platform_info(context, server, record, await self._redactor(context))
             return await self._info(session, await self._known(context, server))
 
-    async def log(self, name: str, server: str, *, offset: int = 0, limit: int = 64 * 1024, actor: str = "") -> McpLog:
-        """What a server wrote to its standard error in the sandbox that runs now."""
+    async def log(self, name: str, server: str, *, offset: int = 0, limit: int = 64 * 1024) -> McpLog:
+        """Return the standard error of a server in the sandbox that runs now."""
         session, context = await self._durable(name)
         arguments = {"server": server, "offset": offset}
-        async with self._operations.admit(GET_MCP_LOG, arguments, actor, session.id, context) as traffic:
+        async with self._operations.admit(GET_MCP_LOG, arguments, session.id, context) as traffic:
             await self._known(context, server)
             box, redactor = await self._sessions.find(session.id), await self._redactor(context)
             behind = min(offset, redactor.lookbehind, LOG_KEPT)
@@ -225,17 +218,17 @@ class McpServers:
                 await self._sessions.lost(box)
                 raise
             traffic.gave(len(page.text))
-            return shown_log(page, before, await self._redactor(context))
+            return redacted_log(page, before, await self._redactor(context))
 
-    async def catalogue(self, name: str, server: str, actor: str = "") -> McpCatalogue:
-        """What a server offers, as it is known; nothing is started for it."""
+    async def catalogue(self, name: str, server: str) -> McpCatalogue:
+        """Return the stored catalogue of a server; starts nothing."""
         session, context = await self._durable(name)
-        async with self._operations.admit(GET_MCP_CATALOGUE, {"server": server}, actor, session.id, context):
+        async with self._operations.admit(GET_MCP_CATALOGUE, {"server": server}, session.id, context):
             return await self._catalogue(context, server)
 
     async def offered(self, name: str, server: str) -> McpCatalogue:
-        """The same as it was not long ago, for whoever serves it on: no operation of a caller. `NotFound` when there is
-        no such server.
+        """Return the catalogue, at most `OFFERED_S` old, to serve it at a URL. Not an operation of a caller. `NotFound`
+        when there is no such server.
         """
         _, context = await self._durable(name)
         known = None if server in self._platform else (await self._declared(context, server)).generation
@@ -248,12 +241,12 @@ class McpServers:
                 self._offered.popitem(last=False)
         return found
 
-    async def refresh(self, name: str, server: str, actor: str = "") -> McpCatalogue:
-        """Ask a server what it offers now, in a sandbox of its own."""
+    async def refresh(self, name: str, server: str) -> McpCatalogue:
+        """Ask a server for its catalogue again, in a sandbox of its own."""
         session, context = await self._durable(name)
-        async with self._operations.admit(REFRESH_MCP_SERVER, {"server": server}, actor, session.id, context):
+        async with self._operations.admit(REFRESH_MCP_SERVER, {"server": server}, session.id, context):
             if server in self._platform:
-                await self._ask_platform(self._platform.get(server))
+                await self._discover_platform(self._platform.get(server))
             else:
                 await self._discovery.look(session, await self._ready(session, await self._known(context, server)))
             return await self._catalogue(context, server)
@@ -261,20 +254,19 @@ class McpServers:
     # asking
 
     async def request(
-        self, name: str, server: str, request: McpRequest, actor: str = "", progress: ProgressFnT | None = None
+        self, name: str, server: str, request: McpRequest, progress: ProgressFnT | None = None
     ) -> McpResult:
-        """Call a tool of a server."""
-        if not tool_name(request.tool):
-            raise InvalidRequest("this cannot be a tool", field="tool", hint="list the tools of the server")
+        """Call a tool."""
+        if not is_tool_name(request.tool):
+            raise InvalidRequest("this is not the name of a tool", field="tool", hint="list the tools of the server")
         began = time.monotonic()
-        answer = await self._asked(
+        answer = await self._ask(
             name,
             server,
             request.tool,
             {"arguments": request.arguments},
             lambda speaker: speaker.call_tool(request.tool, request.arguments, request.timeout, progress),
             request.timeout,
-            actor,
         )
         return McpResult(
             server=server,
@@ -287,32 +279,29 @@ class McpServers:
             duration_ms=(time.monotonic() - began) * 1000,
         )
 
-    async def read_resource(self, name: str, server: str, uri: str, actor: str = "") -> Json:
-        """What a resource of a server holds. Decided as `mcp(server:resources/read)`."""
+    async def read_resource(self, name: str, server: str, uri: str) -> Json:
+        """Read a resource. Decided as `mcp(server:resources/read)`."""
         ask: Ask = lambda speaker: speaker.read_resource(uri, MCP_TIMEOUT_S)  # noqa: E731
-        return await self._asked(name, server, "resources/read", {"uri": uri}, ask, MCP_TIMEOUT_S, actor)
+        return await self._ask(name, server, "resources/read", {"uri": uri}, ask, MCP_TIMEOUT_S)
 
-    async def get_prompt(
-        self, name: str, server: str, prompt: str, arguments: Mapping[str, str] | None, actor: str = ""
-    ) -> Json:
-        """A prompt of a server, filled in. Decided as `mcp(server:prompts/get)`."""
+    async def get_prompt(self, name: str, server: str, prompt: str, arguments: Mapping[str, str] | None) -> Json:
+        """Get a prompt with its arguments filled in. Decided as `mcp(server:prompts/get)`."""
         ask: Ask = lambda speaker: speaker.get_prompt(prompt, arguments, MCP_TIMEOUT_S)  # noqa: E731
         given = {"prompt": prompt, "arguments": dict(arguments or {})}
-        return await self._asked(name, server, "prompts/get", given, ask, MCP_TIMEOUT_S, actor)
+        return await self._ask(name, server, "prompts/get", given, ask, MCP_TIMEOUT_S)
 
-    async def _asked(
-        self, name: str, server: str, tool: str, given: Mapping[str, object], ask: Ask, timeout: float, actor: str
+    async def _ask(
+        self, name: str, server: str, tool: str, given: Mapping[str, object], ask: Ask, timeout: float
     ) -> Json:
-        """Ask a server, once the call is admitted. Gives its answer without secrets; a refusal is an answer too."""
+        """Admit a request and send it to a server. Return its answer without secrets; a refusal is an answer too."""
         size_in = given_size(given)
         session, context = await self._durable(name)
         outside = server in self._platform
         began = time.monotonic()
         outcome = OK
         arguments = {"server": server, "tool": tool, **given}
-        door = self._operations.admit(MCP_REQUEST, arguments, actor, session.id, context)
         try:
-            async with door as traffic:
+            async with self._operations.admit(MCP_REQUEST, arguments, session.id, context) as traffic:
                 traffic.took(size_in)
                 try:
                     if outside:
@@ -320,11 +309,11 @@ class McpServers:
                             answer = await ask(speaker)
                     else:
                         known = await self._declared(context, server)
-                        answer = await self._asked_inside(session, known, ask, actor)
+                        answer = await self._ask_in_sandbox(session, known, ask)
                 except NoAnswer:
-                    answer = no_answer(timeout)
+                    answer = timeout_answer(timeout)
                 except Refused as error:
-                    answer = refused(error)
+                    answer = refusal_answer(error)
                 outcome = "timed_out" if TIMED_OUT in answer else "tool_error" if answer.get("isError") else OK
                 size = len(json.dumps(answer))
                 traffic.gave(size)
@@ -336,18 +325,16 @@ class McpServers:
         finally:
             self._metrics.mcp_called("platform" if outside else "context", outcome, time.monotonic() - began)
 
-    async def _asked_inside(self, session: SessionRecord, record: McpServerRecord, ask: Ask, actor: str) -> Json:
+    async def _ask_in_sandbox(self, session: SessionRecord, record: McpServerRecord, ask: Ask) -> Json:
         async with self._in_use(session) as box:
-            conversation = await self._conversation(box, record, actor)
+            conversation = await self._conversation(box, record)
             async with self._links.watching(box, record.name, conversation):
                 return await ask(conversation)
 
-    async def _conversation(
-        self, box: LiveSandbox, record: McpServerRecord, actor: str, *, starting: bool = False
-    ) -> Any:
-        """The conversation with a server. If its process has to be started, the start is admitted too."""
+    async def _conversation(self, box: LiveSandbox, record: McpServerRecord, *, starting: bool = False) -> Any:
+        """Return the conversation with a server. If its process has to be started, the start is admitted too."""
         known = self._links.current(box, record.name, record.generation)
-        if known is not None and (record.enabled or starting):  # a server elsewhere may have been told to stop it
+        if known is not None and (record.enabled or starting):  # another carrel server may have disabled it
             return known
         context, generation = record.context_id, record.generation
 
@@ -361,17 +348,16 @@ class McpServers:
                 raise Conflict(f"the MCP server '{record.name}' is stopped", field="server", hint="start it first")
 
         await check()
-        arguments = decided(record.name, declared(record))
+        arguments = policy_arguments(record.name, declared(record))
         arguments.pop("install", None)
         session = box.record
-        with _first_decision():
-            door = self._operations.admit(START_MCP_SERVER, arguments, actor, session.id, session.context_id)
-            async with door:
+        with _without_approval():
+            async with self._operations.admit(START_MCP_SERVER, arguments, session.id, session.context_id):
                 record = await self._ready(session, record)
                 return await self._links.open(box, record.name, launch(record, record.environment), check)
 
     async def _ready(self, session: SessionRecord, record: McpServerRecord) -> McpServerRecord:
-        """A server with its environment, which is built again where it is not there any more."""
+        """Return a server with its environment, built again if it no longer exists."""
         ready = await self._installing.ready(session, record)
         if ready.environment != record.environment:
             await self._store.place(ready)
@@ -383,7 +369,7 @@ class McpServers:
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:
         record = await self._sessions.record(name)
         if record.state is State.TERMINATED:
-            await self._sessions.find(name)  # says so
+            await self._sessions.find(name)  # raises
         if record.context_id is None:
             raise Conflict(
                 "an ephemeral sandbox keeps nothing, so it has no MCP servers",
@@ -396,7 +382,7 @@ class McpServers:
         return _found(await self._store.get(context, server), context, server)
 
     async def _declared(self, context: str, server: str) -> McpServerRecord:
-        """A server as it was declared not long ago: this is on the way of every call."""
+        """Return a declaration from the cache: every call needs it."""
         return _found(await self._declarations.find(context, server), context, server)
 
     def _running_now(self, session: SessionRecord) -> LiveSandbox | None:
@@ -404,7 +390,7 @@ class McpServers:
 
     @asynccontextmanager
     async def _in_use(self, session: SessionRecord) -> AsyncIterator[LiveSandbox]:
-        """The sandbox of a session, resumed if it is stopped; while the block lasts it is in use."""
+        """Return the sandbox of a session, resumed if it is stopped, and keep it in use for the block."""
         try:
             box = await self._sessions.find(session.id)
         except NotRunning:
@@ -426,7 +412,7 @@ class McpServers:
         if box is not None:
             await self._links.stop(box, server, forget=forget)
 
-    async def _told(self, session: SessionRecord) -> dict[str, McpProcess]:
+    async def _processes(self, session: SessionRecord) -> dict[str, McpProcess]:
         box = self._running_now(session)
         if box is None:
             return {}
@@ -437,21 +423,21 @@ class McpServers:
             return {}
 
     async def _info(self, session: SessionRecord, record: McpServerRecord) -> McpServerInfo:
-        told = (await self._told(session)).get(record.name)
-        return shown(record.context_id, record, told, await self._redactor(record.context_id))
+        process = (await self._processes(session)).get(record.name)
+        return server_info(record.context_id, record, process, await self._redactor(record.context_id))
 
     async def _catalogue(self, context: str, server: str) -> McpCatalogue:
         if server in self._platform:
             record = await self._store.get(PLATFORM, server)
             if record is None or record.catalogue is None:
-                await self._ask_platform(self._platform.get(server))
+                await self._discover_platform(self._platform.get(server))
                 record = await self._known(PLATFORM, server)
         else:
             record = await self._known(context, server)
-        return await asyncio.to_thread(catalogue_of, server, record, await self._redactor(context))
+        return await asyncio.to_thread(catalogue_info, server, record, await self._redactor(context))
 
-    async def _ask_platform(self, server: PlatformServer) -> None:
-        """What a server outside offers; kept for all contexts."""
+    async def _discover_platform(self, server: PlatformServer) -> None:
+        """Ask a server of the operator for its catalogue, and keep it for all contexts."""
         now = time.time()
         record = McpServerRecord(PLATFORM, server.name, {}, server.name, now, now)
         await self._store.put(record, lambda _others: None)
@@ -460,7 +446,7 @@ class McpServers:
                 found, why = await speaker.offers(MCP_TIMEOUT_S)
             await self._discovery.keep(record, found, why)
         except (NoAnswer, Refused):
-            await self._discovery.keep(record, None, "it does not say what it offers")
+            await self._discovery.keep(record, None, "it does not answer what it offers")
         except CarrelError as error:
             await self._discovery.keep(record, None, error.detail)
 
@@ -480,8 +466,8 @@ def _room(others: int) -> None:
 
 
 @contextmanager
-def _first_decision() -> Iterator[None]:
-    """What a caller showed an approval for was decided already: what follows from it is another operation."""
+def _without_approval() -> Iterator[None]:
+    """Drop the caller's approval for the block: it was used for the call, and the start is another operation."""
     token = caller.set(replace(caller.get(), approval=None))
     try:
         yield

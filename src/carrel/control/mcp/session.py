@@ -1,9 +1,10 @@
-"""A conversation with one process of an MCP server: the official client over a wire of ours.
+"""A conversation with one process of an MCP server: the official client over carrel's own transport.
 
-The one module of the control plane that imports the client of the `mcp` package, which takes long: it is imported when
-a server is first spoken to. What the server says is hostile. It is read only while somebody waits for an answer, what
-nobody asked for is dropped and bounded, and what it asks of us (sampling, roots, elicitation) is refused politely. Its
-schemas are passed on and never used to check anything: they may be made to keep a checker busy for ever.
+The only module of the control plane that imports the client of the `mcp` package. That takes long, so this module is
+imported when a server is first used. Messages of a server are hostile input. They are read only while somebody waits
+for an answer; messages that nobody asked for are dropped and counted; requests of the server (sampling, roots,
+elicitation) are refused. Its schemas are passed on and never used for validation: a schema can keep a validator busy
+for ever.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from mcp.shared.dispatcher import ProgressFnT
 from mcp.shared.message import SessionMessage
 from pydantic import BaseModel, ValidationError
 
-from carrel.control.mcp.request_checks import Json, NoAnswer, Refused, catalogue, sane, told_by, words
-from carrel.control.mcp.wire import StandIn, failed
+from carrel.control.mcp.catalogue import bounded_catalogue, bounded_text, is_bounded
+from carrel.control.mcp.links import NoAnswer, Refused, StandIn, failed, known_failure
+from carrel.control.supervisor.connection import Json
 from carrel.errors import CarrelError, LimitExceeded
 
 CLIENT = types.Implementation(name="carrel", version="0.1.0")
@@ -33,23 +35,23 @@ MOST_CALLS = 64
 MOST_UNASKED = 32 * 1024 * 1024
 MOST_NONSENSE = 1000
 MOST_ASKING = 16
-"""Requests of a server that wait for our refusal at once."""
+"""Requests of a server that wait for a refusal at once."""
 MOST_PROGRESS = 2000
-"""Notices of progress that are passed on between two answers."""
+"""Progress notifications that are passed on between two answers."""
 MOST_PAGES, MOST_LISTED = 64, 10_000
 ASKED_COST = 64 * 1024
-"""What a request of a server counts for, as if it had been so many bytes nobody asked for."""
+"""A request of a server counts like this many bytes that nobody asked for."""
 CLOSE_S = 5.0
 
 R = TypeVar("R", bound=BaseModel)
 Messages = MemoryObjectSendStream[SessionMessage | Exception]
 
-logging.getLogger("client").setLevel(logging.CRITICAL)  # what hostile servers do wrong would fill the log
+logging.getLogger("client").setLevel(logging.CRITICAL)  # errors of hostile servers would fill the log
 logging.getLogger("mcp.shared.jsonrpc_dispatcher").setLevel(logging.CRITICAL)
 
 
 class Lines(Protocol):
-    """What a conversation is carried by; `mcp_wire.Wire` is one."""
+    """The transport of a conversation, such as `links.Wire`."""
 
     ended: str | None
 
@@ -59,7 +61,7 @@ class Lines(Protocol):
 
 
 class Speaker:
-    """Asks a server through a session that was initialized."""
+    """Sends requests to a server through an initialized session."""
 
     def __init__(self, server: str):
         self.server = server
@@ -69,22 +71,22 @@ class Speaker:
     async def call_tool(
         self, tool: str, arguments: Mapping[str, Any], timeout: float, progress: ProgressFnT | None = None
     ) -> Json:
-        """What a tool answers: a result of the protocol."""
+        """Call a tool; return the result of the protocol."""
         params = types.CallToolRequestParams(name=tool, arguments=dict(arguments))
         return await self._ask(types.CallToolRequest(params=params), types.CallToolResult, timeout, progress)
 
     async def read_resource(self, uri: str, timeout: float) -> Json:
-        """What a resource holds."""
+        """Read a resource."""
         params = types.ReadResourceRequestParams(uri=uri)
         return await self._ask(types.ReadResourceRequest(params=params), types.ReadResourceResult, timeout)
 
     async def get_prompt(self, name: str, arguments: Mapping[str, str] | None, timeout: float) -> Json:
-        """A prompt, filled in."""
+        """Get a prompt with its arguments filled in."""
         params = types.GetPromptRequestParams(name=name, arguments=None if arguments is None else dict(arguments))
         return await self._ask(types.GetPromptRequest(params=params), types.GetPromptResult, timeout)
 
     async def offers(self, timeout: float) -> tuple[Json, str | None]:
-        """What the server offers, as it is kept, and what was left out."""
+        """Return the bounded catalogue of the server, and a sentence on what was left out."""
         told = self.told
         if told is None:
             raise self.lost()
@@ -100,7 +102,7 @@ class Speaker:
             with suppress(Refused):  # many servers with resources have no templates
                 templates = types.ListResourceTemplatesRequest, types.ListResourceTemplatesResult
                 found["resource_templates"] = await self._listed(*templates, "resourceTemplates", timeout)
-        return catalogue(
+        return bounded_catalogue(
             protocol_version=str(told.protocol_version),
             server_info=told.server_info.model_dump(mode="json", by_alias=True),
             instructions=told.instructions,
@@ -121,23 +123,23 @@ class Speaker:
         return found
 
     async def introduce(self, session: ClientSession) -> types.InitializeResult:
-        """Begin with the session; `McpServerFailed` when the server does not speak the protocol."""
+        """Initialize the session; `McpServerFailed` when the server does not speak the protocol."""
         try:
             told = await session.initialize()
         except MCPError as error:
-            raise self.lost(f"refused to introduce itself: {words(error.message, 300)}") from None
+            raise self.lost(f"refused to introduce itself: {bounded_text(error.message, 300)}") from None
         except (ValidationError, ValueError, RuntimeError, RecursionError):
             raise self.lost("does not speak a version of MCP that carrel knows") from None
         self.session, self.told = session, told
         return told
 
     def lost(self, why: str = "has ended") -> CarrelError:
-        """Why the server cannot be asked any more; `why` when nothing better is known."""
+        """Return the error that says why the server cannot be used; `why` if nothing better is known."""
         return failed(self.server, why)
 
     @property
     def alive(self) -> bool:
-        """Whether there is still somebody to speak to."""
+        """Whether the server can still be asked."""
         return self.session is not None
 
     async def _ask(self, request: Any, result: type[R], timeout: float, progress: ProgressFnT | None = None) -> Json:
@@ -153,13 +155,13 @@ class Speaker:
                 raise NoAnswer from None
             if not self.alive:
                 raise self.lost() from None
-            raise Refused(error.code, words(error.message, 2000)) from None
+            raise Refused(error.code, bounded_text(error.message, 2000)) from None
         except (ValidationError, ValueError, RecursionError):
             raise failed(self.server, "answered something that is not what the protocol asks for") from None
 
 
 class Conversation(Speaker):
-    """One initialized session. `open` makes one; it lasts until `close`, or until the server is of no use any more."""
+    """One initialized session. `open` makes one; it lasts until `close`, or until the server fails."""
 
     def __init__(self, server: str, wire: Lines):
         super().__init__(server)
@@ -176,7 +178,7 @@ class Conversation(Speaker):
 
     @classmethod
     async def open(cls, server: str, wire: Lines, deadline_s: float) -> Conversation:
-        """Begin to speak to a process that was started."""
+        """Initialize a session with a process that was started."""
         made = cls(server, wire)
         made._task = asyncio.get_running_loop().create_task(made._run())
         made._want(1)
@@ -204,7 +206,7 @@ class Conversation(Speaker):
         pause = CLOSE_S if self._ready.done() else 0.0
         try:
             await asyncio.wait({self._task}, timeout=pause)
-        finally:  # whoever closes it may be broken off, again and again: then it ends by itself
+        finally:  # if the caller is cancelled meanwhile, the task still ends
             self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -226,7 +228,7 @@ class Conversation(Speaker):
         return self._failure or failed(self.server, self._wire.ended or why)
 
     def _want(self, change: int) -> None:
-        """What the server says is read while somebody waits for it, and not otherwise."""
+        """Read messages of the server only while somebody waits for one."""
         self._waiting += change
         if self._waiting > 0:
             self._wanted.set()
@@ -248,8 +250,8 @@ class Conversation(Speaker):
                         for task in tasks:
                             task.cancel()
         except BaseExceptionGroup as group_of:
-            told = told_by(group_of)
-            self._fail(told if isinstance(told, CarrelError) else failed(self.server, "could not be spoken to"))
+            told = known_failure(group_of)
+            self._fail(told if isinstance(told, CarrelError) else failed(self.server, "could not be reached"))
         except CarrelError as error:
             self._fail(error)
         finally:
@@ -268,7 +270,7 @@ class Conversation(Speaker):
             self._failure = error
         if not self._ready.done():
             self._ready.set_exception(self._failure)
-            self._ready.exception()  # nobody may be left to hear it
+            self._ready.exception()  # mark it as retrieved: nobody may wait for it any more
         self._closing.set()
 
     async def _read(self, into: Messages) -> None:
@@ -285,10 +287,12 @@ class Conversation(Speaker):
         except CarrelError as error:
             self._fail(error)
         finally:
-            into.close()  # whoever waits is told
+            into.close()  # wakes whoever waits
 
     def _taken(self, line: bytes) -> SessionMessage | None:
-        """A message that is to be heard; None for what nobody asked for. Raises when there is too much of that."""
+        """Return a message that is expected; None for one that nobody asked for. Raises when there are too many of
+        those.
+        """
         size = line.size if isinstance(line, StandIn) else len(line)
         try:
             value = json.loads(line)
@@ -297,7 +301,7 @@ class Conversation(Speaker):
         if not isinstance(value, dict):
             self._count(size, nonsense=True)
             return None
-        if not sane(value):
+        if not is_bounded(value):
             raise failed(self.server, "sent a message that is nested too deeply or has too many parts")
         if not self._expected(value):
             self._count(size)
@@ -309,7 +313,7 @@ class Conversation(Speaker):
             return None
 
     def _expected(self, value: Json) -> bool:
-        """Whether a message is an answer that somebody waits for, or one of the few others that are heard."""
+        """Whether a message is an answer that somebody waits for, or one of the few others that are accepted."""
         method, name = value.get("method"), value.get("id")
         if method is None:
             if not isinstance(name, int | str) or name not in self._asked:
@@ -333,7 +337,7 @@ class Conversation(Speaker):
         if self._unasked > MOST_UNASKED:
             raise failed(self.server, "sends more than it was asked for")
         if self._nonsense > MOST_NONSENSE:
-            raise failed(self.server, "sends messages that are none of the protocol")
+            raise failed(self.server, "sends messages that do not follow the protocol")
 
     async def _write(self, out_of: MemoryObjectReceiveStream[SessionMessage]) -> None:
         try:

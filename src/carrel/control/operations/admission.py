@@ -15,7 +15,7 @@ from typing import cast
 
 from carrel.audit import AuditLog
 from carrel.audit.log import Ticket
-from carrel.audit.records import Ending, Entry, chain_of
+from carrel.audit.records import Ending, Entry, chain_of, server_chain
 from carrel.control.governance.approvals import Approvals, Leave
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.call import Call, Traffic, refusal
@@ -118,8 +118,9 @@ class Admission:
         shown = await self._secrets.clean(
             call.owner, {"arguments": call.arguments, "rule": verdict.rule, "request": request_id}
         )
+        of_server = call.operation.of_server
         return Entry(
-            chain=chain_of(call.context_id, call.sandbox_id),
+            chain=server_chain(self._audit.node) if of_server else chain_of(call.context_id, call.sandbox_id),
             actor=call.subject,
             kind=call.kind,
             name=call.name,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.errors import Denied
 from carrel.models.operations import Kind, Operation
 from carrel.policy.verdict import Verdict
 
 SELF = "carrel"
-"""The actor of carrel's own upkeep, which is neither decided nor recorded."""
+"""The subject of carrel's own work, which is neither decided nor recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,6 @@ class Call:
     def subject(self) -> str:
         """The name of who asks."""
         return SELF if self.caller is None else self.caller.identity.subject
-
-
-def asked_now(
-    operation: Operation,
-    arguments: Mapping[str, object],
-    sandbox_id: str = "",
-    context_id: str | None = None,
-    actor: str = "",
-) -> Call:
-    """A call by whoever asks in this task; by carrel itself where `actor` says so."""
-    return Call(operation, arguments, None if actor == SELF else caller.get(), sandbox_id, context_id)
 
 
 class Traffic:

@@ -1,11 +1,11 @@
-"""What can be done in a running sandbox: each operation is admitted and handed to the supervisor here.
+"""Operations in running sandboxes: commands, files, sessions. Each is admitted, then handed to the supervisor.
 
-There is no second path to a supervisor. Answers come from inside a sandbox and are checked before they are
-believed.
+There is no second path to a supervisor. `Operations` serves callers; `OwnOperations` is for work of carrel itself.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
@@ -13,8 +13,8 @@ from typing import Protocol
 
 from carrel.control.governance.redaction import apart, clean_info, clean_result
 from carrel.control.operations.admission import Admission
-from carrel.control.operations.call import SELF, Call, Traffic, asked_now
-from carrel.control.operations.caller import caller
+from carrel.control.operations.call import Call, Traffic
+from carrel.control.operations.caller import Caller, caller
 from carrel.control.operations.checks import (
     Emptied,
     R,
@@ -33,7 +33,7 @@ from carrel.control.sessions.sessions import Sessions
 from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import stream_output
-from carrel.errors import InvalidRequest, LimitExceeded, NotFound, PlatformError, SandboxLost
+from carrel.errors import InvalidRequest, LimitExceeded, NotFound, SandboxLost
 from carrel.models import (
     CommandInfo,
     CommandList,
@@ -83,52 +83,49 @@ class Packages(Protocol):
     """The packages of templates."""
 
     async def settled(self, box: LiveSandbox) -> None:
-        """Wait a little while the packages of a sandbox are being built: its next command may need them."""
+        """Wait a short time for packages that are being built: the next command may need them."""
 
 
-class Operations:
-    """Every operation on running sandboxes.
+class SandboxOperations(ABC):
+    """The operations on running sandboxes, whoever asks for them."""
 
-    Without `packages` they are carrel's own, by which packages are made: they refuse every other actor.
-    """
-
-    def __init__(
-        self,
-        sessions: Sessions,
-        admission: Admission,
-        secrets: SecretValues,
-        longest: Longest,
-        packages: Packages | None,
-    ):
+    def __init__(self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest):
         self._sessions = sessions
         self._longest = longest
         self._redactor = secrets.redactor
         self._admission = admission
-        self._packages = packages
+
+    @abstractmethod
+    def _caller(self) -> Caller | None:
+        """Return who asks; None for carrel itself."""
+
+    @abstractmethod
+    async def _wait_for_packages(self, box: LiveSandbox) -> None:
+        """Wait for the packages of the sandbox's template, where its commands may need them."""
 
     def admit(
         self,
         operation: Operation,
         arguments: Mapping[str, object],
-        actor: str,
-        sandbox_id: str,
+        sandbox_id: str = "",
         context_id: str | None = None,
     ) -> AbstractAsyncContextManager[Traffic]:
-        """Admit an operation on a whole session, or beside its sandbox."""
-        return self._admission.admit(asked_now(operation, arguments, sandbox_id, context_id, actor))
+        """Admit an operation on a whole session, or one that needs no running sandbox."""
+        return self._admission.admit(Call(operation, arguments, self._caller(), sandbox_id, context_id))
 
     @asynccontextmanager
     async def enter(
-        self, name: str, operation: Operation, arguments: Mapping[str, object], actor: str
+        self, name: str, operation: Operation, arguments: Mapping[str, object]
     ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
-        """Admit an operation on a running sandbox, which counts as in use meanwhile. One that is lost is ended."""
-        box = await self._sessions.find(name)
-        require_open(box, actor)
-        record, who = box.record, None if actor == SELF else caller.get()
+        """Admit an operation on a running sandbox, which counts as in use meanwhile. A lost sandbox is ended."""
+        box, who = await self._sessions.find(name), self._caller()
+        if who is not None:
+            _require_open(box, who)
+        record = box.record
         call = Call(operation, arguments, who, record.id, record.context_id, box.asks_as, box.instance)
         async with self._admission.admit(call) as traffic:
             box.in_flight += 1
-            if actor != SELF:  # upkeep is no activity of the agent
+            if who is not None:  # carrel's own work is no activity of the agent
                 box.touch()
             try:
                 yield box, traffic
@@ -137,38 +134,39 @@ class Operations:
                 raise
             finally:
                 box.in_flight -= 1
-                if actor != SELF:
+                if who is not None:
                     box.touch()
 
     # sessions
 
     async def deploy_or_resume(
-        self, request: SandboxRequest, idempotency_key: str | None = None, actor: str = ""
+        self, request: SandboxRequest, idempotency_key: str | None = None
     ) -> tuple[SandboxInfo, bool]:
         """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
         arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
         if variables := await self._sessions.new_variables(request):
             arguments["env"] = variables
-        async with self.admit(DEPLOY_OR_RESUME, arguments, actor, "", request.context_id):
-            return await self._sessions.deploy_or_resume(request, caller.get().own(idempotency_key))
+        who = self._caller()
+        async with self.admit(DEPLOY_OR_RESUME, arguments, context_id=request.context_id):
+            return await self._sessions.deploy_or_resume(request, None if who is None else who.own(idempotency_key))
 
-    async def terminate(self, name: str, request: TerminateRequest, actor: str = "") -> SandboxInfo:
+    async def terminate(self, name: str, request: TerminateRequest) -> SandboxInfo:
         """End a session for good."""
         record = await self._sessions.record(name)
-        async with self.admit(TERMINATE, request.model_dump(), actor, record.id, record.context_id):
+        async with self.admit(TERMINATE, request.model_dump(), record.id, record.context_id):
             return await self._sessions.terminate(
                 name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
             )
 
-    async def stop(self, name: str, actor: str = "") -> SandboxInfo:
+    async def stop(self, name: str) -> SandboxInfo:
         """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
         record = await self._sessions.record(name)
-        async with self.admit(STOP, {}, actor, record.id, record.context_id):
+        async with self.admit(STOP, {}, record.id, record.context_id):
             return await self._sessions.stop(name, "stopped on request")
 
     # commands
 
-    async def run_command(self, name: str, request: CommandRequest, actor: str = "") -> CommandResult:
+    async def run_command(self, name: str, request: CommandRequest) -> CommandResult:
         """Run a command to its end."""
         if request.interactive:
             raise InvalidRequest(
@@ -176,22 +174,20 @@ class Operations:
                 field="interactive",
                 hint="start it, then send input",
             )
-        async with self.enter(name, RUN_COMMAND, asked(request), actor) as (box, traffic):
-            await self._settle(box, actor)
+        async with self.enter(name, RUN_COMMAND, asked(request)) as (box, traffic):
+            await self._wait_for_packages(box)
             body, timeout = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
             result = await box.connection.run_command(body, timeout, request.output_limit)
             return await self.conclude(box, traffic, result)
 
-    async def start_command(
-        self, name: str, request: CommandRequest, actor: str = "", *, attended: bool = False
-    ) -> CommandInfo:
+    async def start_command(self, name: str, request: CommandRequest, *, attended: bool = False) -> CommandInfo:
         """Start a command in the background. `attended` says that the caller reads its output until it ends: a request
         without a deadline then gets that of the sandbox, and else none but the policy's.
         """
-        async with self.enter(name, START_COMMAND, asked(request), actor) as (box, traffic):
-            await self._settle(box, actor)
+        async with self.enter(name, START_COMMAND, asked(request)) as (box, traffic):
+            await self._wait_for_packages(box)
             default = box.record.limits.timeout_s
             if request.timeout is None and not attended:
                 default = await self._longest(box.record)
@@ -200,34 +196,34 @@ class Operations:
                 traffic.took(size_of(request.stdin))
             return await self._told(box, await box.connection.start_command(body))
 
-    async def list_commands(self, name: str, actor: str = "") -> CommandList:
+    async def list_commands(self, name: str) -> CommandList:
         """The commands the sandbox remembers."""
-        async with self.enter(name, LIST_COMMANDS, {}, actor) as (box, _):
+        async with self.enter(name, LIST_COMMANDS, {}) as (box, _):
             found = await box.connection.list_commands()
             redactor = await self._redactor(box.record.owner)
             for info in found.items:
                 info.oom_killed = box.starved.get(info.id, False)
             return CommandList(items=[clean_info(redactor, info) for info in found.items])
 
-    async def get_command(self, name: str, command_id: str, actor: str = "") -> CommandInfo:
+    async def get_command(self, name: str, command_id: str) -> CommandInfo:
         """One command."""
         require_id(command_id)
-        async with self.enter(name, GET_COMMAND, {"id": command_id}, actor) as (box, _):
+        async with self.enter(name, GET_COMMAND, {"id": command_id}) as (box, _):
             return await self._told(box, await box.connection.get_command(command_id))
 
-    async def command_result(self, name: str, command_id: str, actor: str = "") -> CommandResult:
+    async def command_result(self, name: str, command_id: str) -> CommandResult:
         """Wait for the end of a command."""
         require_id(command_id)
-        async with self.enter(name, COMMAND_RESULT, {"id": command_id}, actor) as (box, traffic):
+        async with self.enter(name, COMMAND_RESULT, {"id": command_id}) as (box, traffic):
             return await self.conclude(box, traffic, await box.connection.command_result(command_id))
 
     async def command_output(
-        self, name: str, command_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
+        self, name: str, command_id: str, *, offset: int = 0, follow: bool = True
     ) -> AsyncIterator[Chunk]:
         """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         require_id(command_id)
         arguments = {"id": command_id, "offset": offset}
-        async with self.enter(name, COMMAND_OUTPUT, arguments, actor) as (box, traffic):
+        async with self.enter(name, COMMAND_OUTPUT, arguments) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             open_at = partial(box.connection.command_output, command_id, follow=follow)
             chunks = stream_output(box, traffic, current, open_at, offset)
@@ -235,43 +231,41 @@ class Operations:
                 async for chunk in chunks:
                     yield chunk
 
-    async def send_input(
-        self, name: str, command_id: str, data: bytes, *, close: bool = False, actor: str = ""
-    ) -> None:
+    async def send_input(self, name: str, command_id: str, data: bytes, *, close: bool = False) -> None:
         """Bytes for the standard input of a command."""
         require_id(command_id)
         arguments = {"id": command_id, "bytes": len(data)}
-        async with self.enter(name, SEND_INPUT, arguments, actor) as (box, traffic):
+        async with self.enter(name, SEND_INPUT, arguments) as (box, traffic):
             traffic.took(len(data))
             await box.connection.send_input(command_id, data, close=close)
 
-    async def signal_command(self, name: str, command_id: str, request: SignalRequest, actor: str = "") -> None:
+    async def signal_command(self, name: str, command_id: str, request: SignalRequest) -> None:
         """A signal for a command."""
         require_id(command_id)
         arguments = {"id": command_id, "signal": request.signal}
-        async with self.enter(name, SIGNAL_COMMAND, arguments, actor) as (box, _):
+        async with self.enter(name, SIGNAL_COMMAND, arguments) as (box, _):
             await box.connection.signal_command(command_id, request.model_dump())
 
-    async def resize_terminal(self, name: str, command_id: str, size: TerminalSize, actor: str = "") -> None:
+    async def resize_terminal(self, name: str, command_id: str, size: TerminalSize) -> None:
         """A new size for the terminal of a command."""
         require_id(command_id)
-        async with self.enter(name, RESIZE_TERMINAL, {"id": command_id}, actor) as (box, _):
+        async with self.enter(name, RESIZE_TERMINAL, {"id": command_id}) as (box, _):
             await box.connection.resize_terminal(command_id, size.model_dump())
 
-    async def delete_command(self, name: str, command_id: str, actor: str = "") -> None:
+    async def delete_command(self, name: str, command_id: str) -> None:
         """Kill a command with its whole tree and forget it."""
         require_id(command_id)
-        async with self.enter(name, DELETE_COMMAND, {"id": command_id}, actor) as (box, _):
+        async with self.enter(name, DELETE_COMMAND, {"id": command_id}) as (box, _):
             await box.connection.delete_command(command_id)
 
-    async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
+    async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
         """Shell text, with files in and the names of files produced out."""
         if request.env_name is not None or request.requirements is not None:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments: dict[str, object] = {"command": request.code} | brought(request.files)
         arguments |= request.model_dump(include={"timeout"}, exclude_defaults=True)
-        async with self.enter(name, EXECUTE, arguments, actor) as (box, traffic):
-            await self._settle(box, actor)
+        async with self.enter(name, EXECUTE, arguments) as (box, traffic):
+            await self._wait_for_packages(box)
             if request.files:
                 _room(box)
                 traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
@@ -287,11 +281,11 @@ class Operations:
     # files
 
     async def read_file(
-        self, name: str, path: str, *, offset: int = 0, length: int | None = None, actor: str = ""
+        self, name: str, path: str, *, offset: int = 0, length: int | None = None
     ) -> AsyncIterator[int | bytes | None]:
         """First the number of bytes to come (None when unknown), then the bytes of a file."""
         checked_path(path)
-        async with self.enter(name, READ_FILE, {"path": path}, actor) as (box, traffic):
+        async with self.enter(name, READ_FILE, {"path": path}) as (box, traffic):
             stream = await box.connection.read_file(path, offset or None, length)
             try:
                 yield stream.length
@@ -310,7 +304,6 @@ class Operations:
         mode: str | None = None,
         parents: bool = True,
         exclusive: bool = False,
-        actor: str = "",
     ) -> FileInfo:
         """A file from bytes or from a stream of any length, atomically."""
         if mode is not None and not (0 < len(mode) <= 4 and set(mode) <= set("01234567")):
@@ -319,7 +312,7 @@ class Operations:
             )
         checked_path(path)
         arguments = {"path": path} | ({} if mode is None else {"mode": mode})
-        async with self.enter(name, WRITE_FILE, arguments, actor) as (box, traffic):
+        async with self.enter(name, WRITE_FILE, arguments) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
                 traffic.took(len(content))
@@ -327,11 +320,11 @@ class Operations:
                 content = _metered(box, content, traffic)
             return await box.connection.write_file(path, content, mode=mode, parents=parents, exclusive=exclusive)
 
-    async def forward(self, operation: ForwardedOperation[Q, A], name: str, request: Q, actor: str = "") -> A:
+    async def forward(self, operation: ForwardedOperation[Q, A], name: str, request: Q) -> A:
         """Perform an operation that is one request to the supervisor, as its row says."""
         for field in operation.paths:
             checked_path(getattr(request, field), field)
-        async with self.enter(name, operation, operation.arguments(request), actor) as (box, traffic):
+        async with self.enter(name, operation, operation.arguments(request)) as (box, traffic):
             if operation.fills_disk:
                 _room(box)
             if operation.content is not None:
@@ -343,31 +336,16 @@ class Operations:
 
     # tools and health
 
-    async def health(self, name: str, actor: str = "") -> SupervisorHealth:
+    async def health(self, name: str) -> SupervisorHealth:
         """What the supervisor says of itself."""
-        async with self.enter(name, HEALTH, {}, actor) as (box, _):
+        async with self.enter(name, HEALTH, {}) as (box, _):
             return await box.connection.health()
-
-    async def empty(self, name: str) -> Emptied:
-        """Make a sandbox as new; the first time, let it remember what that is. carrel's own upkeep."""
-        async with self.enter(name, EMPTY, {}, SELF) as (box, _):
-            found = await box.connection.empty()
-            if found.clean:
-                box.over_quota = None
-            return found
 
     # inner
 
     async def _told(self, box: LiveSandbox, info: CommandInfo) -> CommandInfo:
         info.oom_killed = await for_memory(box, info)
         return clean_info(await self._redactor(box.record.owner), info)
-
-    async def _settle(self, box: LiveSandbox, actor: str) -> None:
-        if actor == SELF:
-            return
-        if self._packages is None:
-            raise PlatformError("carrel's own operations were used for a caller", hint="report this as a bug")
-        await self._packages.settled(box)
 
     async def conclude(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
         """Count a result, and take the secrets out of it."""
@@ -377,15 +355,52 @@ class Operations:
         return await apart(size, clean_result, await self._redactor(box.record.owner), result)
 
 
-def require_open(box: LiveSandbox, actor: str) -> None:
-    """Refuse a sandbox that is not for whoever asks: one of carrel's own, or one for another's calls."""
-    if actor == SELF:
+class Operations(SandboxOperations):
+    """The operations that callers ask for: decided, recorded, and counted as activity of the agent."""
+
+    def __init__(
+        self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest, packages: Packages
+    ):
+        super().__init__(sessions, admission, secrets, longest)
+        self._packages = packages
+
+    def _caller(self) -> Caller:
+        return caller.get()
+
+    async def _wait_for_packages(self, box: LiveSandbox) -> None:
+        await self._packages.settled(box)
+
+    def require_open(self, box: LiveSandbox) -> None:
+        """Refuse a sandbox that is not for this caller: one of carrel's own, or one for the calls of another."""
+        _require_open(box, self._caller())
+
+
+class OwnOperations(SandboxOperations):
+    """The operations of carrel itself: upkeep, builds, installs. Nobody decides or records them, and they need no
+    packages: packages are made by them.
+    """
+
+    def _caller(self) -> None:
+        return None
+
+    async def _wait_for_packages(self, box: LiveSandbox) -> None:
         return
-    record, identity, hint = box.record, caller.get().identity, "make a sandbox of your own"
+
+    async def empty(self, name: str) -> Emptied:
+        """Bring a sandbox back to its first state; the first call records that state."""
+        async with self.enter(name, EMPTY, {}) as (box, _):
+            found = await box.connection.empty()
+            if found.clean:
+                box.over_quota = None
+            return found
+
+
+def _require_open(box: LiveSandbox, who: Caller) -> None:
+    record, hint = box.record, "make a sandbox of your own"
     if record.acts_for is not None:
         # It has the secrets of a context, or makes what others will use; admission would not know whose rules hold.
         raise NotFound(f"sandbox '{record.id}' is one in which carrel itself works", field="id", hint=hint)
-    if STATELESS in record.labels and box.only_for != (identity.subject, identity.namespace):
+    if STATELESS in record.labels and box.only_for != (who.identity.subject, who.identity.namespace):
         raise NotFound(f"sandbox '{record.id}' is for calls without a context only", field="id", hint=hint)
 
 

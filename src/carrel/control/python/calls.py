@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from carrel.control.governance.redaction import clean_info
 from carrel.control.operations.call import Traffic
-from carrel.control.operations.checks import R, brought, size_of
+from carrel.control.operations.checks import brought, size_of
+from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_use import EnvironmentUse
 from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.live import LiveSandbox
@@ -28,7 +28,7 @@ from carrel.models import (
     PythonRequest,
     PythonResult,
 )
-from carrel.models.operations import RUN_PYTHON, START_PYTHON, Operation
+from carrel.models.operations import RUN_PYTHON, START_PYTHON
 from carrel.redaction.redact import Redactor
 
 FRESH_S = 60.0
@@ -39,22 +39,6 @@ MOST_REMEMBERED = 256
 
 Redactors = Callable[[str | None], Awaitable[Redactor]]
 """What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
-
-
-class Enter(Protocol):
-    """Admits an operation on a running sandbox, which is named by its id or its context."""
-
-    def __call__(
-        self, name: str, operation: Operation, arguments: Mapping[str, object], actor: str, /
-    ) -> AbstractAsyncContextManager[tuple[LiveSandbox, Traffic]]:
-        """Decide, record, and let in."""
-
-
-class Conclude(Protocol):
-    """What a result becomes before it is shown."""
-
-    async def __call__(self, box: LiveSandbox, traffic: Traffic, result: R, /) -> R:
-        """Count it, and take the secrets out of it."""
 
 
 class Wanting(Protocol):
@@ -71,39 +55,37 @@ class PythonOperations:
 
     def __init__(
         self,
-        enter: Enter,
+        operations: Operations,
         redactor: Redactors,
-        conclude: Conclude,
         environments: EnvironmentUse,
         packages: TemplatePackages,
     ):
-        self._enter = enter
+        self._operations = operations
         self._redactor = redactor
-        self._conclude = conclude
         self._environments = environments
         self._packages = packages
 
-    async def run(self, name: str, request: PythonRequest, actor: str = "") -> PythonResult:
+    async def run(self, name: str, request: PythonRequest) -> PythonResult:
         """Run a code to its end."""
         if request.interactive:
             raise InvalidRequest(
                 "an interactive call runs in the background", field="interactive", hint="start it, then send input"
             )
-        async with self._enter(name, RUN_PYTHON, _asked(request), actor) as (box, traffic):
-            body, timeout = await self._body(box, request, traffic, actor)
+        async with self._operations.enter(name, RUN_PYTHON, _asked(request)) as (box, traffic):
+            body, timeout = await self._body(box, request, traffic)
             ran = await box.connection.run_python(body, timeout, request.output_limit)
-            result = await self._conclude(box, traffic, ran)
+            result = await self._operations.conclude(box, traffic, ran)
             redactor = await self._redactor(box.record.owner)
             return result.model_copy(update={"files_produced": list(map(redactor.text, result.files_produced))})
 
-    async def start(self, name: str, request: PythonRequest, actor: str = "") -> CommandInfo:
+    async def start(self, name: str, request: PythonRequest) -> CommandInfo:
         """Start a code in the background: from then on it is a command like any other."""
-        async with self._enter(name, START_PYTHON, _asked(request), actor) as (box, traffic):
-            body, _ = await self._body(box, request, traffic, actor)
+        async with self._operations.enter(name, START_PYTHON, _asked(request)) as (box, traffic):
+            body, _ = await self._body(box, request, traffic)
             info = await box.connection.start_python(body)
             return clean_info(await self._redactor(box.record.owner), info)
 
-    async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
+    async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
         """`/execute` for Python: the same call, answered in the form of that route."""
         timeout = None if request.timeout == "default" else request.timeout
         if timeout is not None and not 0 < timeout <= MAX_PYTHON_TIMEOUT_S:
@@ -117,11 +99,11 @@ class PythonOperations:
         env, requirements = request.env_name, request.requirements
         if requirements is not None and request.python_index is not None:
             wanted = EnvironmentAttach(requirements=requirements, index=request.python_index)
-            env, requirements = (await self._environments.attach(name, wanted, actor)).name, None
+            env, requirements = (await self._environments.attach(name, wanted)).name, None
         call = PythonRequest(
             code=request.code, timeout=timeout, files=request.files, env=env, requirements=requirements
         )
-        result = await self.run(name, call, actor)
+        result = await self.run(name, call)
         return ExecuteResult(
             output=result.stdout,
             stderr=result.stderr,
@@ -135,9 +117,7 @@ class PythonOperations:
             files_truncated=result.files_truncated,
         )
 
-    async def _body(
-        self, box: LiveSandbox, request: PythonRequest, traffic: Traffic, actor: str
-    ) -> tuple[bytes, float]:
+    async def _body(self, box: LiveSandbox, request: PythonRequest, traffic: Traffic) -> tuple[bytes, float]:
         if request.files and box.over_quota is not None:
             raise LimitExceeded(box.over_quota, field="disk_mb", hint="delete files first, then write again")
         if request.files or request.stdin is not None:
@@ -145,10 +125,10 @@ class PythonOperations:
             traffic.took(given + size_of(request.stdin))
         timeout = request.timeout or min(PYTHON_TIMEOUT_S, box.record.limits.timeout_s or PYTHON_TIMEOUT_S)
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
-        body |= {"timeout": timeout, "env": await self.environment(box, request, actor)}
+        body |= {"timeout": timeout, "env": await self.environment(box, request)}
         return json.dumps(body, separators=(",", ":")).encode(), timeout
 
-    async def environment(self, box: LiveSandbox, request: Wanting, actor: str) -> str | None:
+    async def environment(self, box: LiveSandbox, request: Wanting) -> str | None:
         """The name that an environment has in the sandbox, which gets it if it has it not; None for what its Python has
         without being asked for.
         """
@@ -159,7 +139,7 @@ class PythonOperations:
         name, seen_at = box.attached.get(key, ("", 0.0))
         if not name or time.monotonic() - seen_at > FRESH_S:
             wanted = EnvironmentAttach(env=request.env, requirements=request.requirements)
-            name = (await self._environments.attach(box.record.id, wanted, actor)).name
+            name = (await self._environments.attach(box.record.id, wanted)).name
             if len(box.attached) >= MOST_REMEMBERED:
                 box.attached.clear()
             box.attached[key] = (name, time.monotonic())

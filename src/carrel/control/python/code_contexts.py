@@ -1,5 +1,5 @@
-"""Code contexts as operations: cells, interrupt, restart, list, delete. A cell passes admission as the `python3 -c`
-it stands for.
+"""Code contexts as operations: cells, interrupt, restart, list, delete. A cell passes admission as the `python3 -c` it
+stands for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from functools import partial
 
 from carrel.control.governance.redaction import apart, clean_info
 from carrel.control.operations.checks import deadline_of, require_id, size_of
-from carrel.control.python.calls import MOST_REMEMBERED, Enter, Redactors, Wanting
+from carrel.control.operations.operations import Operations
+from carrel.control.python.calls import MOST_REMEMBERED, Redactors, Wanting
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
 from carrel.control.supervisor.frames import Chunk
@@ -46,7 +47,7 @@ from carrel.store.code_contexts import CodeContextStore
 
 _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
 
-FindEnvironment = Callable[[LiveSandbox, Wanting, str], Awaitable[str | None]]
+FindEnvironment = Callable[[LiveSandbox, Wanting], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,41 +61,41 @@ class CodeContextOperations:
 
     def __init__(
         self,
-        enter: Enter,
+        operations: Operations,
         redactor: Redactors,
         environment: FindEnvironment,
         store: CodeContextStore,
     ):
-        self._enter = enter
+        self._operations = operations
         self._redactor = redactor
         self._environment = environment
         self._store = store
 
-    async def run_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CellResult:
+    async def run_cell(self, name: str, context: str, request: CellRequest) -> CellResult:
         """Run a cell to its end, after those that came before it."""
         _checked(context)
-        async with self._enter(name, RUN_CELL, _asked(context, request), actor) as (box, traffic):
-            body, env = await self._body(box, context, request, actor)
+        async with self._operations.enter(name, RUN_CELL, _asked(context, request)) as (box, traffic):
+            body, env = await self._body(box, context, request)
             result, size = await box.connection.run_cell(context, body)
             await self._remember(box, context, env)
             return await self._shown(box, result, size, traffic.gave)
 
-    async def start_cell(self, name: str, context: str, request: CellRequest, actor: str = "") -> CommandInfo:
+    async def start_cell(self, name: str, context: str, request: CellRequest) -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
         _checked(context)
-        async with self._enter(name, RUN_CELL, _asked(context, request), actor) as (box, _):
-            body, env = await self._body(box, context, request, actor)
+        async with self._operations.enter(name, RUN_CELL, _asked(context, request)) as (box, _):
+            body, env = await self._body(box, context, request)
             info = await box.connection.start_cell(context, body)
             await self._remember(box, context, env)
             return clean_info(await self._redactor(box.record.owner), info)
 
     async def cell_output(
-        self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True, actor: str = ""
+        self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True
     ) -> AsyncIterator[Chunk]:
         """What a cell prints, from `offset` on."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
-        async with self._enter(name, CELL_OUTPUT, arguments, actor) as (box, traffic):
+        async with self._operations.enter(name, CELL_OUTPUT, arguments) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             open_at = partial(box.connection.cell_output, context, cell_id, follow=follow)
             chunks = stream_output(box, traffic, current, open_at, offset)
@@ -102,43 +103,43 @@ class CodeContextOperations:
                 async for chunk in chunks:
                     yield chunk
 
-    async def get_cell(self, name: str, context: str, cell_id: str, actor: str = "") -> CellResult:
+    async def get_cell(self, name: str, context: str, cell_id: str) -> CellResult:
         """The result of a cell, once there is one."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id}
-        async with self._enter(name, GET_CELL, arguments, actor) as (box, traffic):
+        async with self._operations.enter(name, GET_CELL, arguments) as (box, traffic):
             return await self._shown(box, *await box.connection.get_cell(context, cell_id), traffic.gave)
 
-    async def list(self, name: str, actor: str = "") -> CodeContextList:
+    async def list(self, name: str) -> CodeContextList:
         """The code contexts of a sandbox."""
-        async with self._enter(name, LIST_CODE_CONTEXTS, {}, actor) as (box, _):
+        async with self._operations.enter(name, LIST_CODE_CONTEXTS, {}) as (box, _):
             return await box.connection.list_code_contexts()
 
-    async def get(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+    async def get(self, name: str, context: str) -> CodeContextInfo:
         """Return one code context."""
-        async with self._enter(name, GET_CODE_CONTEXT, {"code_context": context}, actor) as (box, _):
+        async with self._operations.enter(name, GET_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context)
 
-    async def interrupt(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+    async def interrupt(self, name: str, context: str) -> CodeContextInfo:
         """Interrupt the cell that runs; the variables stay."""
-        async with self._enter(name, INTERRUPT_CODE_CONTEXT, {"code_context": context}, actor) as (box, _):
+        async with self._operations.enter(name, INTERRUPT_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context, "interrupt")
 
-    async def restart(self, name: str, context: str, actor: str = "") -> CodeContextInfo:
+    async def restart(self, name: str, context: str) -> CodeContextInfo:
         """Begin anew without the variables."""
-        async with self._enter(name, RESTART_CODE_CONTEXT, {"code_context": context}, actor) as (box, _):
+        async with self._operations.enter(name, RESTART_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context, "restart")
 
-    async def delete(self, name: str, context: str, actor: str = "") -> None:
+    async def delete(self, name: str, context: str) -> None:
         """End a code context and forget its cells."""
         arguments = {"code_context": context}
-        async with self._enter(name, DELETE_CODE_CONTEXT, arguments, actor) as (box, _):
+        async with self._operations.enter(name, DELETE_CODE_CONTEXT, arguments) as (box, _):
             await self._remember(box, context, None)
             await box.connection.delete_code_context(context)
 
     # inner
 
-    async def _body(self, box: LiveSandbox, context: str, request: CellRequest, actor: str) -> tuple[bytes, str | None]:
+    async def _body(self, box: LiveSandbox, context: str, request: CellRequest) -> tuple[bytes, str | None]:
         """What the supervisor is asked for, and the environment in it."""
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
         body["timeout"] = deadline_of(request.timeout, box.record.limits.timeout_s)
@@ -146,7 +147,7 @@ class CodeContextOperations:
         had = await self._recalled(box, context)
         if request.env is None and request.requirements is None and had is not None:
             wanted = _Named(had)  # its sandbox may have started anew, here or on another server
-        env = body["env"] = await self._environment(box, wanted, actor)
+        env = body["env"] = await self._environment(box, wanted)
         if had is None:
             await self._remember(box, context, env)  # also if the cell takes the sandbox with it
         return json.dumps(body, separators=(",", ":")).encode(), env

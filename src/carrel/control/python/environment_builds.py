@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from packaging.utils import canonicalize_name
 
 from carrel.control.governance.building import INDEX_LABEL
-from carrel.control.operations.call import SELF
-from carrel.control.operations.operations import Operations
+from carrel.control.operations.operations import OwnOperations
 from carrel.control.python.environment_checks import Asker, Lock, Wanted, lock_of
 from carrel.control.sessions.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
@@ -74,7 +73,9 @@ class Built:
 class Builder:
     """Makes locks and environments."""
 
-    def __init__(self, sessions: Sessions, operations: Operations, shelf: Shelf, *, largest_mb: int, timeout_s: float):
+    def __init__(
+        self, sessions: Sessions, operations: OwnOperations, shelf: Shelf, *, largest_mb: int, timeout_s: float
+    ):
         self._sessions = sessions
         self._operations = operations
         self._shelf = shelf
@@ -121,7 +122,7 @@ class Builder:
             box = await self._start(wanted, asker)
             whole: Callable[[str], Awaitable[None]] | None = None
             try:
-                await self._operations.write_file(box.id, "lock.txt", lock.text.encode(), actor=SELF)
+                await self._operations.write_file(box.id, "lock.txt", lock.text.encode())
                 await self._run(box, make, None, what="no virtual environment could be made")
                 await self._run(box, install, say, what="the packages cannot be installed")
                 whole = harvest
@@ -181,13 +182,13 @@ class Builder:
     ) -> str:
         """What a command says; what it says besides is told as it comes."""
         request = CommandRequest(command=command, env=_ENVIRONMENT, timeout=self._timeout_s, stdin=stdin)
-        started = await self._operations.start_command(box.id, request, SELF)
+        started = await self._operations.start_command(box.id, request)
         lines = Lines(say)
-        async for chunk in self._operations.command_output(box.id, started.id, actor=SELF):
+        async for chunk in self._operations.command_output(box.id, started.id):
             if chunk.stream == "stderr":
                 lines.feed(chunk.data)
         lines.flush()
-        result = await self._operations.command_result(box.id, started.id, SELF)
+        result = await self._operations.command_result(box.id, started.id)
         if result.timed_out:
             raise LimitExceeded(f"{what} within {self._timeout_s:g} seconds", hint="ask for less, or try again")
         if result.exit_code != 0:

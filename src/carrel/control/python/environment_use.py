@@ -4,8 +4,7 @@ they stand for.
 
 from __future__ import annotations
 
-from carrel.control.operations.call import SELF
-from carrel.control.operations.operations import Operations, require_open
+from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.environment_checks import Asker, requirements_of
 from carrel.control.python.environments import Environments, Say
 from carrel.control.python.template_packages import TemplatePackages
@@ -31,31 +30,35 @@ class EnvironmentUse:
     """What callers do with environments."""
 
     def __init__(
-        self, environments: Environments, packages: TemplatePackages, sessions: Sessions, operations: Operations
+        self,
+        environments: Environments,
+        packages: TemplatePackages,
+        sessions: Sessions,
+        operations: Operations,
+        own: OwnOperations,
     ):
+        self._own = own
         self._environments = environments
         self._packages = packages
         self._sessions = sessions
         self._operations = operations
 
-    async def build(self, request: EnvironmentBuild, actor: str = "", say: Say | None = None) -> EnvironmentInfo:
+    async def build(self, request: EnvironmentBuild, say: Say | None = None) -> EnvironmentInfo:
         """Build an environment under the policy of the server, and call it by its label."""
         asked = requirements_of(request.requirements)  # before it is decided: none of them is an option
         arguments = {"command": ["pip", "install", *asked], "name": request.name}
-        async with self._operations.admit(BUILD_ENV, arguments, actor, "", None):
+        async with self._operations.admit(BUILD_ENV, arguments):
             record = await self._environments.ensure(request, Asker(), say)
             if request.name is not None:
                 record = await self._environments.label(record, request.name)
             return self._environments.info(record)
 
-    async def attach(
-        self, name: str, request: EnvironmentAttach, actor: str = "", say: Say | None = None
-    ) -> EnvironmentInfo:
+    async def attach(self, name: str, request: EnvironmentAttach, say: Say | None = None) -> EnvironmentInfo:
         """An environment for a running sandbox, built when there is none yet. It is seen there at once; while the
         session lasts, it stays.
         """
         box = await self._sessions.find(name)
-        require_open(box, actor)  # it can be the Python of whatever runs there next
+        self._operations.require_open(box)  # it can be the Python of whatever runs there next
         box.provider.require(Capability.ENVIRONMENTS)
         if request.template:
             return await self._packages.info(box, say)
@@ -78,7 +81,7 @@ class EnvironmentUse:
             return await self._environments.ensure(wanted, asker, say)
 
         record, door = box.record, self._operations.admit
-        async with door(ATTACH_ENV, arguments, actor, record.id, record.context_id):
+        async with door(ATTACH_ENV, arguments, record.id, record.context_id):
             box.in_flight += 1  # a sandbox that waits for its environment is not idle
             try:
                 found = await self._environments.hold(find, holder)
@@ -95,13 +98,13 @@ class EnvironmentUse:
         record = await self._kept(name)
         return await self._environments.of(record.owner)
 
-    async def detach(self, name: str, env: str, actor: str = "") -> None:
+    async def detach(self, name: str, env: str) -> None:
         """Let go of an environment, so that it may be removed when nobody else has it."""
         record = await self._kept(name)
         running = [each for each in self._sessions.live() if each.record.id == record.id]
         for box in running:
-            require_open(box, actor)
-        door = self._operations.admit(DETACH_ENV, {"env": env}, actor, record.id, record.context_id)
+            self._operations.require_open(box)
+        door = self._operations.admit(DETACH_ENV, {"env": env}, record.id, record.context_id)
         async with door:
             await self._environments.release(env, record.owner)
             for box in running:
@@ -129,7 +132,7 @@ class EnvironmentUse:
 
     async def _base(self, name: str, path: str) -> None:
         command = CommandRequest(command=[f"{PLACE}/carrel-venv", path], timeout=60)
-        result = await self._operations.run_command(name, command, SELF)
+        result = await self._own.run_command(name, command)
         if result.exit_code != 0:
             words = (result.stderr or result.stdout).strip()[:500]
             raise Conflict(f"{VENV} could not be made: {words}", field="venv", hint="remove it, or do without")

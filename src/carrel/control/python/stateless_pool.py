@@ -17,9 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 from carrel.config import RouterSettings
-from carrel.control.operations.call import SELF
 from carrel.control.operations.caller import caller
-from carrel.control.operations.operations import Operations
+from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.stateless_callers import Load, Owner, Place, RoutingTable, Wish
 from carrel.control.python.template_packages import TemplatePackages
@@ -53,6 +52,7 @@ class Router:
         settings: RouterSettings,
         sessions: Sessions,
         operations: Operations,
+        own: OwnOperations,
         python: PythonOperations,
         packages: TemplatePackages,
         metrics: Metrics,
@@ -60,6 +60,7 @@ class Router:
         self.table = RoutingTable(settings)
         self._sessions = sessions
         self._operations = operations
+        self._own = own
         self._python = python
         self._packages = packages
         self._metrics = metrics
@@ -241,7 +242,7 @@ class Router:
             place.state = "busy"
         elif not place.entered:
             arguments = request.model_dump(mode="json", exclude_defaults=True)
-            async with self._operations.admit(DEPLOY_OR_RESUME, arguments, "", place.id):
+            async with self._operations.admit(DEPLOY_OR_RESUME, arguments, place.id):
                 pass
         place.entered = True
 
@@ -280,7 +281,7 @@ class Router:
 
     async def _look(self, place: Place) -> None:
         """Let a sandbox be made as new, or remember what it has while it is."""
-        found = await self._operations.empty(place.id)
+        found = await self._own.empty(place.id)
         place.reusable, place.load = found.clean, Load(found.memory_bytes)
         if not found.clean:
             log.info("sandbox %s is not as new: %s", place.id, found.reason)
@@ -363,7 +364,7 @@ class Router:
     async def _start_spare(self, place: Place) -> None:
         request = SandboxRequest(template=place.template, labels={STATELESS: "spare"})
         try:
-            info, _ = await self._operations.deploy_or_resume(request, actor=SELF)
+            info, _ = await self._own.deploy_or_resume(request)
         except CarrelError as error:
             log.info("no spare sandbox could be started: %s", error)
             self._forget(place)

@@ -12,8 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from carrel.control.operations.call import SELF
-from carrel.control.operations.operations import Operations
+from carrel.control.operations.operations import OwnOperations
 from carrel.control.python.environment_checks import Asker, requirements_of
 from carrel.control.python.environments import Environments, Say
 from carrel.control.sessions.live import LiveSandbox
@@ -38,7 +37,7 @@ DELIVERY_S = 30.0
 class TemplatePackages:
     """Gives sandboxes the packages of their templates."""
 
-    def __init__(self, templates: Templates, environments: Environments, operations: Operations):
+    def __init__(self, templates: Templates, environments: Environments, operations: OwnOperations):
         self._templates = templates
         self._environments = environments
         self._operations = operations
@@ -150,7 +149,7 @@ class TemplatePackages:
                     found.name, found.imports if recipe.imports is None else recipe.imports
                 )
                 make = CommandRequest(command=[f"{PLACE}/carrel-venv", "--there"], timeout=DELIVERY_S)
-                await self._operations.run_command(record.id, make, SELF)
+                await self._operations.run_command(record.id, make)
                 box.packages, box.refused = found.name, None
             return found
         finally:

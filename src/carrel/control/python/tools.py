@@ -23,13 +23,13 @@ class Tools:
         self._operations = operations
         self._python = python
 
-    async def execute(self, name: str, request: ExecuteRequest, actor: str = "") -> ExecuteResult:
+    async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
         """Run code, with files in and the names of files produced out."""
         if request.language == "python":
-            return await self._python.execute(name, request, actor)
-        return await self._operations.execute(name, request, actor)
+            return await self._python.execute(name, request)
+        return await self._operations.execute(name, request)
 
-    async def call(self, name: str, request: ToolRequest, actor: str = "") -> ToolResult:
+    async def call(self, name: str, request: ToolRequest) -> ToolResult:
         """Call a named tool: `create_file` or `python_exec`."""
         if request.tool_name not in TOOLS:
             raise InvalidRequest(
@@ -38,10 +38,10 @@ class Tools:
                 hint=f"the tools are: {', '.join(TOOLS)}",
             )
         if request.tool_name == "python_exec":
-            ran = await self._python.run(name, python_exec(request.params), actor)
+            ran = await self._python.run(name, python_exec(request.params))
             return ToolResult(tool_name=request.tool_name, result=ran.model_dump(mode="json"))
         path, content, mode = create_file(request.params)
-        info = await self._operations.write_file(name, path, content, mode=mode, actor=actor)
+        info = await self._operations.write_file(name, path, content, mode=mode)
         return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
 
 

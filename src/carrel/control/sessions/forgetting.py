@@ -42,7 +42,7 @@ class Forgetting:
 
     async def forget(self, context_id: str) -> None:
         """End the session of a context and delete all that is kept of it; `NotFound` when that is nothing."""
-        async with self._operations.admit(FORGET_CONTEXT, {}, "", "", context_id):
+        async with self._operations.admit(FORGET_CONTEXT, {}, context_id=context_id):
             if not await self._known(context_id):
                 raise NotFound(
                     f"nothing is known of a context '{context_id[:128]}'",

@@ -17,8 +17,7 @@ from datetime import UTC, datetime
 
 from carrel.audit import AuditLog
 from carrel.config import Settings
-from carrel.control.operations.call import SELF
-from carrel.control.operations.operations import Operations
+from carrel.control.operations.operations import OwnOperations
 from carrel.control.sessions.leases import LeaseUpkeep
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.notes import SessionNotes
@@ -72,7 +71,7 @@ class Janitor:
         self,
         sessions: Sessions,
         leasing: LeaseUpkeep,
-        operations: Operations,
+        operations: OwnOperations,
         snapshots: Snapshots,
         workspaces: Workspaces,
         retention: Retention,
@@ -271,7 +270,7 @@ class Janitor:
             if box.last_activity > horizon or box.in_flight:
                 continue
             try:
-                if (await self._operations.health(box.record.id, SELF)).commands_running:
+                if (await self._operations.health(box.record.id)).commands_running:
                     box.last_activity = time.time()
                     continue
                 if await self._sessions.stop_idle(box, horizon):
@@ -323,19 +322,19 @@ class Janitor:
 
     async def _anything_runs(self, box: LiveSandbox) -> bool:
         try:
-            return (await self._operations.health(box.record.id, SELF)).state == "busy"
+            return (await self._operations.health(box.record.id)).state == "busy"
         except CarrelError:
             return True
 
     async def _end_commands(self, box: LiveSandbox) -> None:
         """End what runs; when it was left behind by commands that have ended, those are forgotten with it."""
         try:
-            known = (await self._operations.list_commands(box.record.id, SELF)).items
+            known = (await self._operations.list_commands(box.record.id)).items
             ends = [command for command in known if command.running]
             if not ends and await self._anything_runs(box):
                 ends = known
             for command in ends:
-                await self._operations.delete_command(box.record.id, command.id, SELF)
+                await self._operations.delete_command(box.record.id, command.id)
         except CarrelError as error:
             log.warning("sandbox %s: its commands could not be ended: %s", box.record.id, error)
             await self._sessions.stop(box.record.id, "disk", error="over its disk limit and not answering")

@@ -68,7 +68,7 @@ class Bundles:
     def __init__(self, operations: Operations):
         self._operations = operations
 
-    async def write(self, name: str, incoming: Incoming, actor: str = "") -> FilesWritten:
+    async def write(self, name: str, incoming: Incoming) -> FilesWritten:
         """Write every file that comes. When one cannot be written, those before it are."""
         files = size = 0
         small: dict[str, tuple[bytes, str | None]] = {}
@@ -79,29 +79,26 @@ class Bundles:
                 )
             mode = None if part.mode is None else f"{part.mode:03o}"
             if part.path in small or len(small) == AT_ONCE or part.size > SMALL:
-                await self._write(name, small, actor)
+                await self._write(name, small)
             if part.size > SMALL:
-                await self._operations.write_file(name, part.path, incoming.pieces(), mode=mode, actor=actor)
+                await self._operations.write_file(name, part.path, incoming.pieces(), mode=mode)
             else:
                 small[part.path] = await incoming.whole(part), mode
             files, size = files + 1, size + part.size
-        await self._write(name, small, actor)
+        await self._write(name, small)
         return FilesWritten(files=files, bytes=size)
 
-    async def _write(self, name: str, small: dict[str, tuple[bytes, str | None]], actor: str) -> None:
-        writes = (
-            self._operations.write_file(name, path, data, mode=mode, actor=actor)
-            for path, (data, mode) in small.items()
-        )
+    async def _write(self, name: str, small: dict[str, tuple[bytes, str | None]]) -> None:
+        writes = (self._operations.write_file(name, path, data, mode=mode) for path, (data, mode) in small.items())
         answers = await asyncio.gather(*writes, return_exceptions=True)
         small.clear()
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
 
-    async def read(self, name: str, paths: Sequence[str], actor: str = "") -> AsyncIterator[bytes]:
+    async def read(self, name: str, paths: Sequence[str]) -> AsyncIterator[bytes]:
         """Files one after the other, as they are; in the place of one that cannot be read, why."""
-        async with aclosing(contents(self._operations, name, paths, actor)) as found:
+        async with aclosing(contents(self._operations, name, paths)) as found:
             async for path, each in found:
                 if isinstance(each, CarrelError):
                     text = json.dumps(each.problem()).encode()
@@ -124,12 +121,12 @@ class Large:
 
 
 async def contents(
-    operations: Operations, name: str, paths: Sequence[str], actor: str = ""
+    operations: Operations, name: str, paths: Sequence[str]
 ) -> AsyncGenerator[tuple[str, bytes | Large | CarrelError], None]:
     """Files in their order, a few asked for at once; in the place of one that cannot be read, why."""
     for start in range(0, len(paths), AT_ONCE):
         some = paths[start : start + AT_ONCE]
-        opening = (_open(operations, name, path, actor) for path in some)
+        opening = (_open(operations, name, path) for path in some)
         found = await asyncio.gather(*opening, return_exceptions=True)
         async with AsyncExitStack() as stack:
             for each in found:
@@ -141,9 +138,9 @@ async def contents(
                 yield path, each
 
 
-async def _open(operations: Operations, name: str, path: str, actor: str) -> bytes | Large:
+async def _open(operations: Operations, name: str, path: str) -> bytes | Large:
     """A small file, or the size and the stream of another."""
-    stream = operations.read_file(name, path, actor=actor)
+    stream = operations.read_file(name, path)
     assert isinstance(stream, AsyncGenerator)
     size = await anext(stream)
     if not isinstance(size, int):

@@ -74,12 +74,12 @@ class Filespaces:
 
     # with workspaces
 
-    async def sync(self, name: str, direction: SyncDirection = SyncDirection.BOTH, actor: str = "") -> SyncSummary:
+    async def sync(self, name: str, direction: SyncDirection = SyncDirection.BOTH) -> SyncSummary:
         """Bring the workspace of a running sandbox and its filespace together."""
         box = await self._sessions.find(name)
         arguments = {"direction": direction.value}
         context = box.record.context_id
-        door = self._operations.admit(SYNC_FILESPACE, arguments, actor, box.record.id, context)
+        door = self._operations.admit(SYNC_FILESPACE, arguments, box.record.id, context)
         async with door as traffic:
             if box.record.context_id is None:
                 raise Conflict(
@@ -97,18 +97,18 @@ class Filespaces:
     # beside workspaces
 
     async def list(
-        self, context: str, *, prefix: str = "", limit: int = 100, cursor: str | None = None, actor: str = ""
+        self, context: str, *, prefix: str = "", limit: int = 100, cursor: str | None = None
     ) -> FilespacePage:
         """The files in the order of their paths."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(LIST_FILESPACE, {"path": prefix}, actor, "", context):
+        async with self._operations.admit(LIST_FILESPACE, {"path": prefix}, context_id=context):
             found, following = await self._store.page(context, prefix=prefix, limit=limit, cursor=cursor)
             return FilespacePage(items=[_file(entry) for entry in found], next=following)
 
-    async def read(self, context: str, path: str, actor: str = "") -> AsyncIterator[int | bytes]:
+    async def read(self, context: str, path: str) -> AsyncIterator[int | bytes]:
         """First the number of bytes, then the bytes of a file."""
         contents = self._files.contents(context)
-        door = self._operations.admit(READ_FILESPACE, {"path": path}, actor, "", context)
+        door = self._operations.admit(READ_FILESPACE, {"path": path}, context_id=context)
         async with door as traffic:
             entry = await self._store.get(context, _checked(path))
             if entry is None or entry.deleted or entry.hash is None:
@@ -126,11 +126,10 @@ class Filespaces:
         content: AsyncIterator[bytes] | bytes,
         *,
         mode: int = 0o644,
-        actor: str = "",
     ) -> FilespaceFile:
         """A file from bytes or from a stream of any length, whole or not at all. It is the last write of its path."""
         contents = self._files.contents(context)
-        door = self._operations.admit(WRITE_FILESPACE, {"path": path}, actor, "", context)
+        door = self._operations.admit(WRITE_FILESPACE, {"path": path}, context_id=context)
         async with door as traffic:
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
@@ -143,18 +142,18 @@ class Filespaces:
                 await asyncio.to_thread(draft.drop)
             return _file(next(entry for entry in stored.entries if entry.path == path))
 
-    async def delete(self, context: str, path: str, actor: str = "") -> None:
+    async def delete(self, context: str, path: str) -> None:
         """Delete a file; workspaces follow with their next pull."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(DELETE_FILESPACE, {"path": path}, actor, "", context):
+        async with self._operations.admit(DELETE_FILESPACE, {"path": path}, context_id=context):
             stored = await self._store.put(context, [FilespaceChange(_checked(path))])
             if not stored.entries:
                 raise _missing(path)
 
-    async def forget(self, context: str, actor: str = "") -> None:
+    async def forget(self, context: str) -> None:
         """Delete a filespace with everything in it; the workspace stays. May be repeated."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(FORGET_FILESPACE, {}, actor, "", context):
+        async with self._operations.admit(FORGET_FILESPACE, {}, context_id=context):
             await self._files.erase(context)
 
     # inner

@@ -55,10 +55,10 @@ class Snapshots:
         self._attachments = attachments
         self._notes = notes
 
-    async def take(self, name: str, actor: str = "") -> SnapshotInfo:
+    async def take(self, name: str) -> SnapshotInfo:
         """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
         record, context = await self._durable(name)
-        async with self._operations.admit(TAKE_SNAPSHOT, {}, actor, record.id, context):
+        async with self._operations.admit(TAKE_SNAPSHOT, {}, record.id, context):
             self._sessions.require_here(record)
             return _info(await self._take(record, "request"))
 
@@ -79,17 +79,17 @@ class Snapshots:
         taken = await self._take(record, "checkpoint")
         await self._notes.write(record, notice=await self._workspaces.keeping.settle(taken))
 
-    async def page(self, name: str, *, limit: int = 100, cursor: str | None = None, actor: str = "") -> SnapshotPage:
+    async def page(self, name: str, *, limit: int = 100, cursor: str | None = None) -> SnapshotPage:
         """The snapshots of a context, newest first."""
         record, context = await self._durable(name)
-        async with self._operations.admit(LIST_SNAPSHOTS, {}, actor, record.id, context):
+        async with self._operations.admit(LIST_SNAPSHOTS, {}, record.id, context):
             records, following = await self._store.page(context, limit=limit, cursor=cursor)
             return SnapshotPage(items=[_info(record) for record in records], next=following)
 
-    async def restore(self, name: str, snapshot_id: str, actor: str = "") -> SandboxInfo:
+    async def restore(self, name: str, snapshot_id: str) -> SandboxInfo:
         """Give the workspace the snapshot's files. A running sandbox is stopped for it and started again."""
         record, context = await self._durable(name)
-        async with self._operations.admit(RESTORE, {"snapshot_id": snapshot_id}, actor, record.id, context):
+        async with self._operations.admit(RESTORE, {"snapshot_id": snapshot_id}, record.id, context):
             async with self._workspaces.keeping.using(snapshot_id):  # the stop takes one more, and older ones go
                 snapshot = await self._ready(snapshot_id, context)
                 async with self._sessions.stopped(record) as (held, ran):
@@ -99,14 +99,14 @@ class Snapshots:
             return await self._sessions.get(record.id)
 
     async def fork(
-        self, name: str, context_id: str, snapshot_id: str | None = None, actor: str = "", *, secrets: bool = True
+        self, name: str, context_id: str, snapshot_id: str | None = None, *, secrets: bool = True
     ) -> SandboxInfo:
         """A new context with the same files and settings, under an identity of its own, started at once. It gets the
         secrets too unless `secrets` is False.
         """
         record, context = await self._durable(name)
         arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
-        async with self._operations.admit(FORK, arguments, actor, record.id, context):
+        async with self._operations.admit(FORK, arguments, record.id, context):
             if snapshot_id is None:
                 self._sessions.require_here(record)
                 snapshot_id = (await self._take(record, "fork")).id
@@ -141,12 +141,10 @@ class Snapshots:
             await self._sessions.terminate(context_id, "the fork could not be made", snapshot=False)
         await self._workspaces.forget(context_id)
 
-    async def diff(self, name: str, before: str, after: str, actor: str = "") -> FileChanges:
+    async def diff(self, name: str, before: str, after: str) -> FileChanges:
         """What leads from one snapshot to the other."""
         record, context = await self._durable(name)
-        async with self._operations.admit(
-            DIFF_SNAPSHOTS, {"before": before, "after": after}, actor, record.id, context
-        ):
+        async with self._operations.admit(DIFF_SNAPSHOTS, {"before": before, "after": after}, record.id, context):
             async with self._workspaces.keeping.using(before, after):
                 first, second = await self._ready(before, context), await self._ready(after, context)
                 changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
@@ -158,21 +156,19 @@ class Snapshots:
             ]
             return FileChanges(items=items, truncated=len(changes) > MOST_CHANGES)
 
-    async def export(self, name: str, snapshot_id: str, actor: str = "") -> AsyncIterator[bytes]:
+    async def export(self, name: str, snapshot_id: str) -> AsyncIterator[bytes]:
         """The snapshot as a tar stream. The first piece is read at once: what is damaged is refused, not broken off."""
         record, context = await self._durable(name)
-        pieces = self._exported(record, context, snapshot_id, actor)
+        pieces = self._exported(record, context, snapshot_id)
         await anext(pieces)
         return pieces
 
-    async def _exported(
-        self, record: SessionRecord, context: str, snapshot_id: str, actor: str
-    ) -> AsyncIterator[bytes]:
+    async def _exported(self, record: SessionRecord, context: str, snapshot_id: str) -> AsyncIterator[bytes]:
         """First nothing, once the first piece is there."""
         arguments = {"snapshot_id": snapshot_id}
         # A snapshot has every file: also those that the context's agent may not read.
         row = EXPORT_BY_ADMINISTRATOR if caller.get().identity.has(Scope.ADMINISTER) else EXPORT
-        door = self._operations.admit(row, arguments, actor, record.id, context)
+        door = self._operations.admit(row, arguments, record.id, context)
         async with door as traffic, self._workspaces.keeping.using(snapshot_id):
             snapshot = await self._ready(snapshot_id, context)
             chunks = self._workspaces.stored.tar(snapshot)
@@ -188,11 +184,11 @@ class Snapshots:
                 if close is not None:
                     await asyncio.to_thread(close)
 
-    async def delete(self, name: str, snapshot_id: str, actor: str = "") -> None:
+    async def delete(self, name: str, snapshot_id: str) -> None:
         """Delete a snapshot for good."""
         record, context = await self._durable(name)
         arguments = {"snapshot_id": snapshot_id}
-        async with self._operations.admit(DELETE_SNAPSHOT, arguments, actor, record.id, context):
+        async with self._operations.admit(DELETE_SNAPSHOT, arguments, record.id, context):
             await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:

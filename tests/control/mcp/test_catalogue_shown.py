@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from carrel.control.mcp.showing import catalogue_of, shown, shown_log, shown_platform, url_of
+from carrel.control.mcp.catalogue import catalogue_info, platform_info, redacted_log, server_info, url_of
 from carrel.control.supervisor.client import McpProcess
 from carrel.models import McpLog
 from carrel.redaction.redact import Redactor
@@ -16,23 +16,23 @@ RECORD = McpServerRecord(
 
 
 def test_a_server_without_secrets() -> None:
-    info = shown("c", RECORD, None, REDACTOR)
+    info = server_info("c", RECORD, None, REDACTOR)
     assert (info.state, info.starts, info.tools, info.url) == ("stopped", None, 1, url_of("c", "s"))
     assert info.command == ["run", "[secret:KEY]"] and info.variables == ["A"]
     assert "very-secret" not in info.model_dump_json()
     told = McpProcess(name="s", state="backing_off", started=3, reason="it died", retry_in_s=0.5)
-    info = shown("c", RECORD, told, REDACTOR)
+    info = server_info("c", RECORD, told, REDACTOR)
     assert (info.state, info.starts, info.reason, info.retry_in_s) == ("backing_off", 3, "it died", 0.5)
 
 
 def test_one_that_the_operator_runs() -> None:
-    info = shown_platform("c", "p", None, REDACTOR)
+    info = platform_info("c", "p", None, REDACTOR)
     assert (info.origin, info.state, info.tools, info.command) == ("platform", "running", 0, [])
-    assert shown_platform("c", "p", RECORD, REDACTOR).tools == 1
+    assert platform_info("c", "p", RECORD, REDACTOR).tools == 1
 
 
 def test_what_it_offers() -> None:
-    found = catalogue_of("s", RECORD, REDACTOR)
+    found = catalogue_info("s", RECORD, REDACTOR)
     assert found.tools[0].qualified == "s:t" and found.tools[0].description == "[secret:KEY]"
     assert not found.current and found.instructions == "be kind"
 
@@ -40,9 +40,9 @@ def test_what_it_offers() -> None:
 def test_a_part_of_a_log() -> None:
     before = McpLog(text="key very-se", offset=0, next=11)
     page = McpLog(text="cret-value end\n", offset=11, next=26)
-    assert shown_log(page, before, REDACTOR).text == " end\n"
-    assert shown_log(before, None, REDACTOR).text == "key very-se", "too little to tell"
+    assert redacted_log(page, before, REDACTOR).text == " end\n"
+    assert redacted_log(before, None, REDACTOR).text == "key very-se", "too little to tell"
     rolled = McpLog(text="ret-value\nvery-secret-value\n", offset=40, next=68, dropped=40)
-    assert shown_log(rolled, None, REDACTOR).text == "[secret:KEY]\n", "a line that lost its beginning is left out"
-    assert shown_log(rolled, before, REDACTOR).text == "[secret:KEY]\n"
-    assert shown_log(rolled.model_copy(update={"text": "one line"}), None, REDACTOR).text == "one line"
+    assert redacted_log(rolled, None, REDACTOR).text == "[secret:KEY]\n", "a line that lost its beginning is left out"
+    assert redacted_log(rolled, before, REDACTOR).text == "[secret:KEY]\n"
+    assert redacted_log(rolled.model_copy(update={"text": "one line"}), None, REDACTOR).text == "one line"

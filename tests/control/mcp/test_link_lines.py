@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from carrel.control.mcp.wire import Wire, end_running, failed
+from carrel.control.mcp.links import Wire, failed, stop_if_running
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import McpServerFailed
@@ -47,7 +47,7 @@ async def test_lines_in_and_out(box: LiveSandbox) -> None:
     with pytest.raises(McpServerFailed):
         await wire.send(b"{}")
     assert (await box.connection.mcp_log("echo", 0, 1000)).text.count("ready") == 2
-    await end_running(box.connection, "echo")
+    await stop_if_running(box.connection, "echo")
     assert [line async for line in others] == [] and again.ended == "was stopped"
     await box.connection.stop_mcp("echo")
     await box.connection.forget_mcp("echo")
@@ -70,7 +70,7 @@ async def test_what_cannot_be_started_is_told(box: LiveSandbox) -> None:
 async def test_one_that_ends_by_itself_waits_its_time(box: LiveSandbox) -> None:
     wire = await Wire.open(box.connection, declaration("sh", "-c", "exit 4"), "x")
     assert [line async for line in wire.lines()] == [] and wire.ended is not None and "4" in wire.ended
-    await end_running(box.connection, "x")
+    await stop_if_running(box.connection, "x")
     assert (await box.connection.mcp_processes())["x"].state == "backing_off"
     wire.close()
 

@@ -13,27 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.records import SESSION
 
-from carrel.control.mcp import request_checks as mcp_terms
-from carrel.control.mcp.request_checks import (
+from carrel.control.mcp.catalogue import (
     MOST_CATALOGUE,
     MOST_DEPTH,
     MOST_GIVEN,
     MOST_GIVEN_DEPTH,
+    MOST_PARTS,
     MOST_TOOLS,
+    bounded_catalogue,
+    bounded_text,
+    given_size,
+    is_bounded,
+    is_tool_name,
+)
+from carrel.control.mcp.declarations import launch, policy_arguments
+from carrel.control.mcp.links import (
     REFUSED,
     TIMED_OUT,
     NoAnswer,
     Refused,
-    catalogue,
-    decided,
-    given_size,
-    launch,
-    no_answer,
-    refused,
-    sane,
-    told_by,
-    tool_name,
-    words,
+    known_failure,
+    refusal_answer,
+    timeout_answer,
 )
 from carrel.control.sessions.owners import discovers, whose
 from carrel.errors import InvalidRequest, McpServerFailed, TooLarge
@@ -82,7 +83,7 @@ def test_everything_that_decides_is_decided() -> None:
     request = McpServerRequest(
         command=["a"], cwd="x", variables={"A": "1"}, secret_variables={"B": "S"}, requirements=["p"], npm=["n"]
     )
-    assert decided("s", request) == {
+    assert policy_arguments("s", request) == {
         "server": "s",
         "command": ["a"],
         "cwd": "x",
@@ -93,14 +94,14 @@ def test_everything_that_decides_is_decided() -> None:
 
 def test_what_is_told_of_a_group() -> None:
     error = McpServerFailed("x")
-    assert told_by(ExceptionGroup("", [ValueError(), ExceptionGroup("", [error])])) is error
-    assert isinstance(told_by(ExceptionGroup("", [NoAnswer()])), NoAnswer)
-    assert told_by(ExceptionGroup("", [ValueError()])) is None
+    assert known_failure(ExceptionGroup("", [ValueError(), ExceptionGroup("", [error])])) is error
+    assert isinstance(known_failure(ExceptionGroup("", [NoAnswer()])), NoAnswer)
+    assert known_failure(ExceptionGroup("", [ValueError()])) is None
 
 
 def test_answers_that_stand_for_none() -> None:
-    assert no_answer(3)[TIMED_OUT] and "3 seconds" in no_answer(3)["content"][0]["text"]
-    assert refused(Refused(-1, "no"))[REFUSED] == {"code": -1, "message": "no"}
+    assert timeout_answer(3)[TIMED_OUT] and "3 seconds" in timeout_answer(3)["content"][0]["text"]
+    assert refusal_answer(Refused(-1, "no"))[REFUSED] == {"code": -1, "message": "no"}
 
 
 def test_what_a_server_can_be_given() -> None:
@@ -122,7 +123,7 @@ def test_what_is_too_deep_or_too_much() -> None:
     deep: Any = 1
     for _ in range(MOST_DEPTH):
         deep = [deep]
-    assert sane(deep) and not sane([deep]) and not sane([0] * mcp_terms.MOST_PARTS)
+    assert is_bounded(deep) and not is_bounded([deep]) and not is_bounded([0] * MOST_PARTS)
 
 
 json_values = st.recursive(
@@ -142,37 +143,39 @@ entries = st.lists(
 
 @given(st.fixed_dictionaries({}, optional={"tools": entries, "prompts": entries, "resources": entries}), json_values)
 def test_any_catalogue_can_be_kept(found: dict[str, Any], info: Any) -> None:
-    kept, left = catalogue(
+    kept, left = bounded_catalogue(
         protocol_version="x" * 100, server_info=info if isinstance(info, dict) else None, instructions="i", found=found
     )
     text = json.dumps(kept)
     text.encode("utf-8")
     assert len(text) < MOST_CATALOGUE + 100_000 and (left is None or len(left) <= 1000)
     names = [each["name"] for each in kept["tools"]]
-    assert all(map(tool_name, names)) and len(names) == len(set(names))
+    assert all(map(is_tool_name, names)) and len(names) == len(set(names))
     assert set(kept) == {
         "protocol_version", "server_info", "instructions", "tools", "prompts", "resources", "resource_templates",
     }  # fmt: skip
-    again, _ = catalogue(protocol_version=None, server_info=None, instructions=None, found={"tools": kept["tools"]})
+    again, _ = bounded_catalogue(
+        protocol_version=None, server_info=None, instructions=None, found={"tools": kept["tools"]}
+    )
     assert again["tools"] == kept["tools"]
 
 
 def test_a_catalogue_has_its_bounds() -> None:
     many = [{"name": f"t{each}", "description": "d"} for each in range(MOST_TOOLS + 5)]
-    kept, left = catalogue(protocol_version=None, server_info=None, instructions=None, found={"tools": many})
+    kept, left = bounded_catalogue(protocol_version=None, server_info=None, instructions=None, found={"tools": many})
     assert len(kept["tools"]) == MOST_TOOLS and left is not None and f"5 tools beyond the first {MOST_TOOLS}" in left
     large = [{"name": f"t{each}", "inputSchema": {"x": "y" * 60_000}} for each in range(30)]
-    kept, left = catalogue(protocol_version=None, server_info=None, instructions=None, found={"tools": large})
+    kept, left = bounded_catalogue(protocol_version=None, server_info=None, instructions=None, found={"tools": large})
     assert len(json.dumps(kept)) < MOST_CATALOGUE + 1000 and left is not None and "altogether" in left
 
 
 @given(st.text())
 def test_words_can_be_kept(text: str) -> None:
-    kept = words(text, 50)
+    kept = bounded_text(text, 50)
     assert len(kept) <= 50 and "\0" not in kept
     kept.encode("utf-8")
 
 
 def test_names_that_rules_use_are_no_tools() -> None:
-    assert tool_name("a/b.c-d_e") and not tool_name("resources/read") and not tool_name("prompts/get")
-    assert not tool_name("a:b") and not tool_name("a b") and not tool_name("") and not tool_name(None)
+    assert is_tool_name("a/b.c-d_e") and not is_tool_name("resources/read") and not is_tool_name("prompts/get")
+    assert not is_tool_name("a:b") and not is_tool_name("a b") and not is_tool_name("") and not is_tool_name(None)

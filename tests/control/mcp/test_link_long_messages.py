@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.control.mcp.wire import LongLine
+from carrel.control.mcp.links import LongLine
 from carrel.control.plane import ControlPlane
 from carrel.models import McpRequest, McpResult, McpServerRequest, SandboxRequest
 
