@@ -9,6 +9,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -154,10 +155,21 @@ async def test_a_broken_upload_leaves_nothing(box: Box) -> None:
     (box.workspace / "f").write_text("kept")
     _, writer = await box.open()
     writer.write(head("PUT", "/files/content", 1000, path="f") + b"half")
-    await until(lambda: len(os.listdir(box.workspace)) == 2)
+    await until(lambda: open_drafts(box) == 1)
+    assert os.listdir(box.workspace) == ["f"], "a draft has no name"
     writer.close()
-    await until(lambda: os.listdir(box.workspace) == ["f"])
+    await until(lambda: open_drafts(box) == 0)
+    assert os.listdir(box.workspace) == ["f"]
     assert (box.workspace / "f").read_text() == "kept"
+
+
+def open_drafts(box: Box) -> int:
+    """How many nameless files of the workspace are open in this process."""
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{box.workspace}/#")
+    return count
 
 
 async def test_a_refused_upload_is_told_so(box: Box) -> None:

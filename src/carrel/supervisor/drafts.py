@@ -1,25 +1,69 @@
-"""Writing a file so that it appears whole or not at all. It knows open directories and names, no callers."""
+"""Writing a file so that it appears whole or not at all, and so that a kill leaves nothing half-written behind.
+
+A draft has no name (`O_TMPFILE`) until it is published, so a kill leaves nothing of it. Two cases need a name all the
+same: replacing a file, because the kernel cannot link over an existing name, and file systems without nameless files.
+That name is always `RESERVED`, at the top of what can be written. So a kill leaves at most one entry, in a known place,
+and `remove_leftover` removes it with one system call when the next sandbox starts. The name belongs to carrel: an entry
+of that name that an agent made is removed as well. Random names would need a search of the whole workspace, and could
+not be told from files that an agent named alike.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 
-from carrel.primitives.libc import rename_new
-from carrel.supervisor.paths import Place
+from carrel.primitives.libc import open_beneath, rename_new
+from carrel.supervisor.paths import Place, Root
 from carrel.supervisor.trees import Entry
 
 CHUNK = 256 * 1024
+RESERVED = b".carrel-draft"
+"""A file while it replaces another; on a file system without nameless files, a directory with all drafts."""
+MOST_LEFT = 1000
+"""How many drafts are looked for in such a directory: an agent may have put any number of files there."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
+
+
+def remove_leftover(top: int) -> None:
+    """Remove what a killed supervisor left in an open directory; links are not followed."""
+    try:
+        os.unlink(RESERVED, dir_fd=top)
+    except IsADirectoryError:
+        with suppress(OSError):
+            folder = os.open(RESERVED, _FOLDER, dir_fd=top)
+            try:
+                with os.scandir(folder) as found:
+                    names = [entry.name for entry in islice(found, MOST_LEFT)]
+                for name in names:
+                    os.unlink(name, dir_fd=folder)
+            finally:
+                os.close(folder)
+            os.rmdir(RESERVED, dir_fd=top)
+    except OSError:
+        pass  # there is none, or the directory is read-only
 
 
 class Draft:
-    """A new file beside its place, under a name nobody can guess, that takes the place or vanishes."""
+    """A new file that takes its place or vanishes."""
 
-    def __init__(self, place: Place, mode: int):
+    def __init__(self, root: Root, place: Place, mode: int):
+        self._root = root
         self._place = place
-        self._name = b".carrel-" + os.urandom(16).hex().encode()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._handle = os.open(self._name, flags, 0o600, dir_fd=place.directory)
         self._mode = mode
+        self._name = b""  # only of a draft that has one, in `_folder`
+        self._folder = -1
+        try:
+            self._handle = os.open(b".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=place.directory)
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS_FILES:
+                raise
+            self._open_named()
 
     def write(self, data: bytes | memoryview) -> None:
         """Add bytes at the end."""
@@ -28,21 +72,124 @@ class Draft:
             view = view[os.write(self._handle, view[:CHUNK]) :]
 
     def publish(self, *, exclusive: bool) -> Entry:
-        """Give the file its mode and its place."""
+        """Give the file its mode and its place; `FileExistsError` when it is `exclusive` and the name is taken."""
         os.fchmod(self._handle, self._mode)
-        place = self._place
-        if exclusive:
-            rename_new(place.directory, self._name, place.directory, place.name)
+        if self._name:
+            self._move_named(exclusive=exclusive)
         else:
-            os.rename(self._name, place.name, src_dir_fd=place.directory, dst_dir_fd=place.directory)
-        self._name = b""
-        return Entry(place.path, os.fstat(self._handle), None)
+            try:
+                self._link(self._place.directory, self._place.name)
+            except FileExistsError:
+                if exclusive:
+                    raise
+                self._replace()
+        return Entry(self._place.path, os.fstat(self._handle), None)
 
     def discard(self) -> None:
-        """Close; what was not published is removed."""
+        """Close the file; it is removed unless it was published."""
         os.close(self._handle)
-        if self._name:
+        if self._folder >= 0:
+            if self._name:
+                with suppress(OSError):
+                    os.unlink(self._name, dir_fd=self._folder)
+            with suppress(OSError):  # other drafts may be in it
+                os.rmdir(RESERVED, dir_fd=self._root.fd)
+            os.close(self._folder)
+
+    def _link(self, directory: int, name: bytes) -> None:
+        os.link(f"/proc/self/fd/{self._handle}", name, dst_dir_fd=directory, follow_symlinks=True)
+
+    def _replace(self) -> None:
+        """Take the place of an existing file. Nothing waits between the two steps, so one reserved name is enough."""
+        place = self._place
+        refused: OSError | None = None
+        for directory, name in self._stages():
             try:
-                os.unlink(self._name, dir_fd=self._place.directory)
-            except FileNotFoundError:
-                pass
+                try:
+                    self._link(directory, name)
+                except FileExistsError:
+                    os.unlink(name, dir_fd=directory)
+                    self._link(directory, name)
+            except OSError as error:  # read-only, on another mount, or a directory that an agent made
+                refused = error
+                continue
+            try:
+                os.rename(name, place.name, src_dir_fd=directory, dst_dir_fd=place.directory)
+            except OSError:
+                os.unlink(name, dir_fd=directory)
+                raise
+            return
+        assert refused is not None
+        raise refused
+
+    def _stages(self) -> Iterator[tuple[int, bytes]]:
+        """Where the second name may be, best first: from the top of the workspace down to the place itself.
+
+        Where masks leave only some directories writable, the first that works is one of those, and the next sandbox
+        looks there too. Last comes a name that no agent can have taken on purpose.
+        """
+        yield self._root.fd, RESERVED
+        parts = self._place.path.split(b"/")[:-1]
+        for depth in range(1, len(parts)):
+            with suppress(OSError):
+                directory = open_beneath(self._root.fd, b"/".join(parts[:depth]), os.O_PATH | os.O_DIRECTORY)
+                try:
+                    yield directory, RESERVED
+                finally:
+                    os.close(directory)
+        yield self._place.directory, RESERVED
+        yield self._place.directory, _unguessable()
+
+    # on a file system without nameless files
+
+    def _open_named(self) -> None:
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(RESERVED, 0o700, dir_fd=self._root.fd)
+            folder = os.open(RESERVED, _FOLDER, dir_fd=self._root.fd)
+        except OSError:  # the top cannot be written: a kill may leave this draft beside its place
+            folder = os.dup(self._place.directory)
+        try:
+            self._handle = self._name_in(folder)
+        except OSError:
+            os.close(folder)
+            raise
+        self._folder = folder
+
+    def _name_in(self, folder: int) -> int:
+        name = _unguessable()
+        handle = os.open(name, _NEW, 0o600, dir_fd=folder)
+        self._name = name
+        return handle
+
+    def _move_named(self, *, exclusive: bool) -> None:
+        try:
+            self._move(exclusive=exclusive)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            # The place is on another mount, or Landlock is of version 1, where no file may change its directory.
+            os.unlink(self._name, dir_fd=self._folder)
+            os.close(self._folder)
+            self._folder, old = os.dup(self._place.directory), self._handle
+            self._handle = self._name_in(self._folder)
+            try:
+                offset = 0
+                while sent := os.sendfile(self._handle, old, offset, CHUNK):
+                    offset += sent
+            finally:
+                os.close(old)
+            os.fchmod(self._handle, self._mode)
+            self._move(exclusive=exclusive)
+
+    def _move(self, *, exclusive: bool) -> None:
+        place = self._place
+        if exclusive:
+            rename_new(self._folder, self._name, place.directory, place.name)
+        else:
+            os.rename(self._name, place.name, src_dir_fd=self._folder, dst_dir_fd=place.directory)
+        self._name = b""
+
+
+def _unguessable() -> bytes:
+    return RESERVED + b"-" + os.urandom(16).hex().encode()

@@ -27,7 +27,7 @@ from carrel.errors import (
 )
 from carrel.primitives.libc import rename_new
 from carrel.primitives.trees import remove_live_tree
-from carrel.supervisor.drafts import CHUNK, Draft
+from carrel.supervisor.drafts import CHUNK, Draft, remove_leftover
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.paths import Place, Root, refusal, refusing, text
 from carrel.supervisor.trees import Entry, Walk, entry_at
@@ -132,6 +132,7 @@ class Files:
     def settle(self, workspace: str) -> None:
         """Open the workspace. Call it once, before anything else."""
         self.root = Root(workspace)
+        remove_leftover(self.root.fd)
 
     def close(self) -> None:
         """Close the root."""
@@ -372,7 +373,7 @@ class Files:
                 _regular(existing, place.path, place.field)
                 if mode is None:
                     mode = stat.S_IMODE(existing.st_mode) & 0o777
-            draft = Draft(place, DEFAULT_MODE if mode is None else mode)
+            draft = Draft(self.root, place, DEFAULT_MODE if mode is None else mode)
             try:
                 yield draft
             finally:

@@ -30,7 +30,9 @@ MOST_FILES = 250_000
 PIECE = 4 << 20
 _TRIES = 3
 _ASIDE = ".carrel-sync-"
-_TEMPORARY = re.compile(r"\.(?:carrel-sync-[0-9a-f]{16}|carrel-[0-9a-f]{32}|context\.json\.new)")
+_TEMPORARY = re.compile(
+    r"\.(?:carrel-sync-[0-9a-f]{16}|carrel-[0-9a-f]{32}|carrel-draft(?:-[0-9a-f]{32})?|context\.json\.new)"
+)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EXDEV, errno.EISDIR}
