@@ -348,6 +348,27 @@ def test_a_workspace_that_is_all_read_only(hold: Hold) -> None:
         assert box.run("cat a; touch b 2>/dev/null || echo no; touch /tmp/c ~/c && echo yes")["stdout"] == "ano\nyes\n"
 
 
+def test_a_file_is_replaced_where_only_a_directory_can_be_written(hold: Hold) -> None:
+    """The name that this needs for a moment is at the top of that directory, where the next sandbox removes it."""
+
+    def fill(workspace: Path) -> None:
+        (workspace / "out" / "deep").mkdir(parents=True)
+        (workspace / "out" / "deep" / "file").write_text("old")
+        for left in (workspace, workspace / "out"):
+            (left / ".carrel-draft").write_text("left by a supervisor that was killed")
+
+    with hold(fill, writable=["/workspace/out/**"]) as box:
+        assert os.listdir(box.workspace) == ["out"] and os.listdir(box.workspace / "out") == ["deep"]
+        watching = os.open(box.workspace / "out", os.O_RDONLY)
+        before = os.fstat(watching).st_mtime_ns
+        answer = box.http.put("/files/content", params={"path": "out/deep/file"}, content=b"new")
+        assert answer.is_success, answer.text
+        assert os.fstat(watching).st_mtime_ns > before
+        os.close(watching)
+        assert (box.workspace / "out" / "deep" / "file").read_text() == "new"
+        assert os.listdir(box.workspace / "out" / "deep") == ["file"]
+
+
 def test_a_hostile_workspace_does_not_lead_masks_astray(hold: Hold) -> None:
     """Links to the host's files, loops, odd names and pipes where something is to be hidden or made writable."""
 

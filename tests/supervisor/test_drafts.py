@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.nesting import give
+from tests.support.sandboxes import SANDBOX_UID, House
 
-from carrel.supervisor.drafts import RESERVED, Draft, remove_leftover
-from carrel.supervisor.files import Files
+from carrel.primitives.leftovers import RESERVED, remove_leftover
+from carrel.supervisor.drafts import Draft
 from carrel.supervisor.paths import Place, Root
 
 LEFT = RESERVED.decode()
@@ -163,21 +165,20 @@ files.write_bytes("a/file", b"new")
 
 
 @pytest.mark.parametrize("kind", ["nameless", "named"])
-def test_a_kill_between_the_two_steps_leaves_nothing_once_the_workspace_is_opened_again(
-    tmp_path: Path, kind: str
-) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").write_text("old")
-    (tmp_path / "a" / LEFT).write_text("the agent's own, not at the top")
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), kind], check=False)
+async def test_a_kill_between_the_two_steps_leaves_nothing_once_a_sandbox_starts_again(house: House, kind: str) -> None:
+    workspace = house.workspace()
+    (workspace / "a").mkdir()
+    (workspace / "a" / "file").write_text("old")
+    (workspace / "a" / LEFT).write_text("an agent's own file, because it is not at the top")
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(workspace), kind], check=False)
     assert ended.returncode == -9
-    assert sorted(os.listdir(tmp_path)) == [LEFT, "a"], "the kill came between the two steps"
-    files = Files()
-    files.settle(str(tmp_path))
-    files.close()
-    assert os.listdir(tmp_path) == ["a"]
-    assert (tmp_path / "a" / "file").read_text() == "old"
-    assert sorted(os.listdir(tmp_path / "a")) == [LEFT, "file"]
+    assert sorted(os.listdir(workspace)) == [LEFT, "a"], "the kill came between the two steps"
+    if os.geteuid() == 0:
+        give(workspace, SANDBOX_UID)
+    async with house.box(workspace=str(workspace)):
+        assert os.listdir(workspace) == ["a"]
+        assert (workspace / "a" / "file").read_text() == "old"
+        assert sorted(os.listdir(workspace / "a")) == [LEFT, "file"]
 
 
 def test_a_kill_before_the_first_step_leaves_nothing(tmp_path: Path, root: Root, place: Place) -> None:

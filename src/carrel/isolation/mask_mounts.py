@@ -25,6 +25,7 @@ from carrel.errors import PlatformError
 from carrel.isolation import linux, refusing_program, rootfs
 from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
 from carrel.isolation.programs import Catalogue, Stamps, is_unchanged
+from carrel.primitives.leftovers import remove_leftover
 
 MOST_COVERS = 4096
 LARGEST_WALK = 1_000_000
@@ -342,10 +343,13 @@ def _open_places(places: Sequence[str]) -> list[tuple[int, str]]:
 
 def _narrow(places: list[tuple[int, str]]) -> None:
     """Make the workspace read-only but for these places."""
+    for tree, _ in places:
+        remove_leftover(tree)
     if any(place == rootfs.WORKSPACE for _, place in places):
         return
     workspace = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        remove_leftover(workspace)
         linux.set_mount_attributes(workspace, linux.MOUNT_ATTR_RDONLY)
     finally:
         os.close(workspace)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import secrets
 import stat
 from contextlib import suppress
 
@@ -115,7 +114,7 @@ def _flatten_entry(top: int, fd: int, entry: str) -> None:
             raise
         # Moving a directory rewrites its `..`, for which an ordinary user must be able to write it.
         os.close(open_directory(entry, fd))
-        os.rename(entry, secrets.token_hex(12), src_dir_fd=fd, dst_dir_fd=top)
+        os.rename(entry, os.urandom(12).hex(), src_dir_fd=fd, dst_dir_fd=top)
 
 
 def open_directory(name: str, parent: int | None = None) -> int:

@@ -3,9 +3,7 @@
 A draft has no name (`O_TMPFILE`) until it is published, so a kill leaves nothing of it. Two cases need a name all the
 same: replacing a file, because the kernel cannot link over an existing name, and file systems without nameless files.
 That name is always `RESERVED`, at the top of what can be written. So a kill leaves at most one entry, in a known place,
-and `remove_leftover` removes it with one system call when the next sandbox starts. The name belongs to carrel: an entry
-of that name that an agent made is removed as well. Random names would need a search of the whole workspace, and could
-not be told from files that an agent named alike.
+and the next sandbox removes it when it starts (see `leftovers`).
 """
 
 from __future__ import annotations
@@ -14,39 +12,16 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 
+from carrel.primitives.leftovers import RESERVED
 from carrel.primitives.libc import open_beneath, rename_new
 from carrel.supervisor.paths import Place, Root
 from carrel.supervisor.trees import Entry
 
 CHUNK = 256 * 1024
-RESERVED = b".carrel-draft"
-"""A file while it replaces another; on a file system without nameless files, a directory with all drafts."""
-MOST_LEFT = 1000
-"""How many drafts are looked for in such a directory: an agent may have put any number of files there."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
-
-
-def remove_leftover(top: int) -> None:
-    """Remove what a killed supervisor left in an open directory; links are not followed."""
-    try:
-        os.unlink(RESERVED, dir_fd=top)
-    except IsADirectoryError:
-        with suppress(OSError):
-            folder = os.open(RESERVED, _FOLDER, dir_fd=top)
-            try:
-                with os.scandir(folder) as found:
-                    names = [entry.name for entry in islice(found, MOST_LEFT)]
-                for name in names:
-                    os.unlink(name, dir_fd=folder)
-            finally:
-                os.close(folder)
-            os.rmdir(RESERVED, dir_fd=top)
-    except OSError:
-        pass  # there is none, or the directory is read-only
 
 
 class Draft:

@@ -25,9 +25,10 @@ from carrel.errors import (
     PlatformError,
     TooLarge,
 )
+from carrel.primitives.leftovers import remove_leftover
 from carrel.primitives.libc import rename_new
 from carrel.primitives.trees import remove_live_tree
-from carrel.supervisor.drafts import CHUNK, Draft, remove_leftover
+from carrel.supervisor.drafts import CHUNK, Draft
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.paths import Place, Root, refusal, refusing, text
 from carrel.supervisor.trees import Entry, Walk, entry_at
