@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from carrel.isolation import linux, probe
+from carrel.primitives import libc
 
 namespaces = pytest.mark.skipif(probe.host().missing is not None, reason="this host cannot make namespaces")
 
@@ -39,7 +40,7 @@ def signal_pause() -> None:
         (lambda: linux.open_tree("/no/such"), None, "open_tree /no/such: "),
         (lambda: linux.move_mount(-1, "/no/such"), None, "move_mount to /no/such: "),
         (lambda: linux.set_mount_attributes(-1, 1), None, "mount_setattr: "),
-        (lambda: linux.prctl(9999), errno.EINVAL, "prctl 9999: "),
+        (lambda: libc.prctl(9999, 0), errno.EINVAL, "prctl 9999: "),
         (lambda: linux.fork_into(1 << 40), errno.EINVAL, "clone3: "),
     ],
 )

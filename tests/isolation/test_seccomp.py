@@ -375,7 +375,7 @@ def test_a_broken_program_is_refused_with_words() -> None:
             return error.detail
         return "installed"
 
-    assert in_child(work) == f"the system call filter was refused: {os.strerror(errno.EINVAL)}"
+    assert in_child(work) == f"the system call filter was refused: seccomp: {os.strerror(errno.EINVAL)}"
 
 
 # --- ordinary programs ----------------------------------------------------------------------------------

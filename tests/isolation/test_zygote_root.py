@@ -14,6 +14,7 @@ from tests.support.sandboxes import KINDS
 
 from carrel.isolation import linux, zygote_root
 from carrel.isolation.sandbox import BASE, COVERS
+from carrel.primitives import libc
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 ROOT = os.geteuid() == 0
@@ -93,7 +94,7 @@ def test_an_ordinary_user_becomes_root_of_a_namespace_of_its_own(workspaces: Pat
             os.setgroups([])
             os.setresgid(12345, 12345, 12345)
             os.setresuid(12345, 12345, 12345)
-            linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root still
+            libc.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root still
         uid = os.geteuid()
         zygote_root.enter(str(workspaces), root=False)
         assert (os.geteuid(), os.getegid()) == (0, 0)

@@ -17,6 +17,7 @@ import certifi
 
 import carrel
 from carrel.isolation import landlock, linux
+from carrel.primitives import libc
 
 log = logging.getLogger("carrel.egress")
 
@@ -51,7 +52,7 @@ def confine(writable: Sequence[str], more: Iterable[str] = ()) -> bool:
     """
     linux.drop_bounding_set()
     linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() == 0:
         log.warning("this kernel has no Landlock: the egress process can read what its user can")
         return False

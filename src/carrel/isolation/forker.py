@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from carrel.errors import PlatformError
 from carrel.isolation import budgets, cgroups, ids, linux, mask_mounts, rootfs, sandbox, seccomp, watchdog, zygote_root
 from carrel.isolation import masks as wire
+from carrel.primitives import libc
 
 # The cgroup namespace comes later: it is rooted in the groups a process is in when it is made.
 _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
@@ -385,7 +386,7 @@ class SandboxForker:
                 workspace, home = rootfs.WORKSPACE, rootfs.HOME
             else:
                 os.setsid()
-                linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+                libc.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
                 os.fchdir(workspaces)
                 os.chdir(spec.workspace)
                 os.close(workspaces)

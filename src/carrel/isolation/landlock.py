@@ -5,19 +5,19 @@ Takes paths or descriptors and knows nothing of mount plans, workspaces or polic
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import struct
 from collections.abc import Sequence
 
 from carrel.errors import PlatformError
+from carrel.isolation import linux
+from carrel.primitives import libc
 
 # The numbers are the same on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CREATE_RULESET_VERSION = 1
 _RULE_PATH_BENEATH = 1
-_PR_SET_NO_NEW_PRIVS = 38
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
@@ -31,16 +31,6 @@ _SCOPED_SINCE = 6
 # An older kernel accepts the longer structure as long as what it does not know is zero.
 _RULESET = struct.Struct("=QQQ")  # handled file system rights, handled network rights, scopes
 _PATH_BENEATH = struct.Struct("=Qi")  # allowed rights, descriptor
-# One buffer for every request: a freshly forked child pays for each page it dirties.
-_buffer = ctypes.create_string_buffer(_RULESET.size)
-_BUFFER_AT = ctypes.addressof(_buffer)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_prctl = _libc.prctl
-_prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
-_syscall = _libc.syscall
-_syscall.argtypes = (ctypes.c_long, *(ctypes.c_size_t,) * 4)
-_syscall.restype = ctypes.c_long
 
 
 def abi() -> int:
@@ -48,8 +38,10 @@ def abi() -> int:
 
     Under version 1 a file cannot be moved to another directory at all, whatever the rules say.
     """
-    version: int = _syscall(_CREATE_RULESET, 0, 0, _CREATE_RULESET_VERSION, 0)
-    return max(0, version)
+    try:
+        return libc.system_call("landlock_create_ruleset", _CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)
+    except OSError:
+        return 0
 
 
 def rights(version: int) -> int:
@@ -76,20 +68,19 @@ def restrict(
         raise PlatformError("this kernel does not enforce Landlock", hint="boot with landlock in the lsm= list")
     handled = rights(version)
     scoped = _SCOPE_ABSTRACT_UNIX_SOCKET | _SCOPE_SIGNAL if scope and version >= _SCOPED_SINCE else 0
-    _RULESET.pack_into(_buffer, 0, handled, 0, scoped)
-    ruleset = _syscall(_CREATE_RULESET, _BUFFER_AT, _RULESET.size, 0, 0)
-    if ruleset < 0:
-        raise _refused("a Landlock ruleset")
+    asked = _RULESET.pack(handled, 0, scoped)
     try:
-        for places, allowed in ((read, _READ & handled), (write, handled)):
-            for place in places:
-                _allow(ruleset, place, allowed, missing_ok)
-        if _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-            raise _refused("no_new_privs")
-        if _syscall(_RESTRICT_SELF, ruleset, 0, 0, 0):
-            raise _refused("the Landlock restriction")
-    finally:
-        os.close(ruleset)
+        ruleset = libc.system_call("landlock_create_ruleset", _CREATE_RULESET, asked, len(asked), 0)
+        try:
+            for places, allowed in ((read, _READ & handled), (write, handled)):
+                for place in places:
+                    _allow(ruleset, place, allowed, missing_ok)
+            libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+            libc.system_call("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
+        finally:
+            os.close(ruleset)
+    except OSError as error:
+        raise PlatformError(f"the kernel refused {error.strerror}") from error
 
 
 def _allow(ruleset: int, place: str | int, allowed: int, missing_ok: bool) -> None:
@@ -103,7 +94,7 @@ def _allow(ruleset: int, place: str | int, allowed: int, missing_ok: bool) -> No
         raise PlatformError(f"no Landlock rule for {place!r}: {error}", field="path") from error
     try:
         if not _add(ruleset, parent, allowed) and not _add(ruleset, parent, allowed & _FILE_RIGHTS):
-            raise _refused(f"the Landlock rule for {place}")
+            raise PlatformError(f"the kernel refused the Landlock rule for {place}", field="path")
     finally:
         if parent is not place:
             os.close(parent)
@@ -111,13 +102,11 @@ def _allow(ruleset: int, place: str | int, allowed: int, missing_ok: bool) -> No
 
 def _add(ruleset: int, parent: int, allowed: int) -> bool:
     # False for a file given what only a directory can have; asking the kernel is cheaper than fstat first.
-    _PATH_BENEATH.pack_into(_buffer, 0, allowed, parent)
-    if not _syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, _BUFFER_AT, 0):
-        return True
-    if ctypes.get_errno() == errno.EINVAL:
-        return False
-    raise _refused("a Landlock rule")
-
-
-def _refused(what: str) -> PlatformError:
-    return PlatformError(f"the kernel refused {what}: {os.strerror(ctypes.get_errno())}")
+    rule = _PATH_BENEATH.pack(allowed, parent)
+    try:
+        libc.system_call("landlock_add_rule", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    return True

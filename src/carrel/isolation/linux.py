@@ -1,12 +1,10 @@
 """The kernel calls Python does not have, each a function that raises `OSError` with the call's name.
 
-Nothing here decides anything. Calls keep the interpreter lock (`PyDLL`): they are short, and the callers are
-single-threaded processes between a fork and a pivot_root.
+Nothing here decides anything. The callers are single-threaded processes between a fork and a pivot_root.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import platform
@@ -15,10 +13,9 @@ import signal
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 
-_libc = ctypes.PyDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
+from carrel.primitives import libc
 
 ARCH = platform.machine()
 _NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -59,13 +56,6 @@ _SIOCSIFFLAGS = 0x8914
 _LOOPBACK_UP = struct.pack("16sh14x", b"lo", 0x1 | 0x8 | 0x40)  # IFF_UP, IFF_LOOPBACK, IFF_RUNNING
 
 
-def _check(result: int, call: str) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{call}: {os.strerror(code)}")
-    return result
-
-
 def fork_into(namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) -> int:
     """Fork, with the child in new namespaces (and a version 2 cgroup) from its first instruction on. 0 in the child.
 
@@ -78,7 +68,7 @@ def fork_into(namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) ->
     exit_signal = 0 if sibling else signal.SIGCHLD  # the kernel wants 0 for a sibling, which has that of the caller
     # flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size, cgroup
     arguments = struct.pack("=11Q", flags, 0, 0, 0, exit_signal, 0, 0, 0, 0, 0, max(cgroup_fd, 0))
-    return _check(int(_syscall(_NR_CLONE3, arguments, len(arguments))), "clone3")
+    return libc.system_call("clone3", _NR_CLONE3, arguments, len(arguments))
 
 
 def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) -> int:
@@ -87,12 +77,11 @@ def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1, *, sibling: boo
     The kernel makes the effective user id of the caller the owner, so the caller has that id for the moment of the
     fork. It keeps its capabilities: hosts may ask for them to make a user namespace or to enter a cgroup.
     """
-    capabilities = ctypes.create_string_buffer(24)
-    _check(_syscall(_NR_CAPGET[ARCH], _CAPABILITY_HEADER, capabilities), "capget")
+    capabilities = libc.capabilities(_NR_CAPGET[ARCH], _CAPABILITY_HEADER)
     os.seteuid(owner)
     pid = -1
     try:
-        _check(_syscall(_NR_CAPSET[ARCH], _CAPABILITY_HEADER, capabilities), "capset")
+        libc.system_call("capset", _NR_CAPSET[ARCH], _CAPABILITY_HEADER, capabilities)
         pid = fork_into(namespaces, cgroup_fd, sibling=sibling)
     finally:
         if pid != 0:  # the child takes the ids of its own namespace once they are mapped
@@ -102,20 +91,20 @@ def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1, *, sibling: boo
 
 def unshare(flags: int) -> None:
     """Give this process new namespaces."""
-    _check(_libc.unshare(flags), "unshare")
+    libc.call("unshare", flags)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """mount(2)."""
     data = None if options is None else options.encode()
     fstype = None if kind is None else kind.encode()
-    result = _libc.mount(os.fsencode(source), os.fsencode(target), fstype, ctypes.c_ulong(flags), data)
-    _check(result, f"mount {kind or source} on {target}")
+    name = f"mount {kind or source} on {target}"
+    libc.call("mount", os.fsencode(source), os.fsencode(target), fstype, flags, data, name=name)
 
 
 def unmount(target: str, flags: int = 0) -> None:
     """umount2(2)."""
-    _check(_libc.umount2(os.fsencode(target), flags), f"unmount {target}")
+    libc.call("umount2", os.fsencode(target), flags, name=f"unmount {target}")
 
 
 def pivot_into(root: str, meanwhile: Callable[[], None] | None = None) -> None:
@@ -125,7 +114,7 @@ def pivot_into(root: str, meanwhile: Callable[[], None] | None = None) -> None:
     of can still be copied. It must not change the working directory.
     """
     os.chdir(root)
-    _check(_syscall(_NR_PIVOT_ROOT[ARCH], b".", b"."), "pivot_root")
+    libc.system_call("pivot_root", _NR_PIVOT_ROOT[ARCH], b".", b".")
     if meanwhile is not None:
         meanwhile()
     unmount(".", MNT_DETACH)
@@ -137,40 +126,34 @@ def open_tree(path: str, *, recursive: bool = False, dir_fd: int = AT_FDCWD) -> 
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (AT_RECURSIVE if recursive else 0)
     if not path:
         flags |= AT_EMPTY_PATH
-    return _check(_syscall(_NR_OPEN_TREE, dir_fd, os.fsencode(path), flags), f"open_tree {path}")
+    return libc.system_call(f"open_tree {path}", _NR_OPEN_TREE, dir_fd, os.fsencode(path), flags)
 
 
 def move_mount(tree_fd: int, target: str) -> None:
     """Attach a detached mount at `target`."""
-    result = _syscall(_NR_MOVE_MOUNT, tree_fd, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH)
-    _check(result, f"move_mount to {target}")
+    place = os.fsencode(target)
+    name = f"move_mount to {target}"
+    libc.system_call(name, _NR_MOVE_MOUNT, tree_fd, b"", AT_FDCWD, place, MOVE_MOUNT_F_EMPTY_PATH)
 
 
 def set_mount_attributes(tree_fd: int, attributes: int, user_namespace_fd: int = 0, *, recursive: bool = False) -> None:
     """Set mount attributes; with `MOUNT_ATTR_IDMAP`, owners on disk are seen through the given user namespace."""
     packed = struct.pack("=QQQQ", attributes, 0, 0, user_namespace_fd)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
-    result = _syscall(_NR_MOUNT_SETATTR, tree_fd, b"", flags, packed, len(packed))
-    _check(result, "mount_setattr")
-
-
-def prctl(option: int, arg2: int = 0, arg3: int = 0) -> None:
-    """prctl(2)."""
-    zero = ctypes.c_ulong(0)
-    _check(_libc.prctl(option, ctypes.c_ulong(arg2), ctypes.c_ulong(arg3), zero, zero), f"prctl {option}")
+    libc.system_call("mount_setattr", _NR_MOUNT_SETATTR, tree_fd, b"", flags, packed, len(packed))
 
 
 def drop_bounding_set() -> None:
     """No later exec may bring a capability back."""
-    for capability in range(64):
-        if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
-            return
+    with suppress(OSError):  # from the first number on that the kernel does not know
+        for capability in range(64):
+            libc.prctl(PR_CAPBSET_DROP, capability)
 
 
 def drop_capabilities() -> None:
     """Give up every capability this process has."""
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    _check(_syscall(_NR_CAPSET[ARCH], _CAPABILITY_HEADER, bytes(24)), "capset")
+    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    libc.system_call("capset", _NR_CAPSET[ARCH], _CAPABILITY_HEADER, bytes(24))
 
 
 def bring_up_loopback() -> None:
@@ -230,7 +213,10 @@ def attempt(action: Callable[[], object], timeout_s: int = 5) -> str | None:
 
 def share_descriptors(pid: int, other: int) -> bool:
     """Whether two threads have one table of descriptors; also true where the kernel does not tell."""
-    return int(_syscall(_NR_KCMP[ARCH], pid, other, _KCMP_FILES, 0, 0)) <= 0
+    try:
+        return libc.system_call("kcmp", _NR_KCMP[ARCH], pid, other, _KCMP_FILES, 0, 0) == 0
+    except OSError:
+        return True
 
 
 def close_all_but(keep: set[int]) -> None:
@@ -248,6 +234,4 @@ def hide_arguments() -> None:
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
-    title = b"carrel"
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, title, min(len(title), end - start - 1))
+    libc.write_memory(start, b"carrel"[: end - start - 1].ljust(end - start, b"\0"))

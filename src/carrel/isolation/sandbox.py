@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from carrel.isolation import budgets, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.primitives import libc
 
 BASE = "/base"
 COVERS = "/covers"
@@ -152,7 +153,7 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_f
         os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
         os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
     linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # The secrets too: a rule holds for a directory through every mount of it, and the agent's is read-only.
         landlock.restrict(read=["/"], write=(*rootfs.WRITABLE, rootfs.SECRETS))
@@ -180,9 +181,9 @@ def _order(orders: socket.socket, size: int, most: int = 0) -> tuple[bytes, list
 
 def give_up_reach() -> int:
     """Make this process unreachable for those it will start; a descriptor that still sets its own OOM score."""
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
+    libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
     descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)
+    libc.prctl(linux.PR_SET_DUMPABLE, 0)
     return descriptor
 
 

@@ -6,9 +6,7 @@ namespaces or policy: it must be safe to install as the last act before agent co
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import functools
 import os
 import socket
 import stat
@@ -18,7 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from carrel.errors import PlatformError, Unsupported
+from carrel.isolation import linux
 from carrel.isolation.syscalls import TABLES
+from carrel.primitives import libc
 
 RET_ALLOW = 0x7FFF0000
 RET_ERRNO = 0x00050000
@@ -311,9 +311,7 @@ def build(arch: str | None = None, more: Mapping[str, Check] = MappingProxyType(
             field="arch",
             hint=f"carrel knows {' and '.join(TABLES)}",
         )
-    program = _Assembler().program(AUDIT_ARCH[arch], _ranges(table, more))
-    _header(program)
-    return program
+    return _Assembler().program(AUDIT_ARCH[arch], _ranges(table, more))
 
 
 def evaluate(program: bytes, arch: str, nr: int, args: Sequence[int] = ()) -> int:
@@ -343,27 +341,7 @@ def evaluate(program: bytes, arch: str, nr: int, args: Sequence[int] = ()) -> in
 
 # --- kernel ---------------------------------------------------------------------------------------------
 
-_PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER, _GET_ACTION_AVAIL = 1, 2
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-
-@functools.lru_cache(maxsize=4)
-def _header(program: bytes) -> tuple[int, _Program]:
-    # `build` fills this before the fork: what a fresh child need not allocate, it need not fault in.
-    header = _Program(len(program) // _INSTRUCTION.size, program)
-    return ctypes.addressof(header), header
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_prctl = _libc.prctl
-_prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
-_syscall = _libc.syscall
-_syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t)
-_syscall.restype = ctypes.c_long
 _NR_SECCOMP = TABLES.get(os.uname().machine, {}).get("seccomp")
 
 
@@ -371,19 +349,23 @@ def available() -> bool:
     """Whether this kernel filters system calls and carrel has a filter for this machine."""
     if _NR_SECCOMP is None:
         return False
-    action = ctypes.c_uint(RET_ERRNO)
-    return bool(_syscall(_NR_SECCOMP, _GET_ACTION_AVAIL, 0, ctypes.addressof(action)) == 0)
+    try:
+        libc.system_call("seccomp", _NR_SECCOMP, _GET_ACTION_AVAIL, 0, struct.pack("=I", RET_ERRNO))
+    except OSError:
+        return False
+    return True
 
 
 def install(program: bytes) -> None:
     """Put the calling thread and all it will start under the program, for good. Sets no_new_privs first."""
     if _NR_SECCOMP is None:
         raise PlatformError(f"there is no system call filter for {os.uname().machine}")
-    if _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise PlatformError(f"no_new_privs was refused: {os.strerror(ctypes.get_errno())}")
-    address, _ = _header(program)
-    if _syscall(_NR_SECCOMP, _SET_MODE_FILTER, 0, address):
+    header = struct.pack("@HP", len(program) // _INSTRUCTION.size, libc.address_of(program))
+    try:
+        libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        libc.system_call("seccomp", _NR_SECCOMP, _SET_MODE_FILTER, 0, header)
+    except OSError as error:
         raise PlatformError(
-            f"the system call filter was refused: {os.strerror(ctypes.get_errno())}",
+            f"the system call filter was refused: {error.strerror}",
             hint="the kernel needs CONFIG_SECCOMP_FILTER",
-        )
+        ) from error

@@ -26,6 +26,7 @@ from typing import Any, cast
 from carrel.errors import CarrelError, PlatformError
 from carrel.isolation import cgroups, linux, sandbox, watchdog
 from carrel.isolation.forker import Child, SandboxForker, SupervisorModule, kill
+from carrel.primitives import libc
 
 MAX_MESSAGE = sandbox.MAX_MESSAGE
 SPARES = 2
@@ -147,7 +148,7 @@ class Zygote:
         try:
             if os.fork() == 0:
                 try:
-                    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+                    libc.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
                     linux.close_all_but({0, 1, 2, write_end})  # nobody must wait for its copies of sockets
                     os.nice(5)
                     with open(write_end, "wb") as pipe:
@@ -369,7 +370,7 @@ class Zygote:
             self._answer(connection, seq, bytes=0)
         elif os.fork() == 0:
             try:
-                linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
+                libc.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
                 os.nice(5)
                 connection.send(json.dumps({"seq": seq, "bytes": self._forker.held(child)}).encode())
             finally:

@@ -38,12 +38,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _libc.ioctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
+# Holds the interpreter lock: for short calls of processes with one thread, as between a fork and `pivot_root`.
+_held = ctypes.PyDLL(None, use_errno=True)
+_held.syscall.restype = ctypes.c_long
 
 
-def _check(result: int) -> int:
+def _check(result: int, call: str = "") -> int:
     if result < 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise OSError(code, f"{call}: {os.strerror(code)}" if call else os.strerror(code))
     return int(result)
 
 
@@ -179,11 +182,6 @@ def remove_ipc(kind: str, number: int) -> None:
         _check((_libc.shmctl if kind == "shm" else _libc.msgctl)(number, _IPC_RMID, None))
 
 
-def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process."""
-    _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
-
-
 def io_priority(pid: int) -> int:
     """The priority of a process for input and output; -1 where the kernel does not tell."""
     try:
@@ -192,3 +190,39 @@ def io_priority(pid: int) -> int:
         raise
     except OSError:
         return -1
+
+
+# Calls without a function of their own here, holding the interpreter lock
+
+
+def call(function: str, *args: int | bytes | None, name: str = "") -> int:
+    """Call a function of libc. Bytes are passed by their address. The `OSError` has the name in its text."""
+    passed = [ctypes.c_long(each) if isinstance(each, int) else each for each in args]
+    return _check(getattr(_held, function)(*passed), name or function)
+
+
+def system_call(name: str, number: int, *args: int | bytes | None) -> int:
+    """Make a system call that libc has no function for."""
+    return call("syscall", number, *args, name=name)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process."""
+    call("prctl", option, value, 0, 0, 0, name=f"prctl {option}")
+
+
+def capabilities(number: int, header: bytes) -> bytes:
+    """Return the capabilities of this process, as `capset` takes them; `number` is that of `capget`."""
+    found = ctypes.create_string_buffer(24)
+    _check(_held.syscall(ctypes.c_long(number), header, found), "capget")
+    return found.raw
+
+
+def address_of(data: bytes) -> int:
+    """Return where bytes are in memory; they are there for as long as the object exists."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def write_memory(address: int, data: bytes) -> None:
+    """Overwrite memory of this process."""
+    ctypes.memmove(address, data, len(data))
