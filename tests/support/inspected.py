@@ -22,7 +22,7 @@ from carrel.egress.http.authority import Authority, bundle, make_authority
 from carrel.egress.http.credentials import placeholder
 from carrel.egress.http.inspection import Inspection
 from carrel.egress.http.messages import Request, read_request
-from carrel.egress.http.streams import Body, Stream
+from carrel.egress.http.streams import Body, TlsStream
 from carrel.egress.listener.gateway import Gateway
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.upstreams import dial_directly
@@ -97,12 +97,12 @@ class Site:
         writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = Stream(reader, writer, lambda: None)
+        stream = TlsStream(reader, writer, lambda: None)
         while head := await stream.head():
             request = read_request(head)
             if request.all(b"expect"):
                 await stream.write(b"HTTP/1.1 103 Early Hints\r\nLink: <x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n")
-            body, reading = b"", Body(stream, request)
+            body, reading = b"", Body(stream, request, lambda _: None)
             while request.body and (piece := await reading.piece()):
                 body += piece
             self.seen.append(Seen(request, body))

@@ -24,7 +24,7 @@ T = TypeVar("T")
 IDLE_S = 15 * 60.0
 """A connection on which nothing moves for so long is ended."""
 
-_FREE_LOOKS, _PAUSE_S = 16, 0.02
+FREE_LOOKS, PAUSE_S = 16, 0.02
 """Who sends a head byte by byte is looked at less often, or each byte would cost as much as the whole."""
 _SWEEP_S = 0.25
 """By how much a wait may be longer than its patience."""
@@ -35,7 +35,11 @@ _FAREWELL_S, _FAREWELL_BYTES = 2.0, 4 << 20
 
 
 class Ended(ConnectionError):
-    """The peer has ended before what was waited for had come."""
+    """The peer ended the connection too early."""
+
+
+class Undeliverable(ConnectionError):
+    """The peer takes no more bytes. It may still have sent some."""
 
 
 class _Waits:
@@ -207,7 +211,7 @@ async def look(
                 if has_ended(connection) and len(connection.recv(size, socket.MSG_PEEK)) == seen:
                     raise Ended("the peer has ended")
                 # The kernel wakes for less than was asked for when it has little room: no sign of the end.
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
                 if loop.time() >= ends:
                     raise TimeoutError("the peer takes too long")
                 continue
@@ -222,8 +226,8 @@ async def look(
                 raise Ended("the peer has sent too much")
             # Wakes only for more than was seen, or for the end.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, seen + 1)
-            if looks > _FREE_LOOKS:
-                await asyncio.sleep(_PAUSE_S)
+            if looks > FREE_LOOKS:
+                await asyncio.sleep(PAUSE_S)
             await readable(connection, ends - loop.time())
     finally:
         if seen:

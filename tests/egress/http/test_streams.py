@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from carrel.egress.access import Refused
 from carrel.egress.http.authority import Authority, make_authority
 from carrel.egress.http.messages import chunk, read_response
-from carrel.egress.http.streams import Body, Stream, accept_tls, begin_tls
+from carrel.egress.http.streams import Body, TlsStream, accept_tls, begin_tls
 from carrel.egress.sockets import Ended
 
 AUTHORITY = Authority(make_authority("s1"))
@@ -28,8 +28,8 @@ async def reading(pieces: list[bytes], kind: str) -> tuple[bytes, bytes]:
         "end": b"HTTP/1.1 200 OK\r\n\r\n",
     }
     reader = asyncio.StreamReader()
-    stream = Stream(reader, None, lambda: None)  # type: ignore[arg-type]
-    body = Body(stream, read_response(heads[kind]))
+    stream = TlsStream(reader, None, lambda: None)  # type: ignore[arg-type]
+    body = Body(stream, read_response(heads[kind]), lambda _: None)
     found = b""
 
     async def feed() -> None:
@@ -104,7 +104,7 @@ async def test_a_head_that_ends_early_or_never() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        stream = Stream(reader, None, lambda: None)  # type: ignore[arg-type]
+        stream = TlsStream(reader, None, lambda: None)  # type: ignore[arg-type]
         if ended is None:
             assert await stream.head() is None
         else:
@@ -121,7 +121,7 @@ async def test_a_handshake_that_fails_leaves_nothing() -> None:
             await begin_tls(ours, context, "b.test", lambda: None)
         ours.close()
         (accepted,) = await asyncio.gather(accepting, return_exceptions=True)
-        if isinstance(accepted, Stream):
+        if isinstance(accepted, TlsStream):
             accepted.abort()
     ours, theirs = pair()
     with ours, theirs:

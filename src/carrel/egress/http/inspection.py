@@ -16,8 +16,8 @@ from carrel.egress.access import Access, Refused, Target
 from carrel.egress.http import answers
 from carrel.egress.http.authority import Authority, host_roots
 from carrel.egress.http.credentials import Credentials
-from carrel.egress.http.inspected_relay import InspectedRelay
-from carrel.egress.http.streams import Stream, accept_tls, begin_tls
+from carrel.egress.http.relay import Relay, Tunnel
+from carrel.egress.http.streams import TlsStream, accept_tls, begin_tls
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.plan import Injected
 from carrel.egress.sockets import IDLE_S, farewell, send
@@ -56,8 +56,8 @@ class Inspection:
             await farewell(client)
             raise
         loop = asyncio.get_running_loop()
-        ours: Stream | None = None
-        theirs: Stream | None = None
+        ours: TlsStream | None = None
+        theirs: TlsStream | None = None
         try:
             async with asyncio.timeout(self._idle_s) as limit:
 
@@ -69,14 +69,13 @@ class Inspection:
                     ours = await accept_tls(client, context, moved)
                 except OSError as error:
                     raise _not_trusted(target, error) from None
-                server: Stream | Refused
+                server: TlsStream | Refused
                 try:
                     server = theirs = await begin_tls(upstream, self._outward, target.host, moved)
                 except OSError as error:  # it is told inside the TLS, where the client can read it
                     server = _no_tls(target, error)
                 credentials = partial(self.credentials, outbound)
-                await InspectedRelay(ours, server, target, outbound, tunnel, credentials).serve()
-                await ours.finish()
+                await Relay(ours, outbound, Tunnel(target, tunnel, server, credentials)).serve()
                 await farewell(client)
         finally:
             for stream in (ours, theirs):

@@ -16,12 +16,14 @@ from functools import lru_cache
 from typing import Literal
 
 from carrel.egress.access import Access, Refused, Target
+from carrel.egress.copying import copy, tunnel
 from carrel.egress.http import answers, messages
-from carrel.egress.http.plain_relay import HEAD_S, Connection, PlainRelay, authority
+from carrel.egress.http.relay import Relay, Tunnel
+from carrel.egress.http.streams import HEAD_S, SocketStream
 from carrel.egress.listener import hello, socks
-from carrel.egress.listener.tunnel import copy, tunnel
 from carrel.egress.outbound.budget import Meter
 from carrel.egress.outbound.connections import Outbound
+from carrel.egress.outbound.names import read_authority
 from carrel.egress.sockets import Ended, farewell, look, prepare, send, take
 
 log = logging.getLogger("carrel.egress")
@@ -158,7 +160,7 @@ class Gateway:
         if head.startswith(b"CONNECT "):
             await self._by_connect(client, head)
         else:
-            await PlainRelay(client, self._outbound).serve(head)
+            await Relay(SocketStream(client, head), self._outbound).serve()
 
     async def _by_connect(self, client: socket.socket, head: bytes) -> None:
         access = Access(self._outbound.plan.sandbox, "connect", method="CONNECT")
@@ -224,7 +226,7 @@ class Gateway:
         outbound = self._outbound
         inspected = outbound.rules.inspected(target)
         if not inspected and outbound.rules.opaque(target):
-            await tunnel(client, upstream, outbound.meter(access))
+            await _copy(client, upstream, outbound.meter(access))
             return
         try:
             greeting = await self._greeting(client, target)
@@ -235,13 +237,13 @@ class Gateway:
                 await send(client, answers.alert(refusal))
             raise
         if isinstance(greeting, int):
-            connection = Connection(target, upstream, access, outbound.meter(access))
-            await PlainRelay(client, outbound, connection).serve(take(client, greeting))
+            stream = SocketStream(client, take(client, greeting))
+            await Relay(stream, outbound, Tunnel(target, access, SocketStream(upstream))).serve()
         elif inspected:
             access.inspected = True
             await outbound.inspect(client, upstream, target, outbound, access)
         else:
-            await tunnel(client, upstream, outbound.meter(access))
+            await _copy(client, upstream, outbound.meter(access))
 
     async def _greeting(self, client: socket.socket, target: Target) -> Opening:
         """What the client begins with: a TLS hello, which is for the target, or a request in the clear."""
@@ -274,6 +276,10 @@ class Gateway:
             _check(await look(client, hello.read_second, hello.MOST, SILENT_S, later=True), target)
         except TimeoutError:
             raise _unnamed(target, "says nothing") from None
+
+
+async def _copy(client: socket.socket, upstream: socket.socket, meter: Meter) -> None:
+    await tunnel(client, upstream, meter.sent, meter.received)
 
 
 def _first(data: bytes) -> First | None:
@@ -309,9 +315,9 @@ def _connect_target(head: bytes) -> Target:
 
 def _read_target(head: bytes) -> Target:
     request = messages.read_request(head)
-    target = authority(request.target, None)
+    target = read_authority(request.target, None)
     for host in request.all(b"host"):
-        if authority(host, target.port) != target:
+        if read_authority(host, target.port) != target:
             raise Refused("CONNECT and its Host header name different hosts", code="bad_request", status=400)
     return target
 

@@ -7,6 +7,7 @@ Knows nothing of policy and looks nothing up.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address
 
 import idna
@@ -35,6 +36,7 @@ def read_host(text: str | bytes, port: int) -> Target:
     return Target(_name(host), port)
 
 
+@lru_cache(1024)
 def read_authority(text: str | bytes, default_port: int | None) -> Target:
     """A host and perhaps a port, as in `CONNECT` and `Host`; without a default the port must be there."""
     whole = _ascii(text)

@@ -1,6 +1,6 @@
-"""Bytes between two sockets, both ways or one: as fast as a process can, within bounds of memory, counted.
+"""Copies bytes between two sockets, one way or both ways, and counts them. Memory use is bounded.
 
-Looks at no byte. Works on raw non-blocking sockets and closes neither.
+Does not look at the bytes. Works on raw non-blocking sockets and closes neither.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from carrel.egress.access import Refused
-from carrel.egress.outbound.budget import Meter
-from carrel.egress.sockets import IDLE_S, Ended
+from carrel.egress.sockets import IDLE_S, Ended, Undeliverable
 
 SIZE = 256 * 1024
 BIG = 1 << 20
-"""A flow that has moved so much goes on through a pipe, which the kernel fills and empties without a copy: measured,
-half the processor time of a buffer. For a short flow, making the pipe costs more than it saves.
+"""After this many bytes, a flow continues through a pipe, which the kernel fills and empties without copying: measured,
+this takes half the processor time of a buffer. For a short flow, creating the pipe costs more than it saves.
 """
 MOST_PIPES = 64
-"""More would use up what the kernel lends an ordinary user; flows beyond go on with the buffer."""
+"""More would exceed the kernel's pipe limit for an ordinary user. Further flows use the buffer."""
 
 _PIPE = 1 << 20
 _SPLICE = 1 | 2  # move pages rather than copy; do not wait
 
-# One for all: it is filled and emptied without a wait in between.
+# All flows share one buffer: it is filled and emptied without waiting in between.
 _buffer = memoryview(bytearray(SIZE))
 _pipes: set[_Pipe] = set()
 
 
 class _Pipe:
-    """Where the kernel keeps bytes that are on their way."""
+    """A kernel pipe that holds bytes in transit."""
 
     def __init__(self) -> None:
         self.out, self.into = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -51,9 +50,9 @@ class _Pipe:
 
 
 class _Flow:
-    """Bytes from a socket to another, until the source ends, or `most` of them have gone.
+    """Copies from one socket to another, until the source ends or `most` bytes were copied.
 
-    `ended` is then called once: with the source's end or failure, or with None when all that was wanted has gone.
+    Then calls `ended` once, with None, or with the error that stopped it.
     """
 
     def __init__(
@@ -76,11 +75,10 @@ class _Flow:
         self._writing = False
         self._reading = True
         self.last = self._loop.time()
-        """When something moved."""
+        """When bytes last moved."""
         self._loop.add_reader(source.fileno(), self._pump)
 
     def stop(self) -> None:
-        """Move nothing any more."""
         if self._reading:
             self._reading = False
             self._loop.remove_reader(self._source.fileno())
@@ -114,7 +112,7 @@ class _Flow:
             self._end(error)
 
     def _take(self) -> int:
-        """How much has come from the source."""
+        """Read from the source; return the number of bytes."""
         if self._pipe is None:
             size = self._source.recv_into(_buffer, SIZE if self._left is None else min(SIZE, self._left))
             self._rest = _buffer[:size]
@@ -125,7 +123,7 @@ class _Flow:
         return size
 
     def _give(self) -> bool:
-        """Whether the sink has taken everything."""
+        """Write to the sink; return whether it took everything."""
         try:
             if self._pipe is None:
                 self._rest = self._rest[self.sink.send(self._rest) :]
@@ -133,12 +131,14 @@ class _Flow:
                 self._piped -= os.splice(self._pipe.out, self.sink.fileno(), self._piped, flags=_SPLICE)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise Undeliverable(*error.args) from None
         return not self._rest and not self._piped
 
     def _grow(self) -> None:
         self._until_big = BIG
         if len(_pipes) < MOST_PIPES:
-            with suppress(OSError):  # there is none to be had: the buffer does as well, and later there may be one
+            with suppress(OSError):  # no pipe is available now: go on with the buffer and try again later
                 self._pipe = _Pipe()
 
     def _wait_for_sink(self) -> None:
@@ -169,7 +169,7 @@ class _Flow:
 
 
 class _Watch:
-    """Waits until flows have ended, one has failed, or nothing has moved for too long."""
+    """Waits until all flows have ended, one has failed, or no byte has moved for `idle_s`."""
 
     def __init__(self, idle_s: float, *, pass_on: bool):
         self._loop = asyncio.get_running_loop()
@@ -182,14 +182,12 @@ class _Watch:
     def add(
         self, source: socket.socket, sink: socket.socket, count: Callable[[int], None], most: int | None = None
     ) -> None:
-        """Begin a flow."""
         self._running += 1
         self._flows.append(_Flow(source, sink, count, self._ended, most))
 
     async def wait(self) -> None:
-        """Until it is over. Raises what went wrong."""
-        timer = self._loop.call_later(self._idle_s, self._tick)
-        self._timer = timer
+        """Raise the error of the flow that failed, or `TimeoutError`."""
+        self._timer = self._loop.call_later(self._idle_s, self._tick)
         try:
             await self._done
         finally:
@@ -208,7 +206,7 @@ class _Watch:
         if self._done.done():
             return
         if isinstance(error, ConnectionError) and self._pass_on and self._running < len(self._flows):
-            error = None  # who has ended may no longer care what the other still says
+            error = None  # a peer that has ended may not read what the other still sends
         if error is not None:
             self._done.set_exception(error)
             return
@@ -228,8 +226,8 @@ async def copy(
     most: int | None = None,
     idle_s: float = IDLE_S,
 ) -> None:
-    """Bytes one way: `most` of them, or to the source's end. Raises `Ended` when it comes too early, `OSError`,
-    `TimeoutError` or, from `count`, `Refused`.
+    """Copy one way: `most` bytes, or until the source ends. Raises `Ended` when it ends too early, `Undeliverable` when
+    the sink takes no more, `OSError`, `TimeoutError` or, from `count`, `Refused`.
     """
     if most == 0:
         return
@@ -238,12 +236,19 @@ async def copy(
     await watch.wait()
 
 
-async def tunnel(client: socket.socket, upstream: socket.socket, meter: Meter, *, idle_s: float = IDLE_S) -> None:
-    """Bytes both ways until both have ended; the end of one is passed on, and the other may go on.
+async def tunnel(
+    client: socket.socket,
+    upstream: socket.socket,
+    sent: Callable[[int], None],
+    received: Callable[[int], None],
+    *,
+    idle_s: float = IDLE_S,
+) -> None:
+    """Copy both ways until both sides have ended. The end of one side is passed on, and the other may continue.
 
     Raises as `copy` does.
     """
     watch = _Watch(idle_s, pass_on=True)
-    watch.add(client, upstream, meter.sent)
-    watch.add(upstream, client, meter.received)
+    watch.add(client, upstream, sent)
+    watch.add(upstream, client, received)
     await watch.wait()

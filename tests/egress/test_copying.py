@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.support import loops
 
+from carrel.egress import copying
 from carrel.egress.access import Access, Refused
-from carrel.egress.listener import tunnel as tunnel_module
-from carrel.egress.listener.tunnel import copy, tunnel
+from carrel.egress.copying import copy, tunnel
 from carrel.egress.outbound.budget import Budget, Meter
 from carrel.egress.outbound.rules import Limits
 from carrel.egress.sockets import Ended
@@ -39,7 +39,7 @@ async def between(
     upstream, server_end = connected()
     access = Access("s1", "connect")
     meter = Meter(access, Budget(limits or Limits()))
-    task = asyncio.ensure_future(tunnel(client, upstream, meter, idle_s=idle_s))
+    task = asyncio.ensure_future(tunnel(client, upstream, meter.sent, meter.received, idle_s=idle_s))
     with client, client_end, upstream, server_end:
         yield (client_end, server_end), task, access
         task.cancel()
@@ -56,7 +56,7 @@ async def read_all(connection: socket.socket) -> bytes:
 @loops.each
 @pytest.mark.parametrize("pipes", [0, 1, 64])
 async def test_bytes_go_both_ways_at_once_and_arrive_whole(pipes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tunnel_module, "MOST_PIPES", pipes)
+    monkeypatch.setattr(copying, "MOST_PIPES", pipes)
     loop = asyncio.get_running_loop()
     up, down = os.urandom(5_000_000), os.urandom(7_000_000)
 
@@ -73,7 +73,7 @@ async def test_bytes_go_both_ways_at_once_and_arrive_whole(pipes: int, monkeypat
         assert hashlib.sha256(got_up).digest() == hashlib.sha256(up).digest()
         assert hashlib.sha256(got_down).digest() == hashlib.sha256(down).digest()
         assert (access.sent, access.received) == (len(up), len(down))
-    assert not tunnel_module._pipes
+    assert not copying._pipes
 
 
 @loops.each

@@ -236,7 +236,7 @@ async def test_a_failure_of_ours_tells_nothing(
     def fail(*given: object) -> bytes:
         raise RuntimeError(repr(given))
 
-    monkeypatch.setattr("carrel.egress.http.inspected_relay.write_request", fail)
+    monkeypatch.setattr("carrel.egress.http.relay.write_request", fail)
     with caplog.at_level(logging.DEBUG):
         async with setting() as (site, proxy), proxy.client() as client:
             answer = await client.get(f"https://api.test:{site.port}/")

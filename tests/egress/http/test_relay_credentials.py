@@ -241,7 +241,7 @@ async def test_a_few_bytes_that_could_begin_a_value_do_not_wait_for_more() -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 async def test_a_value_that_comes_slowly_does_not_go_through(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("carrel.egress.http.inspected_relay._QUIET_S", 0.001)
+    monkeypatch.setattr("carrel.egress.http.streams.QUIET_S", 0.001)
     echoed = f"<{SECRET}>".encode()
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
