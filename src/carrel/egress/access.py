@@ -95,7 +95,7 @@ class Access:
     began: float = field(default_factory=time.time)
     ended: float | None = None
     number: int = 0
-    """Set by the reporter, so that the end of an access is matched with its beginning."""
+    """Set by the access log, to match the end of an access with its beginning."""
 
 
 class Report(Protocol):

@@ -22,6 +22,7 @@ from functools import partial
 import uvloop
 
 from carrel.egress.access import Target
+from carrel.egress.access_log import AccessLog, Item
 from carrel.egress.confinement import confine
 from carrel.egress.http.inspection import Inspection
 from carrel.egress.index.cache import Cache
@@ -30,8 +31,6 @@ from carrel.egress.index.host import host_index, host_proxy
 from carrel.egress.index.upstream import Upstream
 from carrel.egress.keeper import Keeper
 from carrel.egress.listener.gateway import Gateway
-from carrel.egress.log.journal import Item, Journal
-from carrel.egress.log.reporter import Reporter
 from carrel.egress.messages import VERSION, content
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.resolver import Resolver, names_are_whole
@@ -55,15 +54,14 @@ class Egress:
     """Every sandbox of this process."""
 
     def __init__(
-        self, cache: Cache, journal: Journal, resolver: Resolver, inspect: Inspection, *, proxy: str | None = None
+        self, cache: Cache, access_log: AccessLog, resolver: Resolver, inspect: Inspection, *, proxy: str | None = None
     ):
         self._indexes = Upstream(proxy=proxy)
         self._front = Front(cache, fetch=self._indexes)
         self._resolver = resolver
         self._inspect = inspect
         self._health = Health()
-        self._journal = journal
-        self._reporter = Reporter(journal)
+        self._access_log = access_log
         self._gateways: dict[str, tuple[Gateway, Outbound]] = {}
         self._dialers: dict[str, Upstreams] = {}
         self._channel: Channel | None = None
@@ -81,11 +79,11 @@ class Egress:
         if before is not None:
             before.close()
             self._leave_unanswered()
-        self._reporter.listen(partial(self._tell, channel))
+        self._access_log.connect(partial(self._send_items, channel))
 
-    def _tell(self, channel: Channel, place: int, items: list[Item]) -> bool:
+    def _send_items(self, channel: Channel, position: int, items: list[Item]) -> bool:
         try:
-            channel.send({"op": "log", "upto": place, "items": items})
+            channel.send({"op": "log", "upto": position, "items": items})
         except ChannelClosed:
             return False
         return True
@@ -95,7 +93,7 @@ class Egress:
             return  # another has come already
         self._channel = None
         self._acknowledged.set()
-        self._reporter.tell = None
+        self._access_log.disconnect()
         self._leave_unanswered()
         self._end_if_alone()
 
@@ -146,7 +144,7 @@ class Egress:
                 resolve=self._resolver.share(),
                 dial=dialer,
                 ask=self._ask,
-                report=self._reporter,
+                report=self._access_log,
                 front=self._front,
                 inspect=self._inspect,
             )
@@ -180,7 +178,7 @@ class Egress:
             question.set_result(Verdict(**{**message["verdict"], "parts": ()}))
 
     def _ack(self, message: Message, _fds: list[int]) -> None:
-        self._reporter.acknowledged(int(message["upto"]))
+        self._access_log.acknowledge(int(message["upto"]))
         self._acknowledged.set()
 
     def _describe(self, _message: Message, _fds: list[int]) -> dict[str, object]:
@@ -242,7 +240,7 @@ class Egress:
             await self.ended.wait()
             loop.remove_reader(listener)
             await asyncio.gather(*(gateway.drain(0) for gateway, _ in self._gateways.values()))
-            self._reporter.flush()
+            self._access_log.flush()
             await self._settle()
         finally:
             if self._channel is not None:
@@ -250,13 +248,13 @@ class Egress:
             await self._health.close()
             await self._front.aclose()
             await self._resolver.close()
-            self._journal.close()
+            self._access_log.close()
 
     async def _settle(self) -> None:
         """Wait until what was told is written down: else the next process would tell it again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while len(self._reporter) and self._channel is not None:
+                while len(self._access_log) and self._channel is not None:
                     self._acknowledged.clear()
                     await self._acknowledged.wait()
 
@@ -303,8 +301,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     async def serve(begun: Callable[[], None]) -> None:
         cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
-        journal = Journal(os.path.join(given.state, "journal"))
-        egress = Egress(cache, journal, Resolver(given.nameserver), Inspection(roots=roots), proxy=proxy)
+        access_log = AccessLog(os.path.join(given.state, "journal"))
+        egress = Egress(cache, access_log, Resolver(given.nameserver), Inspection(roots=roots), proxy=proxy)
         await egress.run(listener, begun)
 
     sys.exit(Keeper(lambda begun: uvloop.run(serve(begun))).run())

@@ -1,14 +1,14 @@
-"""What the egress process lets through and refuses, as records of the audit log and as metrics.
+"""Writes the accesses that the egress process sends to the audit log and to the metrics.
 
-What comes within a moment is written together: a connection that lasts is written when it opens and again when it
-closes, a short one, or one that is refused, once. What is written is acknowledged; the egress process keeps the rest.
+A connection that lasts is written when it opens and again when it ends; a short or refused one is written once. The
+buffer and its timer are in the egress process: batches are written here as soon as they arrive, and then acknowledged.
+Those that arrive during a write are written together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,14 +19,13 @@ from carrel.audit.records import Ending, Entry, chain_of
 from carrel.control.operations.admission import Redact
 from carrel.errors import CarrelError
 from carrel.metrics import Metrics
+from carrel.primitives.cache import Cache
 
 log = logging.getLogger("carrel.egress")
 
 NAMES = {"connect": "connect", "socks5": "connect", "http": "request", "index": "package"}
 _SHOWN = ("host", "port", "protocol", "method", "path", "address", "upstream", "credential")
 _LATER = ("address", "upstream", "method", "path")
-_COMPANY_S = 0.05
-"""How long what happened waits for more to be written with."""
 _RETRY_S = 1.0
 _MOST_KNOWN = 20_000
 
@@ -35,8 +34,8 @@ ContextOf = Callable[[str], str | None]
 _Batch = tuple[int, list[tuple[Item, str | None]]]
 
 
-class AccessLog:
-    """The access log of one server."""
+class AccessLogWriter:
+    """Writes the access log of one server."""
 
     def __init__(self, audit: AuditLog, metrics: Metrics, redact: Redact, acknowledge: Callable[[int], None]):
         self._audit = audit
@@ -45,24 +44,24 @@ class AccessLog:
         self._acknowledge = acknowledge
         self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
         self._open: dict[int, Ticket] = {}
-        # By their beginnings too: a proxy that found no journal counts anew.
-        self._known: OrderedDict[tuple[int, object], None] = OrderedDict()
+        # By number and beginning, because a proxy that found no journal counts from 1 again.
+        self._known: Cache[tuple[int, object], bool] = Cache(_MOST_KNOWN)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the task that writes."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def take(self, upto: int, items: list[Item], context_of: ContextOf) -> None:
-        """A batch of what happened."""
+        """Take a batch, which is acknowledged as `upto` once it is written."""
         self._batches.put_nowait((upto, [(item, context_of(str(item["sandbox"]))) for item in items]))
 
     def lost(self) -> None:
-        """The process is gone, and with it every connection it had."""
+        """End every open access: the egress process is gone, with all its connections."""
         self._batches.put_nowait(None)
 
     async def close(self) -> None:
-        """Write what has come."""
+        """Write what was taken, and stop."""
         if self._task is None:
             return
         self.lost()
@@ -75,15 +74,13 @@ class AccessLog:
     async def _run(self) -> None:
         while True:
             batches = [await self._batches.get()]
-            if batches[0] is not None:
-                await asyncio.sleep(_COMPANY_S)
             while batches[-1] is not None and not self._batches.empty():
                 batches.append(self._batches.get_nowait())
             try:
-                told = [batch for batch in batches if batch is not None]
-                if told:
-                    items = list(_last_of_each([item for _, items in told for item in items]))
-                    await self._write(told[-1][0], items)
+                taken = [batch for batch in batches if batch is not None]
+                if taken:
+                    items = list(_last_of_each([item for _, items in taken for item in items]))
+                    await self._write(taken[-1][0], items)
                 if batches[-1] is None:
                     self._end_all()
             except Exception:
@@ -107,7 +104,7 @@ class AccessLog:
                 break
             except CarrelError as error:
                 log.warning("the access log cannot be written: %s", error)
-            except Exception:  # whatever it is: what is acknowledged next must not be taken for written
+            except Exception:  # never acknowledge what is not written
                 log.exception("the access log cannot be written")
             await asyncio.sleep(_RETRY_S)
         self._acknowledge(upto)
@@ -115,13 +112,12 @@ class AccessLog:
     async def _one(self, item: Item, context: str | None) -> None:
         number = item["number"]
         assert isinstance(number, int)
-        known = (number, item["began"])
-        if item.get("recovered") and known in self._known:
-            return  # written down, though the proxy did not hear of it before it died
+        key = (number, item["began"])
+        ended = self._known.get(key)
+        if ended or (item.get("recovered") and ended is not None):
+            return  # written already, though the proxy or its successor does not know
         await self._written(number, item, context)
-        self._known[known] = None
-        if len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+        self._known.put(key, item["ended"] is not None)
 
     async def _written(self, number: int, item: Item, context: str | None) -> None:
         ended = item["ended"]
@@ -139,9 +135,8 @@ class AccessLog:
         else:
             self._audit.record(await self._entry(item, context), ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
-        self._metrics.let_out(
-            str(item["protocol"]), ending.result, ending.bytes_in or 0, ending.bytes_out or 0, seconds
-        )
+        sizes = ending.bytes_in or 0, ending.bytes_out or 0
+        self._metrics.let_out(str(item["protocol"]), ending.result, *sizes, seconds)
 
     async def _ending(self, item: Item, context: str | None) -> Ending:
         ending = _ending(item)
@@ -173,7 +168,7 @@ class AccessLog:
 
 
 def _last_of_each(items: list[tuple[Item, str | None]]) -> Iterator[tuple[Item, str | None]]:
-    """The newest word on each access, where its first was."""
+    """Return the newest state of each access, in the order of their first."""
     newest = {item["number"]: item for item, _ in items}
     for item, context in items:
         if (last := newest.pop(item["number"], None)) is not None:
@@ -181,7 +176,7 @@ def _last_of_each(items: list[tuple[Item, str | None]]) -> Iterator[tuple[Item, 
 
 
 def _later(item: Item, known: Mapping[str, object]) -> dict[str, object]:
-    """The way it went and what was asked for, as far as that was not known when it began."""
+    """Return the arguments that were not known when the access began."""
     return {name: item[name] for name in _LATER if item.get(name) is not None and item[name] != known.get(name)}
 
 
@@ -194,12 +189,12 @@ def _ending(item: Item) -> Ending:
     assert isinstance(began, int | float)
     assert isinstance(ended, int | float)
     sent, received, result = item["sent"], item["received"], str(item["result"])
-    # Why something was allowed does not tell why it then failed.
-    telling = result != "ok" and (item["verdict"] != "allow" or bool(item.get("recovered")))
+    # The reason why an access was allowed does not explain why it then failed.
+    explains = result != "ok" and (item["verdict"] != "allow" or bool(item.get("recovered")))
     return Ending(
         result,
         max(0.0, ended - began) * 1000,
         bytes_in=received if isinstance(received, int) else None,
         bytes_out=sent if isinstance(sent, int) else None,
-        reason=_text(item.get("reason")) if telling else None,
+        reason=_text(item.get("reason")) if explains else None,
     )

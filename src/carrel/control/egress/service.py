@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 
 from carrel.audit import AuditLog
 from carrel.control.egress.client import EgressClient
-from carrel.control.egress.log import AccessLog
+from carrel.control.egress.log import AccessLogWriter
 from carrel.control.egress.plans import Plans, shut
 from carrel.control.operations.admission import Admission, Redact
 from carrel.control.operations.call import Call
@@ -87,7 +87,7 @@ class Egress(Attachment):
         self._boxes: dict[str, _Attached] = {}
         self._contexts: OrderedDict[str, str | None] = OrderedDict()
         self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._down)
-        self._log = AccessLog(audit, metrics, redact, self._acknowledge)
+        self._log = AccessLogWriter(audit, metrics, redact, self._acknowledge)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
         self._upkeep: asyncio.Task[None] | None = None

@@ -8,18 +8,18 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.log.journal import Journal, read
+from carrel.egress.access_log import Journal, read
 
 
 def test_what_was_not_written_down_is_found_again(tmp_path: Path) -> None:
     path = str(tmp_path / "journal")
     journal = Journal(path)
-    assert (journal.left, journal.last) == ([], 0)
+    assert (journal.left, journal.last) == ({}, 0)
     for number in (1, 2, 3):
         journal.opened(number, {"number": number, "host": "é", "ended": None})
     journal.written([2, 9])
     again = Journal(path)  # the first one was killed: it was not closed
-    assert [item["number"] for item in again.left] == [1, 3] and again.last == 3
+    assert list(again.left) == [1, 3] and again.last == 3
     again.written([1, 3])
     again.close()
     assert not (tmp_path / "journal").exists()
@@ -68,7 +68,7 @@ def test_any_history(tmp_path_factory: object, steps: list[tuple[bool, int]], mo
 
 _FULL = """
 import resource, sys
-from carrel.egress.log.journal import Journal, read
+from carrel.egress.access_log import Journal, read
 
 path = sys.argv[1]
 journal, out = Journal(path), []
@@ -91,7 +91,7 @@ except OSError:
     pass
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 journal.opened(31, {"number": 31})
-assert [item["number"] for item in Journal(path).left] == [*out, 31]
+assert list(Journal(path).left) == [*out, 31]
 """
 
 
@@ -108,8 +108,14 @@ def test_what_follows_damage_is_left_out(tmp_path: Path) -> None:
         file.write(b"\x05\0\0\0?????" + bytes(4096))
     assert read(str(path)) == ({1: {"a": 1}}, 1)
     again = Journal(str(path))
-    assert again.left == [{"a": 1}]
+    assert again.left == {1: {"a": 1}}
     journal.written([1])
     journal._open.clear()
     again.close()
     os.close(journal._file)
+
+
+def test_draft_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "journal.0123456789abcdef.new").write_bytes(b"half")
+    Journal(str(tmp_path / "journal")).close()
+    assert os.listdir(tmp_path) == []

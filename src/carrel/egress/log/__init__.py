@@ -1,1 +1,0 @@
-"""Writes down every outbound connection."""
