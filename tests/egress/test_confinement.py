@@ -7,7 +7,7 @@ from pathlib import Path
 
 SCRIPT = """
 import os, socket, ssl, sys
-from carrel.egress.confinement import confine
+from carrel.egress.launch import confine
 cache, secret, extra = sys.argv[1:]
 assert confine([cache], [extra])
 def refused(call):
@@ -43,7 +43,7 @@ def test_libraries_elsewhere_can_be_loaded_and_the_directory_it_started_in_is_cl
     (here / "token").write_text("s")
     script = """
 import sys
-from carrel.egress.confinement import confine
+from carrel.egress.launch import confine
 assert confine([sys.argv[1]])
 import part
 try:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 WORK = """
 import os, signal, sys
-from carrel.egress.keeper import Keeper
+from carrel.egress.launch import Keeper
 def work(begun):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     {before}

@@ -22,10 +22,10 @@ def test_a_plan_survives_the_way_to_the_proxy() -> None:
         (Index("own", "https://python-index.example/simple/", trusted=True),),
         "pem",
     )
-    again = Plan.unpack(plan.pack())
+    again = Plan.from_memory_file(plan.to_memory_file())
     assert again == plan
     assert again.policy().allow.hosts.keys() == {"a.example"}
-    assert Plan.unpack(Plan("s", None).pack()) == Plan("s", None)
+    assert Plan.from_memory_file(Plan("s", None).to_memory_file()) == Plan("s", None)
 
 
 def test_a_plan_does_not_show_what_it_hides() -> None:

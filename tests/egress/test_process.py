@@ -16,9 +16,8 @@ import pytest
 from tests.support.outside import Origin, serving
 from tests.support.sandboxes import until
 
-from carrel.egress.messages import VERSION, memory_file
-from carrel.egress.plan import Plan
-from carrel.egress.process import certificates
+from carrel.egress.launch import certificates
+from carrel.egress.plan import VERSION, Plan
 from carrel.policy.documents import settings
 from carrel.policy.rules.layers import Layer
 from carrel.primitives.channel import Channel, Message
@@ -90,7 +89,7 @@ async def attached(control: Control, given: Plan) -> AsyncIterator[httpx.AsyncCl
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        file = memory_file(given.pack())
+        file = given.to_memory_file()
         assert (await control.ask("attach", file, listener.fileno()))["op"] == "done"
         os.close(file)
         port = listener.getsockname()[1]
@@ -116,10 +115,10 @@ async def test_a_sandbox_is_let_out_told_of_and_taken_away(control: Control) -> 
 async def test_plans_change(control: Control) -> None:
     async with serving() as origin, attached(control, plan("a", "network(outbound:192.0.2.1)")) as client:
         assert (await client.get(origin.url)).status_code == 403
-        file = memory_file(plan("a", f"network(outbound:127.0.0.2:{origin.port})").pack())
+        file = plan("a", f"network(outbound:127.0.0.2:{origin.port})").to_memory_file()
         await control.ask("change", file)
         assert (await client.get(origin.url)).text == "hello\n"
-        stranger = memory_file(plan("b").pack())
+        stranger = plan("b").to_memory_file()
         assert (await control.ask("change", stranger))["op"] == "failed"
         os.close(stranger)
         assert (await control.ask("attach", file))["op"] == "done"  # one that is known only gets its plan
@@ -129,7 +128,8 @@ async def test_plans_change(control: Control) -> None:
 async def test_what_it_does_not_understand_harms_nobody(control: Control) -> None:
     assert (await control.ask("dance"))["op"] == "failed"
     assert (await control.ask("attach"))["op"] == "failed"
-    garbage = memory_file(b"{}")
+    garbage = os.memfd_create("garbage")
+    os.write(garbage, b"{}")
     assert (await control.ask("attach", garbage))["op"] == "failed"
     os.close(garbage)
     assert (await control.ask("describe"))["sandboxes"] == []
@@ -203,7 +203,7 @@ async def test_it_goes_on_without_a_control_plane_and_tells_the_next(control: Co
 async def test_it_drains(control: Control, left: bool) -> None:
     origin = Origin(hold=asyncio.Event())
     async with serving(origin), attached(control, plan("a", "network(outbound:127.0.0.0/8)")) as client:
-        file = memory_file(plan("a", f"network(outbound:127.0.0.2:{origin.port})").pack())
+        file = plan("a", f"network(outbound:127.0.0.2:{origin.port})").to_memory_file()
         await control.ask("change", file)
         os.close(file)
         running = asyncio.create_task(client.get(origin.url))

@@ -7,8 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from carrel.egress.messages import content, memory_file
 from carrel.primitives.channel import MAX_MESSAGE, Channel, ChannelClosed, Message
+
+
+def memory_file(data: bytes) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.write(descriptor, data)
+    return descriptor
+
+
+def content(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""`python -m carrel.egress`: the egress process, as the control plane starts it."""
+"""`python -m carrel.egress`: the egress.launch, as the control plane starts it."""
 
-from carrel.egress.process import main
+from carrel.egress.launch import main
 
 main()

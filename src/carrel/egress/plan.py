@@ -1,16 +1,22 @@
-"""What the control plane tells the proxy of one sandbox: its policy, and what only the proxy may know.
+"""What the control plane sends to the proxy: the plan of a sandbox, with its policy and what only the proxy may know.
 
-Plans hold credentials. They travel over the proxy's own socket in a memory file, and are never shown or logged.
+Plans hold credentials. They travel over a `carrel.primitives.channel` in a memory file, and are never shown or logged.
+The control plane sends `attach`, `change` and `detach` of a sandbox, `answer` to a question, `ack` of log entries,
+`describe` and `drain`. The proxy sends `done` or `failed` for each of these that has a number, `ask` and `log`.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import cache
 
 from pydantic import TypeAdapter, ValidationError
 
 from carrel.policy.rules.layers import Layer, Policy
+
+VERSION = 2
+"""Of the messages: a control plane of another version drains the proxy it finds and starts its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +87,23 @@ class Plan:
         """The policy, read."""
         return Policy.of(self.layers, context_id=self.context, workspace="/workspace")
 
-    def pack(self) -> bytes:
-        """The plan as bytes."""
-        return _json().dump_json(self, exclude_unset=True)
+    def to_memory_file(self) -> int:
+        """Write the plan to a file in memory and return its descriptor, which the caller closes."""
+        descriptor = os.memfd_create("carrel-plan", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.write(_json().dump_json(self, exclude_unset=True))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     @classmethod
-    def unpack(cls, data: bytes) -> Plan:
-        """The plan of bytes that `pack` made. Raises `ValueError`, which shows nothing of the plan."""
+    def from_memory_file(cls, descriptor: int) -> Plan:
+        """Read such a file and close it. Raises `ValueError`, which shows nothing of the plan."""
+        with os.fdopen(descriptor, "rb") as file:
+            file.seek(0)
+            data = file.read()
         try:
             return _json().validate_json(data)
         except ValidationError:

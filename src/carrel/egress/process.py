@@ -6,37 +6,27 @@ until the next control plane takes it. When it is killed itself, a keeper has th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
-import resource
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-import uvloop
-
 from carrel.egress.access import Target
 from carrel.egress.access_log import AccessLog, Item
-from carrel.egress.confinement import confine
 from carrel.egress.http.inspection import Inspection
 from carrel.egress.index.cache import Cache
+from carrel.egress.index.client import IndexClient
 from carrel.egress.index.front import Front
-from carrel.egress.index.host import host_index, host_proxy
-from carrel.egress.index.upstream import Upstream
-from carrel.egress.keeper import Keeper
 from carrel.egress.listener.gateway import Gateway
-from carrel.egress.messages import VERSION, content
 from carrel.egress.outbound.connections import Outbound
-from carrel.egress.outbound.resolver import Resolver, names_are_whole
+from carrel.egress.outbound.resolver import Resolver
 from carrel.egress.outbound.upstreams import Health, Upstreams
-from carrel.egress.plan import Plan
-from carrel.errors import CarrelError
+from carrel.egress.plan import VERSION, Plan
 from carrel.policy.verdict import Verdict
 from carrel.primitives.channel import Channel, ChannelClosed, Message
 
@@ -56,7 +46,7 @@ class Egress:
     def __init__(
         self, cache: Cache, access_log: AccessLog, resolver: Resolver, inspect: Inspection, *, proxy: str | None = None
     ):
-        self._indexes = Upstream(proxy=proxy)
+        self._indexes = IndexClient(proxy=proxy)
         self._front = Front(cache, fetch=self._indexes)
         self._resolver = resolver
         self._inspect = inspect
@@ -131,7 +121,7 @@ class Egress:
                 self._channel.send({**answer, "seq": message["seq"]})
 
     def _attach(self, message: Message, fds: list[int]) -> None:
-        plan = Plan.unpack(content(fds.pop(0)))
+        plan = Plan.from_memory_file(fds.pop(0))
         known = self._gateways.get(plan.sandbox)
         if known is not None:
             self._replan(known[1], plan)
@@ -156,7 +146,7 @@ class Egress:
         gateway.start()
 
     def _change(self, message: Message, fds: list[int]) -> None:
-        plan = Plan.unpack(content(fds.pop(0)))
+        plan = Plan.from_memory_file(fds.pop(0))
         known = self._gateways.get(plan.sandbox)
         if known is None:
             raise ValueError("it is not attached")
@@ -224,7 +214,7 @@ class Egress:
             gateway.close()
         self.ended.set()
 
-    async def run(self, listener: socket.socket, begun: Callable[[], None]) -> None:
+    async def run(self, listener: socket.socket, begun: Callable[[], object]) -> None:
         """Serve control planes that come to a listening socket, one after the other, until told to end. `begun` is
         called once they may come.
         """
@@ -276,46 +266,3 @@ def _nobody() -> Verdict:
         "a person would have to allow this host, and nobody can be asked now",
         hint="try again in a moment",
     )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run until told to end."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--listen-fd", type=int, required=True, help="the socket control planes come to")
-    parser.add_argument("--state", required=True, help="where it keeps what must outlive it")
-    parser.add_argument("--cache", required=True, help="where packages are kept")
-    parser.add_argument("--cache-mb", type=int, default=4096, help="how much of them")
-    parser.add_argument("--nameserver", action="append", default=[], help="whom to ask for names, not the system")
-    parser.add_argument("--roots", help="more authorities that inspected hosts may have their certificates from")
-    given = parser.parse_args(arguments)
-    names_are_whole()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    listener = socket.socket(fileno=given.listen_fd)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection takes two
-
-    proxy, roots = host_proxy(), None if given.roots is None else _text(given.roots)
-    os.makedirs(given.cache, mode=0o700, exist_ok=True)
-    os.makedirs(given.state, mode=0o700, exist_ok=True)
-    confine([given.cache, given.state], certificates())
-
-    async def serve(begun: Callable[[], None]) -> None:
-        cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
-        access_log = AccessLog(os.path.join(given.state, "journal"))
-        egress = Egress(cache, access_log, Resolver(given.nameserver), Inspection(roots=roots), proxy=proxy)
-        await egress.run(listener, begun)
-
-    sys.exit(Keeper(lambda begun: uvloop.run(serve(begun))).run())
-
-
-def certificates() -> list[str]:
-    """Where this host says that its certificates lie, for itself or for the package index."""
-    named = [os.environ.get(name) for name in ("PIP_CERT", "SSL_CERT_FILE", "SSL_CERT_DIR")]
-    with suppress(CarrelError):
-        named += [each.cert for each in host_index()]
-    return [os.path.abspath(each) for each in named if each]
-
-
-def _text(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()

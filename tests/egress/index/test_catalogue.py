@@ -5,8 +5,8 @@ from tests.support.indexes import IndexServer, serving, wheel
 
 from carrel.egress.index.cache import Cache
 from carrel.egress.index.catalogue import FRESH_S, RETRY_S, Catalogue, page_url, scope, shown
+from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.pages import BadPage
-from carrel.egress.index.upstream import Unreachable, Upstream
 from carrel.egress.plan import Index
 
 
@@ -24,7 +24,7 @@ def clock():
 
 @pytest.fixture
 async def catalogue(tmp_path, clock):
-    fetch = Upstream()
+    fetch = IndexClient()
     catalogue = Catalogue(Cache(str(tmp_path / "cache"), 1 << 30), fetch, clock)
     yield catalogue
     await catalogue.aclose()

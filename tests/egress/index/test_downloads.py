@@ -7,8 +7,8 @@ from tests.support.indexes import wheel
 
 from carrel.egress.index import downloads
 from carrel.egress.index.cache import Cache, key
+from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.downloads import TAIL, Body, Downloads, Missing, Wanted, Wrong
-from carrel.egress.index.upstream import Unreachable, Upstream
 from carrel.egress.plan import Index
 
 NAME = key("demo")
@@ -18,7 +18,7 @@ FILE = "demo-1.0-py3-none-any.whl"
 
 @pytest.fixture
 async def many(tmp_path):
-    fetch = Upstream()
+    fetch = IndexClient()
     made = Downloads(Cache(str(tmp_path), 1_000_000), fetch)
     yield made
     await made.aclose()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.index.fair_limit import FairLimit, Permit
+from carrel.egress.index.client import FairLimit, Permit
 
 MOST = 8
 

@@ -13,7 +13,8 @@ from carrel.egress.access import Refused
 from carrel.egress.index import front as module
 from carrel.egress.index import pages
 from carrel.egress.index.catalogue import FRESH_S
-from carrel.egress.index.front import Front, Index, InstallBudget, Packages
+from carrel.egress.index.front import Front, InstallBudget, Packages
+from carrel.egress.plan import Index
 
 JSON = {"accept": pages.JSON_TYPE}
 BIG = os.urandom(300_000)

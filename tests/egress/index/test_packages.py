@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.egress.access import Refused
-from carrel.egress.index.packages import IDLE_S, InstallBudget, Packages
+from carrel.egress.index.front import IDLE_S, InstallBudget, Packages
 
 
 class Clock:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.indexes import metadata_of, wheel
 
-from carrel.egress.index import wheels
+from carrel.egress.index import downloads
 
 
 @contextmanager
@@ -24,12 +24,12 @@ def opened(content):
 
 def unpacked(content):
     with opened(content) as descriptor:
-        return wheels.unpacked(descriptor)
+        return downloads.unpacked_size(descriptor)
 
 
 def metadata(content):
     with opened(content) as descriptor:
-        return wheels.metadata(descriptor)
+        return downloads.wheel_metadata(descriptor)
 
 
 def test_a_wheel_counts_what_it_holds():
@@ -61,7 +61,7 @@ def test_metadata():
 
 
 def test_metadata_that_unpacks_to_too_much(monkeypatch):
-    monkeypatch.setattr(wheels, "MOST_METADATA", 1000)
+    monkeypatch.setattr(downloads, "MOST_METADATA", 1000)
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.dist-info/METADATA", "a" * 1001)
@@ -71,7 +71,7 @@ def test_metadata_that_unpacks_to_too_much(monkeypatch):
 @pytest.mark.parametrize("comment", [b"", b"x" * 65_535])
 @pytest.mark.parametrize("longer", [False, True])
 def test_a_directory_that_is_too_long_is_not_read(comment, longer, monkeypatch):
-    monkeypatch.setattr(wheels, "MOST_DIRECTORY", 10_000)
+    monkeypatch.setattr(downloads, "MOST_DIRECTORY", 10_000)
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         if longer:

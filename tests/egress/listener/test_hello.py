@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from tests.support.wayout import tls_for
 
 from carrel.egress.access import Refused
-from carrel.egress.listener.hello import MOST, Hello, Malformed, NotTls, read_hello, read_second, wants_another
+from carrel.egress.listener.first_bytes import (
+    MOST_HELLO,
+    Hello,
+    Malformed,
+    NotTls,
+    read_hello,
+    read_second,
+    wants_another,
+)
 
 
 def real_hello(context: ssl.SSLContext, name: str | None) -> bytes:
@@ -140,7 +148,7 @@ BROKEN = {
     "another message behind": record(message(body()) + b"\1"),
     "another message behind, announced": record(message(body()) + b"\1")[:-1],
     "another message behind, second record": record(message(body())[:9]) + record(message(body())[9:] + b"\0"),
-    "too long": record(b"\1" + (MOST - 3).to_bytes(3, "big")),
+    "too long": record(b"\1" + (MOST_HELLO - 3).to_bytes(3, "big")),
     "far too long": record(b"\1\xff\xff\xff"),
     "too long by its records": b"".join(record(bytes([each])) for each in message(body(extension(21, bytes(12_000))))),
     "no version": record(message(body(version=b"\2\0"))),
@@ -192,7 +200,7 @@ def test_what_never_ends_is_refused() -> None:
     piece = record(start) + record(bytes(16_384)) * 3
     assert read_hello(piece) is None
     with pytest.raises(Malformed):
-        read_hello(piece + record(bytes(16_384)) + bytes(MOST))
+        read_hello(piece + record(bytes(16_384)) + bytes(MOST_HELLO))
 
 
 @given(st.binary(max_size=300))

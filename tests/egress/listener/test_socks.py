@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.listener.socks import read_greeting, read_order, reply
+from carrel.egress.listener.first_bytes import read_socks_greeting, read_socks_request, socks_reply
 
 
 def test_a_greeting_is_read_as_soon_as_it_is_whole() -> None:
-    assert read_greeting(b"\x05") is None
-    assert read_greeting(b"\x05\x02\x00") is None
-    assert read_greeting(b"\x05\x02\x02\x00rest") == (4, True)
-    assert read_greeting(b"\x05\x01\x02") == (3, False)
-    assert read_greeting(b"\x05\x00") == (2, False)
+    assert read_socks_greeting(b"\x05") is None
+    assert read_socks_greeting(b"\x05\x02\x00") is None
+    assert read_socks_greeting(b"\x05\x02\x02\x00rest") == (4, True)
+    assert read_socks_greeting(b"\x05\x01\x02") == (3, False)
+    assert read_socks_greeting(b"\x05\x00") == (2, False)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_a_greeting_is_read_as_soon_as_it_is_whole() -> None:
 )
 def test_an_order_names_a_target(order: bytes, target: str) -> None:
     for size in range(len(order)):
-        assert read_order(order[:size]) is None
-    found = read_order(order + b"rest")
+        assert read_socks_request(order[:size]) is None
+    found = read_socks_request(order + b"rest")
     assert found is not None
     assert (found.size, str(found.target)) == (len(order), target)
 
@@ -49,16 +49,16 @@ def test_an_order_names_a_target(order: bytes, target: str) -> None:
     ],
 )
 def test_everything_else_is_refused_with_its_number(order: bytes, code: int) -> None:
-    found = read_order(order)
+    found = read_socks_request(order)
     assert found is not None
     assert found.target is None
     assert found.refusal is not None
     assert found.code == code
-    assert reply(code)[:2] == bytes((5, code))
+    assert socks_reply(code)[:2] == bytes((5, code))
 
 
 @given(st.binary(max_size=300))
 def test_no_bytes_make_the_readers_fail(data: bytes) -> None:
-    greeting, order = read_greeting(data), read_order(data)
+    greeting, order = read_socks_greeting(data), read_socks_request(data)
     assert greeting is None or greeting[0] <= len(data)
     assert order is None or (order.size <= len(data) and (order.target is None) == (order.refusal is not None))

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from carrel.egress.messages import VERSION
+from carrel.egress.plan import VERSION
 from carrel.errors import PlatformError
 from carrel.primitives.channel import Channel, ChannelClosed, Message, close_all, connect, start, wait_for_end
 from carrel.threads import run_to_end

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from carrel.egress.http.authority import bundle, make_authority
 from carrel.egress.http.credentials import placeholder
 from carrel.egress.index.host import host_index, host_registries
-from carrel.egress.outbound.handshakes import read_proxy_address
+from carrel.egress.outbound.upstreams import read_proxy_address
 from carrel.egress.plan import HostRegistry, Index, Injected, Plan, Upstream
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network

@@ -25,7 +25,6 @@ from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandbox
-from carrel.egress.messages import memory_file
 from carrel.egress.plan import Plan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
 from carrel.identity import Identity, Kind
@@ -218,7 +217,7 @@ class Egress(Attachment):
         await self._send_plan("attach", attached, attached.listener)
 
     async def _send_plan(self, op: str, attached: _Attached, *fds: int) -> None:
-        plan = memory_file(attached.plan.pack())
+        plan = attached.plan.to_memory_file()
         try:
             await self._client.request(op, (plan, *fds), sandbox=attached.box.record.id)
         finally:

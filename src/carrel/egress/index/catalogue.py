@@ -19,9 +19,8 @@ import httpx
 
 from carrel.egress.index import pages
 from carrel.egress.index.cache import Cache, key
-from carrel.egress.index.fair_limit import FairLimit, Permit
+from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachable, plain
 from carrel.egress.index.pages import BadPage, Page
-from carrel.egress.index.upstream import Fetch, Unreachable, plain
 from carrel.egress.plan import Index
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Entry:
 class Catalogue:
     """The pages of every index."""
 
-    def __init__(self, cache: Cache, fetch: Fetch, clock: Callable[[], float] = time.time):
+    def __init__(self, cache: Cache, fetch: IndexClient, clock: Callable[[], float] = time.time):
         self._cache, self._fetch, self._clock = cache, fetch, clock
         self._memory: OrderedDict[str, Entry] = OrderedDict()
         self._links = 0

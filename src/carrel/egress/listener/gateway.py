@@ -20,7 +20,8 @@ from carrel.egress.copying import copy, tunnel
 from carrel.egress.http import answers, messages
 from carrel.egress.http.relay import Relay, Tunnel
 from carrel.egress.http.streams import HEAD_S, SocketStream
-from carrel.egress.listener import hello, socks
+from carrel.egress.listener import first_bytes
+from carrel.egress.listener.first_bytes import Hello
 from carrel.egress.outbound.budget import Meter
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.names import read_authority
@@ -44,7 +45,7 @@ _METHOD = re.compile(rb"[A-Z]{1,20}( |$)")
 
 First = Literal["socks"] | int
 """SOCKS, or how long the head of a request is."""
-Opening = hello.Hello | int
+Opening = Hello | int
 """What a tunnel begins with: TLS, or a request whose head is so long."""
 
 
@@ -174,19 +175,19 @@ class Gateway:
 
     async def _by_socks(self, client: socket.socket) -> None:
         access = Access(self._outbound.plan.sandbox, "socks5")
-        size, open_ = await look(client, socks.read_greeting, socks.MOST, HEAD_S)
+        size, open_ = await look(client, first_bytes.read_socks_greeting, first_bytes.MOST_SOCKS, HEAD_S)
         take(client, size)
         if not open_:
-            await _tell(client, socks.NO_METHOD)
+            await _tell(client, first_bytes.SOCKS_NO_METHOD)
             return
-        await send(client, socks.NO_AUTHENTICATION)
-        order = await look(client, socks.read_order, socks.MOST, HEAD_S)
+        await send(client, first_bytes.SOCKS_NO_AUTHENTICATION)
+        order = await look(client, first_bytes.read_socks_request, first_bytes.MOST_SOCKS, HEAD_S)
         take(client, order.size)
         if order.target is not None:
             await self._tunnel(client, access, order.target)
         elif order.refusal is not None:
             self._outbound.refuse(access, order.refusal)
-            await _tell(client, socks.reply(order.code))
+            await _tell(client, first_bytes.socks_reply(order.code))
 
     # tunnels
 
@@ -195,11 +196,11 @@ class Gateway:
         try:
             upstream = await self._open(access, target)
         except Refused as refusal:
-            said = socks.reply(answers.socks_code(refusal)) if by_socks else answers.refusal(refusal)
+            said = first_bytes.socks_reply(answers.socks_code(refusal)) if by_socks else answers.refusal(refusal)
             await _tell(client, said)
             return
         try:
-            await send(client, socks.reply(0) if by_socks else answers.CONNECTED)
+            await send(client, first_bytes.socks_reply(0) if by_socks else answers.CONNECTED)
             await self._through(client, upstream, access, target)
         except Refused as refusal:
             self._outbound.close(access, refusal)
@@ -230,7 +231,7 @@ class Gateway:
             return
         try:
             greeting = await self._greeting(client, target)
-            if isinstance(greeting, hello.Hello) and not inspected:
+            if isinstance(greeting, Hello) and not inspected:
                 await self._begin(client, upstream, target, greeting, outbound.meter(access))
         except Refused as refusal:
             with suppress(OSError):
@@ -248,17 +249,17 @@ class Gateway:
     async def _greeting(self, client: socket.socket, target: Target) -> Opening:
         """What the client begins with: a TLS hello, which is for the target, or a request in the clear."""
         try:
-            found: Opening = await look(client, _opening, hello.MOST, SILENT_S, later=True)
+            found: Opening = await look(client, _opening, first_bytes.MOST_HELLO, SILENT_S, later=True)
         except TimeoutError:
             raise _unnamed(target, "says nothing") from None
-        except hello.NotTls:
+        except first_bytes.NotTls:
             raise _unnamed(target, "speaks neither TLS nor HTTP") from None
         if not isinstance(found, int):
             _check(found, target)
         return found
 
     async def _begin(
-        self, client: socket.socket, upstream: socket.socket, target: Target, first: hello.Hello, meter: Meter
+        self, client: socket.socket, upstream: socket.socket, target: Target, first: Hello, meter: Meter
     ) -> None:
         """Send on a hello that was checked, and nothing behind it before the server has answered: it may ask for
         another hello, and goes by the name in that. The second is checked as the first was.
@@ -266,14 +267,14 @@ class Gateway:
         meter.sent(first.size)
         await send(upstream, take(client, first.size))
         try:
-            asking = await look(upstream, hello.wants_another, _ANSWER, ANSWER_S, later=True)
+            asking = await look(upstream, first_bytes.wants_another, _ANSWER, ANSWER_S, later=True)
         except Ended:
             return  # without a word, which the tunnel passes on
         if not asking:
             return
         await copy(upstream, client, meter.received, most=asking)
         try:
-            _check(await look(client, hello.read_second, hello.MOST, SILENT_S, later=True), target)
+            _check(await look(client, first_bytes.read_second, first_bytes.MOST_HELLO, SILENT_S, later=True), target)
         except TimeoutError:
             raise _unnamed(target, "says nothing") from None
 
@@ -283,18 +284,18 @@ async def _copy(client: socket.socket, upstream: socket.socket, meter: Meter) ->
 
 
 def _first(data: bytes) -> First | None:
-    return "socks" if data[0] == socks.VERSION else messages.end_of(data)
+    return "socks" if data[0] == first_bytes.SOCKS_VERSION else messages.end_of(data)
 
 
 def _opening(data: bytes) -> Opening | None:
     """What a tunnel begins with. Raises `NotTls` for all that is neither TLS nor HTTP, and `Malformed`."""
     method = _METHOD.match(data)
     if method is None:
-        return hello.read_hello(data)
+        return first_bytes.read_hello(data)
     return messages.end_of(data) if method[1] else None
 
 
-def _check(found: hello.Hello, target: Target) -> None:
+def _check(found: Hello, target: Target) -> None:
     """Raises `Refused` when a hello is not for the target, or does not say whom it is for."""
     if found.encrypted:
         raise _unnamed(target, "encrypts the name it is for")

@@ -16,8 +16,7 @@ from ipaddress import ip_address
 
 from carrel.egress.access import Access, Address, Ask, Dial, Refused, Report, Resolve, Target
 from carrel.egress.http import answers
-from carrel.egress.index.front import Front
-from carrel.egress.index.packages import InstallBudget, Packages
+from carrel.egress.index.front import Front, InstallBudget, Packages
 from carrel.egress.outbound.budget import Budget, Meter
 from carrel.egress.outbound.rules import Rules
 from carrel.egress.plan import Index, Plan

@@ -9,13 +9,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from tests.support.indexes import Answer, IndexServer, Web, serving, wheel
 
-from carrel.egress.index.upstream import Unreachable, Upstream, plain
+from carrel.egress.index.client import IndexClient, Unreachable, plain
 from carrel.egress.plan import Index
 
 
 @pytest.fixture
 async def upstream():
-    upstream = Upstream()
+    upstream = IndexClient()
     yield upstream
     await upstream.aclose()
 
@@ -164,7 +164,7 @@ async def test_a_public_index_leads_to_no_private_address(server):
             raise OSError
         return ["93.184.216.34"] if (host, port) == ("index.test", 0) else ["127.0.0.1"]
 
-    upstream = Upstream(resolve=resolve)
+    upstream = IndexClient(resolve=resolve)
     index = Index("main", f"http://index.test:{server.web.port}/simple/")
     server.add(wheel("demo"))
     try:
@@ -199,7 +199,7 @@ async def test_private_addresses_in_every_form(server, address):
     async def resolve(host, port):
         return ["93.184.216.34"] if host == "index.test" else ["93.184.216.34", address]
 
-    upstream = Upstream(resolve=resolve)
+    upstream = IndexClient(resolve=resolve)
     with pytest.raises(Unreachable, match="private address"):
         await ask(upstream, Index("main", "http://index.test/"), "http://other.test/")
     await upstream.aclose()
@@ -215,7 +215,7 @@ async def test_a_proxy(server, monkeypatch):
 
     proxy = Web(answer)
     await proxy.open()
-    upstream = Upstream(proxy=proxy.url)
+    upstream = IndexClient(proxy=proxy.url)
     index = Index("main", "http://127.0.0.1:9/simple/")
     assert await ask(upstream, index, "http://index.test/simple/demo/") == (200, b"ok")
     assert asked == ["http://index.test/simple/demo/"]
@@ -225,7 +225,7 @@ async def test_a_proxy(server, monkeypatch):
 
 
 async def test_a_proxy_that_cannot_be_used():
-    upstream = Upstream(proxy="gopher://127.0.0.1:1")
+    upstream = IndexClient(proxy="gopher://127.0.0.1:1")
     with pytest.raises(Unreachable, match="cannot be used"):
         await ask(upstream, Index("main", "http://index.test/"), "http://index.test/")
     await upstream.aclose()

@@ -1,17 +1,88 @@
-"""Reads a TLS ClientHello, strictly and within bounds: whom it is for, and whether it says so openly.
+"""Reads the first bytes of a client: a SOCKS5 request (RFC 1928) or a TLS ClientHello.
 
-Stricter than servers are: what two programs could read differently is refused. Keeps nothing between calls.
+SOCKS5 without authentication, because the socket is the identity, and CONNECT only. Hellos are read more strictly than
+servers do: what two programs could read differently is refused. Pure: knows no sockets and keeps nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
 
-from carrel.egress.access import Refused
-from carrel.egress.outbound.names import read_host
+from carrel.egress.access import Refused, Target
+from carrel.egress.outbound.names import of_address, read_host
 
-MOST = 64 * 1024
+SOCKS_VERSION = 5
+MOST_SOCKS = 512
+"""More than the longest message there is."""
+
+SOCKS_NO_METHOD = b"\x05\xff"
+SOCKS_NO_AUTHENTICATION = b"\x05\x00"
+
+_CONNECT = 1
+_V4, _NAME, _V6 = 1, 3, 4
+_FAILED, _NO_SUCH_COMMAND, _NO_SUCH_ADDRESS = 1, 7, 8
+
+
+@dataclass(frozen=True, slots=True)
+class SocksRequest:
+    """What a client wants: a target, or the number of why not."""
+
+    size: int
+    target: Target | None
+    code: int = 0
+    refusal: Refused | None = None
+
+
+def read_socks_greeting(data: bytes) -> tuple[int, bool] | None:
+    """How long the greeting is, and whether it offers to go without authentication. None: more bytes are needed."""
+    if len(data) < 2 or len(data) < 2 + data[1]:
+        return None
+    size = 2 + data[1]
+    return size, 0 in data[2:size]
+
+
+def read_socks_request(data: bytes) -> SocksRequest | None:
+    """What the client asks for. None: more bytes are needed."""
+    if len(data) < 5:
+        return None
+    version, command, reserved, kind = data[:4]
+    length = {_V4: 4, _NAME: 1 + data[4], _V6: 16}.get(kind)
+    if version != SOCKS_VERSION or reserved != 0:
+        return _no(len(data), _FAILED, "the SOCKS request is not valid")
+    if length is None:
+        return _no(len(data), _NO_SUCH_ADDRESS, "the SOCKS request has an address of no known kind")
+    size = 4 + length + 2
+    if len(data) < size:
+        return None
+    if command != _CONNECT:
+        return _no(size, _NO_SUCH_COMMAND, "only connections can be made: neither BIND nor UDP is offered")
+    port = int.from_bytes(data[size - 2 : size], "big")
+    try:
+        return SocksRequest(size, _target(kind, data[4 : size - 2], port))
+    except Refused as refusal:
+        return SocksRequest(size, None, _FAILED, refusal)
+
+
+def _target(kind: int, address: bytes, port: int) -> Target:
+    if not port:
+        raise Refused("0 is not a port", code="bad_request", status=400)
+    if kind == _NAME:
+        return read_host(address[1:], port)
+    return of_address(IPv4Address(address) if kind == _V4 else IPv6Address(address), port)
+
+
+def _no(size: int, code: int, reason: str) -> SocksRequest:
+    return SocksRequest(size, None, code, Refused(reason, code="bad_request", status=400))
+
+
+def socks_reply(code: int) -> bytes:
+    """The answer to an order. Where the connection comes from outside is nothing a sandbox needs to know."""
+    return bytes((SOCKS_VERSION, code, 0, _V4, 0, 0, 0, 0, 0, 0))
+
+
+MOST_HELLO = 64 * 1024
 """The most bytes a hello may take, with the headers of its records."""
 
 _CHANGE_CIPHER, _HANDSHAKE, _DATA = 20, 22, 23
@@ -86,7 +157,7 @@ def read_second(data: bytes) -> Hello | None:
         if len(data) < at + 5:
             return None
         at += 5 + int.from_bytes(data[at + 3 : at + 5], "big")
-    if at > MOST:
+    if at > MOST_HELLO:
         raise Malformed("too much comes before it")
     return read_hello(data[at:]) if at < len(data) else None
 
@@ -110,7 +181,7 @@ def _message(data: memoryview) -> tuple[bytes, int] | None:
         at += 5 + size
         if len(found) >= 4:
             wanted = 4 + int.from_bytes(found[1:4], "big")
-            if max(wanted, at) > MOST:
+            if max(wanted, at) > MOST_HELLO:
                 raise Malformed("it is too long")
             if declared > wanted:
                 raise Malformed("another message follows in the same record")
@@ -118,7 +189,7 @@ def _message(data: memoryview) -> tuple[bytes, int] | None:
                 return bytes(found[4:]), at
         if at >= len(data):
             break
-    if len(data) >= MOST:
+    if len(data) >= MOST_HELLO:
         raise Malformed("it is too long")
     return None
 

@@ -1,7 +1,7 @@
-"""Requests to the operator's indexes: redirects, credentials, certificates, and where a foreign host may lie.
+"""The HTTP client for the operator's package indexes, and a fair limit on how many requests run at once.
 
-An index the operator named may lie anywhere. What a public index leads on to, by a link or a redirect, may not be a
-private address. Credentials go to the index's own origin only and are in no message.
+An index that the operator named may be at any address. Where a public index leads, by a link or a redirect, must not be
+a private address. Credentials are sent only to the index's own origin and appear in no message.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import asyncio
 import socket
 import ssl
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass
 
@@ -23,6 +25,79 @@ import httpx
 
 from carrel.egress.plan import Index
 from carrel.policy.rules import addresses
+
+
+class FairLimit:
+    """A number of permits, for all askers together."""
+
+    def __init__(self, most: int):
+        self._free = most
+        self._taken: Counter[Hashable] = Counter()
+        self._waiting: dict[Permit, asyncio.Future[None]] = {}
+
+    def permit(self) -> Permit:
+        """A permit to join and then to wait for, as an asynchronous context manager."""
+        return Permit(self)
+
+    async def enter(self, permit: Permit) -> None:
+        """Wait until the permit is given."""
+        future = self._waiting[permit] = asyncio.get_running_loop().create_future()
+        self.give()
+        try:
+            await future
+        except BaseException:
+            self._waiting.pop(permit, None)
+            self.leave(permit)
+            raise
+
+    def leave(self, permit: Permit) -> None:
+        """Give the permit back, if it was given."""
+        if permit.charged:
+            (who,) = permit.charged
+            permit.charged = ()
+            self._free += 1
+            self._taken[who] -= 1
+            if not self._taken[who]:
+                del self._taken[who]
+            self.give()
+
+    def give(self) -> None:
+        """Give the permits that are free: first to whoever has fewest, then in the order of asking."""
+        while self._waiting:
+            wanted = ((self._taken[who], who, permit) for permit in self._waiting for who in permit.who)
+            taken, who, permit = min(wanted, key=lambda each: each[0], default=(self._free, None, None))
+            if permit is None or taken >= self._free:
+                return
+            future = self._waiting.pop(permit)
+            if not future.done():
+                self._free -= 1
+                self._taken[who] += 1
+                permit.charged = (who,)
+                future.set_result(None)
+
+
+class Permit:
+    """One permit, for all who join it. It counts for the one of them who has fewest."""
+
+    def __init__(self, limit: FairLimit):
+        self._limit = limit
+        self.who: dict[Hashable, None] = {}
+        self.charged: tuple[()] | tuple[Hashable] = ()
+        """For whom it counts, once it is given."""
+
+    def join(self, who: Hashable) -> None:
+        """Add one more for whom it may count."""
+        self.who[who] = None
+        self._limit.give()
+
+    async def __aenter__(self) -> None:
+        await self._limit.enter(self)
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._limit.leave(self)
+
 
 MOST_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -38,25 +113,13 @@ class Unreachable(Exception):
     """An index did not give what it was asked for. The words name no URL and no credential."""
 
 
-class Fetch(Protocol):
-    """How the front asks indexes."""
-
-    def get(
-        self, index: Index, url: str, headers: Mapping[str, str], *, sealed: bool = False
-    ) -> AbstractAsyncContextManager[httpx.Response]:
-        """The answer to a request below or beside an index. `sealed`: the caller knows the content's hash."""
-
-    async def aclose(self) -> None:
-        """Close connections."""
-
-
 @dataclass(slots=True)
 class _Client:
     http: httpx.AsyncClient
     users: int = 0
 
 
-class Upstream:
+class IndexClient:
     """The indexes, as one process asks them. `proxy` is used for all but what `NO_PROXY` names."""
 
     def __init__(self, *, proxy: str | None = None, resolve: Resolve | None = None):

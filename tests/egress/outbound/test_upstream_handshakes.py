@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.egress.access import Refused
-from carrel.egress.outbound.handshakes import (
+from carrel.egress.outbound.upstreams import (
     Failed,
     ProxyAddress,
     Unreached,
