@@ -35,7 +35,7 @@ def test_depth_is_bounded() -> None:
 
 def test_other_shells_get_no_bash() -> None:
     Cursor("", Facts(), "bash").only_bash("x")
-    with pytest.raises(Unreadable, match="x is read differently"):
+    with pytest.raises(Unreadable, match="sh and Bash read x differently"):
         Cursor("", Facts(), "sh").only_bash("x")
 
 

@@ -1,12 +1,13 @@
-"""What the words of a command become: arguments that are known, or what is known of them before it runs.
+"""Expands the words of a command to arguments, as far as they are known before the command runs.
 
-Brace expansion is done as Bash does it; file name patterns, variables and substitutions are left open.
+Brace expansion works as in Bash. File name patterns, variables and substitutions give an `Unknown`.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,17 +16,17 @@ from carrel.policy.shell.syntax import Expansion, Text, Unreadable, Word
 
 MOST_WORDS = 1000
 SPARE_LOOKS, LOOKS = 50_000, 4
-"""How many characters are gone through for the braces of a word, and how many more for each that it has: every one that
-opens may look through all that comes after it.
+"""The most characters to search for the braces of a word: a fixed number, and more for each character of the word.
+Every opening brace may search the whole rest of the word.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Arguments that only show when the command runs.
+    """Arguments that are known only at run time.
 
-    `one` is exactly one, `each` is one or more, and every one begins with `prefix` and ends with `suffix`;
-    `any` is any number of any words.
+    `one` is exactly one argument and `each` is one or more; all of them begin with `prefix` and end with `suffix`.
+    `any` is any number of any arguments.
     """
 
     source: str
@@ -35,13 +36,8 @@ class Unknown:
 
     def may_be(self, text: str) -> bool:
         """Whether one of the arguments may be this text."""
-        if self.count == "any":
-            return True
-        return (
-            len(text) >= len(self.prefix) + len(self.suffix)
-            and text.startswith(self.prefix)
-            and text.endswith(self.suffix)
-        )
+        long_enough = len(text) >= len(self.prefix) + len(self.suffix)
+        return self.count == "any" or (long_enough and text.startswith(self.prefix) and text.endswith(self.suffix))
 
 
 Argument = str | Unknown
@@ -54,16 +50,16 @@ _EMPTY: _Cell = ("", True)
 
 
 def arguments(word: Word, budget: StepBudget) -> list[Argument]:
-    """What a word of a command becomes."""
+    """Expand a word of a command."""
     budget.spend(1 + len(word.source) // 8)
     if (plain := word.plain) is not None and not any(mark in plain for mark in "{*?[~"):
         return [plain]
-    # A word that braces leave empty is none, unless quotes say that it is.
+    # Bash drops a word that brace expansion leaves empty, unless it has quotes.
     return [_argument(cells, word.source) for cells in expand_braces(_cells(word), budget) if cells]
 
 
 def value(word: Word) -> Argument:
-    """What a word becomes where Bash does not split it: an assignment, the target of a redirection."""
+    """Expand a word that Bash does not split: the value of an assignment, the target of a redirection."""
     return _argument(_cells(word), word.source)
 
 
@@ -72,6 +68,11 @@ def shown(argument: Argument) -> str:
     if isinstance(argument, Unknown):
         return argument.source
     return argument if argument and not re.search(r"[^\w@%+=:,./{}*?\[\]-]", argument) else shlex.quote(argument)
+
+
+def joined(argv: Iterable[Argument]) -> str:
+    """A command line as a person would write it."""
+    return " ".join(shown(argument) for argument in argv)
 
 
 def _cells(word: Word) -> list[_Cell]:
@@ -113,7 +114,7 @@ def _argument(cells: list[_Cell], source: str) -> Argument:
 
 
 def _pattern(text: str) -> int | None:
-    """Where a text begins to be a file name pattern: a bracket is one when another closes it."""
+    """The position of the first character of a file name pattern. A bracket counts only if another one closes it."""
     brackets = text.find("[", 0, max(0, text.rfind("]")))
     return min((at for at in (text.find("*"), text.find("?"), brackets) if at >= 0), default=None)
 
@@ -123,7 +124,7 @@ def _pattern(text: str) -> int | None:
 
 @dataclass(slots=True)
 class _Bounds:
-    """What may still be looked at in one word, and made of it."""
+    """How many characters may still be searched in one word, and how many words made of it."""
 
     budget: StepBudget
     looks: int
@@ -132,17 +133,17 @@ class _Bounds:
     def make(self, words: int) -> None:
         self.words -= words
         if self.words < 0:
-            raise Unreadable("braces that expand to very many words")
+            raise Unreadable("braces that expand to too many words")
 
     def look(self, characters: int) -> None:
         self.budget.spend(1 + characters // 4)
         self.looks -= characters
         if self.looks < 0:
-            raise Unreadable("very many braces in a long word")
+            raise Unreadable("a long word with too many braces")
 
 
 def expand_braces(cells: list[_Cell], budget: StepBudget) -> list[list[_Cell]]:
-    """Every word that brace expansion makes of one."""
+    """Return every word that brace expansion makes of one word."""
     return _expand(cells, _Bounds(budget, SPARE_LOOKS + LOOKS * len(cells)))
 
 
@@ -169,7 +170,7 @@ def _expand(cells: list[_Cell], bounds: _Bounds) -> list[list[_Cell]]:
 
 
 def _opening(cells: list[_Cell], bounds: _Bounds) -> tuple[int, int] | None:
-    """Where the first braces that expand begin and end."""
+    """The positions of the first pair of braces that expands."""
     for start, cell in enumerate(cells):
         if cell != ("{", False):
             continue
@@ -226,14 +227,14 @@ def _sequence(cells: list[_Cell]) -> list[list[_Cell]] | None:
     if first.isalpha() != last.isalpha():
         return None
     if any(len(part) > 9 for part in (first, last, found[3] or "")):
-        raise Unreadable("a long sequence in braces")
+        raise Unreadable("a sequence in braces with very long numbers")
     letters = first.isalpha()
     if letters and first.islower() != last.islower():
-        raise Unreadable("a sequence in braces from one case to the other")
+        raise Unreadable("a sequence in braces from a lower-case to an upper-case letter, or the other way round")
     low, high = (ord(first), ord(last)) if letters else (int(first), int(last))
     step = abs(by) or 1
     if abs(high - low) // step > MOST_WORDS:
-        raise Unreadable("braces that expand to very many words")
+        raise Unreadable("braces that expand to too many words")
     width = 0
     if not letters and any(re.match(r"-?0\d", part) for part in (first, last)):
         width = max(len(first), len(last))
@@ -243,7 +244,7 @@ def _sequence(cells: list[_Cell]) -> list[list[_Cell]] | None:
 
 
 def literal(parts: tuple[Text | Expansion, ...]) -> str | None:
-    """The text of parts, when nothing in them is replaced."""
+    """The text of these parts; None if one of them is an expansion."""
     if any(isinstance(part, Expansion) for part in parts):
         return None
     return "".join(part.text for part in parts if isinstance(part, Text))

@@ -1,6 +1,6 @@
-"""Commands of the shell itself that change what later words mean, or run text: one rule for each.
+"""Builtins of the shell that change what later words mean, or that run text: one function each.
 
-They see the state of the reading through `State` and note there what they find; they decide nothing.
+They read the state of the finder through `State` and record there what they find. They decide nothing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from carrel.policy.shell.arguments import Argument, Unknown, arguments, shown
+from carrel.policy.shell.arguments import Argument, Unknown, arguments, joined
 from carrel.policy.shell.commands import DECLARATIONS, after, skeleton
 from carrel.policy.shell.step_budget import StepBudget
-from carrel.policy.shell.syntax import Dialect, Expansion, Facts, Function, Unreadable, Word
+from carrel.policy.shell.syntax import Dialect, Expansion, Facts, Function, Unreadable, Word, may_run
 from carrel.policy.shell.words import NAME
 from carrel.policy.shell.wrappers import SAFE_OPTIONS
 
 
 class State(Protocol):
-    """What a builtin may look at and change."""
+    """The part of the finder that builtins read and change."""
 
     facts: Facts
     dialect: Dialect
@@ -27,27 +27,32 @@ class State(Protocol):
     unset: set[str]
 
     def text(self, text: str, *, later: bool = False) -> None:
-        """Read a text as commands of this shell, now or at a later time."""
+        """Read a text as commands of this shell that run now or `later`."""
 
     def enter(self, directory: Argument | None) -> None:
-        """Change the directory; None is one that is not known."""
+        """Change the directory; None means an unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A builtin with its arguments, and the words they come from while they are still the same in number."""
+    """A call of a builtin: its arguments and the words that they come from."""
 
     name: str
     arguments: tuple[Argument, ...]
     words: tuple[Word, ...] = ()
     plain: bool = True
-    """Written as it is, so that its assignments are not split."""
+    """The name is written literally, so Bash does not split the values of its assignments."""
 
 
 Builtin = Callable[[Call, State], None]
 
+_READING_OPTION = "an option changes how the shell reads text"
 _FLAGS_OF_SET = frozenset("eufxvnCETbmPh")
 _SAFE_SHOPT = frozenset({"globstar", "dotglob", "nocaseglob", "nocasematch", "inherit_errexit", "checkwinsize"})
+
+
+def _ask(call: Call, state: State, reason: str) -> None:
+    state.facts.ask(f"{reason}: {joined((call.name, *call.arguments))[:120]}")
 
 
 def _eval(call: Call, state: State) -> None:
@@ -55,7 +60,7 @@ def _eval(call: Call, state: State) -> None:
     if words and words[0] == "--":
         words = words[1:]
     if any(isinstance(word, Unknown) for word in words):
-        state.facts.ask(f"the text eval runs is known only at run time: {_line(call)}")
+        _ask(call, state, "the text that eval runs is known only at run time")
         return
     state.text(" ".join(str(word) for word in words))
 
@@ -69,22 +74,19 @@ def _trap(call: Call, state: State) -> None:
     if not words:
         return
     if isinstance(words[0], Unknown) or any(isinstance(word, Unknown) and word.count == "any" for word in words):
-        state.facts.ask(f"the text trap keeps is known only at run time: {_line(call)}")
+        _ask(call, state, "the text that trap runs later is known only at run time")
         return
     if len(words) > 1 and words[0] not in {"-", ""}:
         state.text(words[0], later=True)
 
 
 def _asks(reason: str) -> Builtin:
-    def builtin(call: Call, state: State) -> None:
-        state.facts.ask(f"{reason}: {_line(call)}")
-
-    return builtin
+    return lambda call, state: _ask(call, state, reason)
 
 
 def _alias(call: Call, state: State) -> None:
     if call.arguments and call.arguments != ("-p",):
-        state.facts.ask(f"an alias changes what later words mean: {_line(call)}")
+        _ask(call, state, "an alias changes what later words mean")
 
 
 def _shopt(call: Call, state: State) -> None:
@@ -94,7 +96,7 @@ def _shopt(call: Call, state: State) -> None:
         return
     if set(flags) <= {"-s", "-u", "-q"} and all(name in _SAFE_SHOPT for name in names):
         return
-    state.facts.ask(f"an option changes how text is read: {_line(call)}")
+    _ask(call, state, _READING_OPTION)
 
 
 def _set(call: Call, state: State) -> None:
@@ -102,7 +104,7 @@ def _set(call: Call, state: State) -> None:
     while words:
         word = words.pop(0)
         if isinstance(word, Unknown):
-            state.facts.ask(f"options of set are known only at run time: {_line(call)}")
+            _ask(call, state, "options of set are known only at run time")
             return
         if word in {"--", "-"}:
             break
@@ -111,45 +113,44 @@ def _set(call: Call, state: State) -> None:
             break
         for letter in word[1:]:
             if letter == "o":
-                name = words.pop(0) if words else "errexit"
-                if name not in SAFE_OPTIONS:
-                    state.facts.ask(f"an option changes how text is read: {_line(call)}")
-                    return
-            elif letter not in _FLAGS_OF_SET:
-                state.facts.ask(f"an option changes how text is read: {_line(call)}")
+                safe = (words.pop(0) if words else "errexit") in SAFE_OPTIONS
+            else:
+                safe = letter in _FLAGS_OF_SET
+            if not safe:
+                _ask(call, state, _READING_OPTION)
                 return
     positional(words, state.facts)
 
 
 def positional(words: Sequence[Argument], facts: Facts) -> None:
-    """Note the arguments a function or a text is given."""
+    """Record the positional parameters of a function or a text."""
     for word in words:
         if isinstance(word, Unknown):
             facts.assign_anything("@", word.source)
-        elif "$" in word or "`" in word:
+        elif may_run(word):
             facts.assign_anything("@", word)
 
 
 def _hash(call: Call, state: State) -> None:
     if any(isinstance(word, Unknown) or word.startswith("-p") for word in call.arguments):
-        state.facts.ask(f"hash changes which program a name stands for: {_line(call)}")
+        _ask(call, state, "hash changes which program a name stands for")
 
 
 def _jobs(call: Call, state: State) -> None:
     if any(isinstance(word, Unknown) or word.startswith("-x") for word in call.arguments):
-        state.facts.ask(f"jobs -x runs a command: {_line(call)}")
+        _ask(call, state, "jobs -x runs a command")
 
 
 def _variable(argument: Argument, call: Call, state: State, why: str) -> None:
-    """Note that a builtin writes to the variable an argument names."""
+    """Record that a builtin writes to the variable that an argument names."""
     if isinstance(argument, Unknown) or "[" in argument:
-        state.facts.ask(f"the variable {call.name} writes to is known only at run time: {_line(call)}")
+        _ask(call, state, f"the variable that {call.name} writes to is known only at run time")
     elif NAME.fullmatch(argument):
         state.facts.assign_anything(argument, why)
 
 
 def _options(call: Call, valued: str) -> tuple[list[tuple[str, Argument]], list[Argument]]:
-    """The options of a builtin with their values, and its operands."""
+    """Split the arguments of a builtin into options with their values, and operands."""
     found: list[tuple[str, Argument]] = []
     words = list(call.arguments)
     while words:
@@ -178,7 +179,7 @@ def _printf(call: Call, state: State) -> None:
     first = call.arguments[0] if call.arguments else ""
     if isinstance(first, Unknown) and (first.count == "any" or first.may_be("-v")) and len(call.arguments) > 1:
         if first.count == "any":
-            state.facts.ask(f"an option of printf is known only at run time: {_line(call)}")
+            _ask(call, state, "an option of printf is known only at run time")
         return
     for letter, value in options:
         if letter == "v":
@@ -193,7 +194,7 @@ def _getopts(call: Call, state: State) -> None:
 def _mapfile(call: Call, state: State) -> None:
     options, names = _options(call, "dnOsuCc")
     if any(letter == "C" for letter, _ in options) or any(isinstance(word, Unknown) for word in call.arguments):
-        state.facts.ask(f"mapfile may run a command for every line: {_line(call)}")
+        _ask(call, state, "mapfile may run a command for every line")
     for name in names or ["MAPFILE"]:
         _variable(name, call, state, call.name)
 
@@ -203,8 +204,8 @@ def _let(call: Call, state: State) -> None:
         for part in word.parts:
             if isinstance(part, Expansion):
                 state.facts.evaluate(part.names, part.source)
-            elif "$" in part.text or "`" in part.text:
-                state.facts.ask(f"arithmetic on text that holds a command: {_line(call)}")
+            elif may_run(part.text):
+                _ask(call, state, "arithmetic on text that contains a command")
             else:
                 state.facts.evaluate_text(part.text)
 
@@ -212,7 +213,7 @@ def _let(call: Call, state: State) -> None:
 def _unset(call: Call, state: State) -> None:
     for word in call.arguments:
         if isinstance(word, Unknown) or "[" in word:
-            state.facts.ask(f"what unset removes is known only at run time: {_line(call)}")
+            _ask(call, state, "the name that unset removes is known only at run time")
         elif not word.startswith("-"):
             state.unset.add(word)
             state.functions.pop(word, None)
@@ -224,16 +225,16 @@ def _declare(call: Call, state: State) -> None:
         mark = skeleton(word)
         if isinstance(argument, str) and argument[:1] in {"-", "+"}:
             if set(argument) & set("inI"):
-                state.facts.ask(f"a declaration that evaluates or renames later values: {_line(call)}")
+                _ask(call, state, "a declaration that evaluates or renames later values")
             if "f" in argument and (call.name == "export" or "x" in argument):
-                state.facts.ask(f"a function that other shells will know: {_line(call)}")
+                _ask(call, state, "a function is exported to other shells")
             continue
         found = re.match(r"([A-Za-z_][A-Za-z0-9_]*)(\+?=|$)", mark)
         if not found or (isinstance(argument, Unknown) and argument.count == "any" and not call.plain):
             if isinstance(argument, str) and re.fullmatch(r"[A-Za-z_]\w*(\[\w+\])?(=[^$`]*)?", argument, re.ASCII):
                 state.facts.assign_anything(argument.partition("=")[0].partition("[")[0], argument)
                 continue
-            state.facts.ask(f"the variable {call.name} writes to is known only at run time: {_line(call)}")
+            _ask(call, state, f"the variable that {call.name} writes to is known only at run time")
         elif found[2]:
             state.facts.assign(found[1], after(word, found.end()))
         elif call.name not in {"export", "readonly"}:
@@ -249,9 +250,9 @@ def _test(call: Call, state: State) -> None:
         if many or beside or named:
             for part in word.parts:
                 if isinstance(part, Expansion):
-                    state.facts.evaluate(part.names, f"{part.source} in {call.name}, where quotes would help")
-                elif named and ("$" in part.text or "`" in part.text):
-                    state.facts.ask(f"a test that evaluates text: {_line(call)}")
+                    state.facts.evaluate(part.names, f"{part.source} in {call.name} (put it in quotes)")
+                elif named and may_run(part.text):
+                    _ask(call, state, "a test that evaluates text")
                 else:
                     state.facts.evaluate_text(part.text)
         known = argument
@@ -263,7 +264,7 @@ def _cd(call: Call, state: State) -> None:
     state.enter(None if target == "-" else target)
 
 
-def _nowhere(call: Call, state: State) -> None:
+def _pushd(call: Call, state: State) -> None:
     state.enter(None)
 
 
@@ -272,10 +273,6 @@ def _wait(call: Call, state: State) -> None:
     for letter, value in options:
         if letter == "p":
             _variable(value, call, state, "wait")
-
-
-def _line(call: Call) -> str:
-    return " ".join([call.name, *(shown(each) for each in call.arguments)])[:120]
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -296,10 +293,10 @@ BUILTINS: dict[str, Builtin] = {
     "test": _test,
     "[": _test,
     "cd": _cd,
-    "pushd": _nowhere,
-    "popd": _nowhere,
+    "pushd": _pushd,
+    "popd": _pushd,
     "wait": _wait,
-    "enable": _asks("enable changes which builtins there are"),
+    "enable": _asks("enable switches builtins on or off"),
     "complete": _asks("completion runs commands"),
     "compgen": _asks("completion runs commands"),
     "bind": _asks("bind can run commands"),
@@ -312,15 +309,15 @@ SHELL_WORDS = frozenset(BUILTINS) | frozenset(
     | {"false", "echo", "pwd", "type", "kill", "umask", "ulimit", "disown", "bg", "fg", "suspend", "caller", "dirs"}
     | {"history", "help", "logout", "unalias", "local"}
 )
-"""Every command of the shell itself: a function of such a name changes what later words mean."""
+"""All builtins of the shell. A function with such a name changes what later words mean."""
 
 
 def expanded(words: Sequence[Word], dialect: Dialect, budget: StepBudget) -> list[tuple[Argument, Word]]:
-    """The arguments of words, each with the word it comes from."""
+    """Expand words to arguments, each with the word that it comes from."""
     made = []
     for word in words:
         found = arguments(word, budget)
         if dialect != "bash" and (len(found) != 1 or "{" in skeleton(word)):
-            raise Unreadable("braces are read differently by sh and by Bash")
+            raise Unreadable("sh and Bash read braces differently")
         made += [(argument, word) for argument in found]
     return made

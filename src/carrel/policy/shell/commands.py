@@ -1,7 +1,7 @@
 """Reads the commands of shell text: lists, pipelines, compound commands, functions, redirections, here-documents.
 
-`LineReader` reads what stands between words, `_Reader` the commands. The order of statements and what runs in a child
-is kept; what a command is or may do is not known here.
+`LineReader` reads what is between words, `_Reader` the commands. The result keeps the order of statements and which of
+them run in a child process. Nothing here knows what a command does.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _BROKEN_DESCRIPTOR = re.compile(r"(?:[0-9]|\\\n)+[<>]|\{(?:[A-Za-z0-9_]|\\\n)+\}
 def read(
     text: str, facts: Facts, dialect: Dialect = "bash", *, depth: int = 0, origin: Sequence[int] | None = None
 ) -> Block:
-    """The commands of a text. Raises `Unreadable` where Bash might read it otherwise."""
+    """Read the commands of a text. Raises `Unreadable` where Bash might read it differently."""
     reader = _Reader(text, facts, dialect, depth=depth, origin=origin)
     lines: list[int] = []
     nodes = reader.statements(_NO_STOPS, empty=True, lines=lines)
     if reader.char():
-        raise Unreadable(f"'{reader.char()}' does not belong there")
+        raise Unreadable(f"unexpected character '{reader.char()}'")
     if reader.pending:
         raise Unreadable("a here-document has no body")
     return Block(nodes, lines=tuple(lines))
@@ -64,7 +64,7 @@ class LineReader(WordReader):
 
     @abstractmethod
     def here_reader(self, body: str) -> LineReader:
-        """A reader for the body of a here-document."""
+        """Return a reader for the body of a here-document."""
 
     def blanks(self) -> None:
         """Skip blanks and a comment."""
@@ -72,7 +72,7 @@ class LineReader(WordReader):
         while (char := self.char()) and char in BLANK:
             self.at += 1
         if char == "#":
-            # A continuation in front would join it to the word before, unless something real ends that word.
+            # A line continuation before the '#' would make it part of the word before, unless that word has ended.
             raw = self.text[before - 1 : before] if self.at == before else " "
             if raw and raw not in META and self.text[self.at - 2 : self.at] == "\\\n":
                 raise Unreadable("a comment after a line continuation")
@@ -119,7 +119,7 @@ class LineReader(WordReader):
             redirect.body = self.here_reader(body).here_text()
 
     def here_text(self) -> tuple[Part, ...]:
-        """The parts of an unquoted here-document."""
+        """Read the parts of an unquoted here-document."""
         parts: list[Part] = []
         while char := self.char():
             if char == '"' or (char == "\\" and self.text[self.at + 1 : self.at + 2] == '"'):
@@ -130,7 +130,7 @@ class LineReader(WordReader):
         return merged(parts)
 
     def glimpse(self) -> str | None:
-        """The reserved word that is next, without consuming it."""
+        """Return the reserved word that is next, without consuming it; None if there is none."""
         start, word = self.at, ""
         while (char := self.char()) and char not in META:
             word += char
@@ -155,32 +155,28 @@ class LineReader(WordReader):
         return found
 
     def reserved(self) -> None:
-        """Consume the reserved word that was glimpsed."""
+        """Consume the reserved word that `glimpse` returned."""
         self.char()
         self.facts.starts.add(self.place(self.at))
         self.at = self._after_glimpse
 
     def redirect(self) -> Redirect | None:
-        """The redirection that is next."""
+        """Read the next redirection; None if there is none."""
         start = self.at
         self.char()
         if found := _DESCRIPTOR.match(self.text, self.at):
             self.at = found.end()
             if self.opens():
-                raise Unreadable("a number right in front of a process substitution")
+                raise Unreadable("a number directly before a process substitution")
             if found[0].startswith("{"):
                 self.only_bash("{name}>")
                 self.facts.assign_anything(found[0][1:-1], found[0])
         elif _BROKEN_DESCRIPTOR.match(self.text, self.at):
-            raise Unreadable("a line continuation in front of a redirection")
+            raise Unreadable("a line continuation before a redirection")
         char = self.char()
-        if char == "&" and not self.follows("&>"):
-            self.at = start
-            return None
-        if not char or char not in "&<>" or (self.opens() and char != "&"):
-            self.at = start
-            return None
-        operator = next((each for each in _OPERATORS if self.take(each)), None)
+        operator = None
+        if char and char in "&<>" and (self.follows("&>") if char == "&" else not self.opens()):
+            operator = next((each for each in _OPERATORS if self.take(each)), None)
         if operator is None:
             self.at = start
             return None
@@ -189,7 +185,7 @@ class LineReader(WordReader):
         while (char := self.char()) and char in BLANK:
             self.at += 1
         if operator in {"<&", ">&"} and self.take("-"):
-            # The dash is whole: what follows without a blank is a word of its own.
+            # The dash is a complete token: characters that follow it directly are a new word.
             return Redirect(operator, Word((Text("-", quoted=False),), -1, "-"))
         target = self.word()
         if target is None:
@@ -197,7 +193,7 @@ class LineReader(WordReader):
         made = Redirect(operator, target)
         if operator in {"<<", "<<-"}:
             if any(isinstance(part, Expansion) for part in target.parts) or "\n" in target.source:
-                raise Unreadable("the end of a here-document that is not understood")
+                raise Unreadable("a here-document whose end marker is not a plain word")
             self.pending.append(made)
         return made
 
@@ -216,7 +212,7 @@ class _Reader(LineReader):
         if not self.take(")"):
             raise Unreadable("a substitution is not closed")
         if self.pending or (outer and "\n" in self.text[start : self.at]):
-            raise Unreadable("a here-document that reaches over a substitution")
+            raise Unreadable("a here-document that crosses the border of a substitution")
         self.depth -= 1
         self._substitutions -= 1
         self.pending = outer
@@ -233,9 +229,9 @@ class _Reader(LineReader):
     def statements(
         self, stops: frozenset[str], *, empty: bool = False, closing: str = "", lines: list[int] | None = None
     ) -> tuple[Node, ...]:
-        """Statements up to a reserved word of `stops`, a closing parenthesis, `;;` or the end.
+        """Read statements up to a reserved word of `stops`, a closing parenthesis, `;;` or the end.
 
-        `lines` gets the number of the line of each: what Bash reads at once, and drops at once after an error.
+        `lines` receives the line number of each statement: after an error Bash drops the rest of the line.
         """
         nodes: list[Node] = []
         line = 0
@@ -263,7 +259,7 @@ class _Reader(LineReader):
             elif char == "\n" or self.glimpse() in stops:
                 pass
             elif char and char not in (closing or ")"):
-                raise Unreadable(f"'{char}' does not belong there")
+                raise Unreadable(f"unexpected character '{char}'")
             elif not char or char == ")":
                 break
         if not nodes and not empty:
@@ -271,7 +267,7 @@ class _Reader(LineReader):
         return tuple(nodes)
 
     def and_or(self) -> list[Node]:
-        """Pipelines joined by `&&` and `||`, as one node."""
+        """Read pipelines joined by `&&` and `||`, as one node."""
         found = [self.pipeline()]
         only_and = True
         while True:
@@ -290,7 +286,7 @@ class _Reader(LineReader):
         return [node]
 
     def pipeline(self) -> Node:
-        """Commands joined by pipes; each of several runs in a child."""
+        """Read commands joined by pipes. If there are several, each runs in a child process."""
         negated = False
         while True:
             self.blanks()
@@ -301,17 +297,17 @@ class _Reader(LineReader):
                 if self.follows("-p"):
                     option = self.word()
                     if option is None or option.plain != "-p":
-                        raise Unreadable("an option of 'time' that is not understood")
+                        raise Unreadable("an unknown option of 'time'")
                     self.blanks()
                 if self.follows("--"):
-                    raise Unreadable("an option of 'time' that is not understood")
+                    raise Unreadable("an unknown option of 'time'")
                 if not self.char() or self.char() in "\n;)":
                     return Bare(())
             elif word == "!":
                 self.reserved()
                 negated = True
                 if not self.text[self.at : self.at + 1].isspace():
-                    raise Unreadable("'!' that is not followed by a blank")
+                    raise Unreadable("'!' is not followed by a blank")
             else:
                 break
         commands = [self.command()]
@@ -332,15 +328,15 @@ class _Reader(LineReader):
     # --- commands
 
     def command(self) -> Node:
-        """One command of any kind."""
+        """Read one command of any kind."""
         self.blanks()
         if self.char() == "(":
-            return self.put(self.parenthesised())
+            return self.with_redirects(self.parenthesised())
         word = self.glimpse()
         if word in OPENING:
             return self.compound(word)
         if word is not None:
-            raise Unreadable(f"'{word}' does not belong there")
+            raise Unreadable(f"unexpected '{word}'")
         return self.simple()
 
     def parenthesised(self) -> Block:
@@ -376,26 +372,24 @@ class _Reader(LineReader):
             "{": self.braces,
             "[[": self.test,
         }
-        return self.put(bodies[word]())
+        return self.with_redirects(bodies[word]())
 
-    def put(self, block: Block) -> Block:
-        """The redirections behind a compound command, put on it."""
+    def with_redirects(self, block: Block) -> Block:
+        """Read the redirections after a compound command and add them to its block."""
         found: list[Redirect] = []
-        while True:
-            self.blanks()
-            redirect = self.redirect()
-            if redirect is None:
-                break
+        self.blanks()
+        while (redirect := self.redirect()) is not None:
             found.append(redirect)
-        # In `{ { a; } }` a reserved word follows: the caller looks at it.
+            self.blanks()
+        # In `{ { a; } }` a reserved word follows, which the caller reads.
         if (char := self.char()) and char not in "\n;&|)" and self.glimpse() is None:
-            raise Unreadable("a word right behind a compound command")
+            raise Unreadable("a word directly after a compound command")
         return Block(block.nodes, block.scope, (*block.redirects, *found))
 
     def braces(self) -> Block:
         """`{ …; }`."""
         if not self.text[self.at : self.at + 1].isspace() and self.char() != "(":
-            raise Unreadable("'{' that is not followed by a blank")
+            raise Unreadable("'{' is not followed by a blank")
         nodes = self.statements(frozenset({"}"}))
         self.expect("}")
         return Block(nodes)
@@ -439,7 +433,7 @@ class _Reader(LineReader):
             return Block((*programs, self.do_group()))
         name = self.word()
         if name is None or name.plain is None or not NAME.fullmatch(name.plain):
-            raise Unreadable("a loop variable that is no name")
+            raise Unreadable("the loop variable is not a valid name")
         self.newlines()
         words: list[Word] = []
         if self.glimpse() == "in":
@@ -453,10 +447,9 @@ class _Reader(LineReader):
             if self.char() not in {";", "\n"} or self.follows(";;"):
                 raise Unreadable("the list of a loop is not closed")
             self.facts.assign(name.plain, *words)
-            self.take(";")
         else:
             self.facts.assign(name.plain, Word((Expansion("$@", False, True, ("@",)),), -1, "$@"))
-            self.take(";")
+        self.take(";")
         return Block((Bare(tuple(words)), self.do_group()))
 
     def case(self) -> Block:
@@ -464,7 +457,7 @@ class _Reader(LineReader):
         self.blanks()
         subject = self.word()
         if subject is None:
-            raise Unreadable("a case without a word")
+            raise Unreadable("'case' without a word")
         self.expect("in")
         nodes: list[Node] = [Bare((subject,))]
         while True:
@@ -478,15 +471,14 @@ class _Reader(LineReader):
                 self.blanks()
                 pattern = self.word()
                 if pattern is None:
-                    raise Unreadable("a pattern that is not understood")
+                    raise Unreadable("a pattern of 'case' that this reader does not support")
                 patterns.append(pattern)
                 self.blanks()
                 if not self.take("|"):
                     break
             if not self.take(")"):
-                raise Unreadable("a pattern that is not understood")
-            nodes.append(Bare(tuple(patterns)))
-            nodes.append(Block(self.statements(frozenset({"esac"}), empty=True), "maybe"))
+                raise Unreadable("a pattern of 'case' that this reader does not support")
+            nodes += [Bare(tuple(patterns)), Block(self.statements(frozenset({"esac"}), empty=True), "maybe")]
             self.newlines()
             if self.take(";;"):
                 if self.take("&"):
@@ -494,10 +486,10 @@ class _Reader(LineReader):
             elif self.take(";&"):
                 self.only_bash(";&")
             elif self.glimpse() != "esac":
-                raise Unreadable("a case that is not understood")
+                raise Unreadable("a branch of 'case' does not end with ';;'")
 
     def test(self) -> Block:
-        """`[[ … ]]`: its words are expanded, its numbers evaluated."""
+        """Read `[[ … ]]`. Its words are expanded, and the operands of numeric tests are evaluated."""
         words: list[Word] = []
         numeric = False
         while True:
@@ -515,14 +507,14 @@ class _Reader(LineReader):
                 continue
             if char in "()<>":
                 if char in "()" and self.at and self.text[self.at - 1] not in " \t\n()":
-                    raise Unreadable("a pattern in '[[' that is not understood")
+                    raise Unreadable("a pattern in '[[' that this reader does not support")
                 if char in "<>" and self.opens():
                     raise Unreadable("a process substitution in '[['")
                 self.at += 1
                 continue
             word = self.word()
             if word is None:
-                raise Unreadable("a test that is not understood")
+                raise Unreadable("a test in '[[' that this reader does not support")
             if word.plain == "]]":
                 return Block((Bare(tuple(words)),))
             if numeric:
@@ -535,9 +527,9 @@ class _Reader(LineReader):
             words.append(word)
 
     def coprocess(self) -> Node:
-        """`coproc [name] command`; it runs in a child."""
+        """Read `coproc [name] command`. The command runs in a child process."""
         if self._substitutions:
-            # Bash writes a substitution down anew before it runs it, and does not write a coprocess as it was.
+            # Bash prints a substitution from its syntax tree and parses it again, and it prints a coprocess wrongly.
             raise Unreadable("a coprocess inside a substitution")
         self.blanks()
         start = self.at
@@ -547,7 +539,7 @@ class _Reader(LineReader):
             self.blanks()
             if name is not None and name.plain and (self.char() == "(" or self.glimpse() in OPENING):
                 if not NAME.fullmatch(name.plain):
-                    raise Unreadable("a coprocess whose name is none")
+                    raise Unreadable("the name of this coprocess is not a valid identifier")
                 self.facts.starts.add(name.at)
                 self.facts.assign_anything(name.plain, "coproc")
             else:
@@ -562,16 +554,16 @@ class _Reader(LineReader):
         if self.take("("):
             self.blanks()
             if not self.take(")"):
-                raise Unreadable("a function that is not understood")
+                raise Unreadable("')' is missing in the definition of a function")
         return self.function(name)
 
     def function(self, name: Word | None) -> Function:
-        """The body of a function."""
+        """Read the body of a function."""
         if name is None or name.plain is None or not _FUNCTION_NAME.fullmatch(name.plain):
-            raise Unreadable("a function whose name is unusual")
+            raise Unreadable("a function with an unusual name")
         self.newlines()
         if self.char() == "(":
-            body: Node = self.put(self.parenthesised())
+            body: Node = self.with_redirects(self.parenthesised())
         elif (word := self.glimpse()) in OPENING - {"function", "coproc"} and word is not None:
             body = self.compound(word)
         else:
@@ -579,7 +571,7 @@ class _Reader(LineReader):
         return Function(name.plain, Block((body,), "maybe"))
 
     def simple(self) -> Node:
-        """A simple command, or a function definition."""
+        """Read a simple command or a function definition."""
         assignments: list[Assignment] = []
         words: list[Word] = []
         redirects: list[Redirect] = []
@@ -591,20 +583,20 @@ class _Reader(LineReader):
                 redirects.append(redirect)
                 continue
             if not words and (assignments or redirects) and self.glimpse() is not None:
-                raise Unreadable("a reserved word behind a redirection or an assignment")
+                raise Unreadable("a reserved word after a redirection or an assignment")
             word = self.word(command=not words)
             if word is None:
                 if self.char() == "(" and len(words) == 1 and not assignments and not redirects:
                     self.take("(")
                     self.blanks()
                     if not self.take(")"):
-                        raise Unreadable("a parenthesis behind a word")
+                        raise Unreadable("a parenthesis after a word")
                     return self.function(words[0])
                 break
             found = _ASSIGNED.match(skeleton(word))
             if self.char() == "(" and found and found.end() == len(skeleton(word)):
                 if words and words[0].plain not in DECLARATIONS:
-                    raise Unreadable("an array where none belongs")
+                    raise Unreadable("an array outside an assignment or a declaration")
                 (arrays if words else assignments).append(self.array(found[1], word))
                 continue
             if found and ("+=" in found[0] or found[2]):
@@ -618,13 +610,13 @@ class _Reader(LineReader):
                     self.facts.starts.add(word.at)
                 words.append(word)
         if self.char() == "(":
-            raise Unreadable("a parenthesis behind a word")
+            raise Unreadable("a parenthesis after a word")
         if not (words or assignments or redirects or arrays):
             raise Unreadable("a command is missing")
         return Simple(tuple(assignments), tuple(words), tuple(redirects), tuple(arrays))
 
     def array(self, name: str, word: Word) -> Assignment:
-        """The values of `name=(…)`."""
+        """Read the values of `name=(…)`."""
         self.only_bash("an array")
         self.take("(")
         values: list[Word] = []
@@ -634,7 +626,7 @@ class _Reader(LineReader):
                 break
             value = self.word()
             if value is None:
-                raise Unreadable("an array that is not understood")
+                raise Unreadable("an array that this reader does not support")
             if value.source.startswith("[") and "=" in value.source:
                 self.evaluate_parts(value.parts, value.source)
             values.append(value)
@@ -643,14 +635,14 @@ class _Reader(LineReader):
 
 
 def skeleton(word: Word) -> str:
-    """The unquoted text of a word, with a mark where something is quoted or replaced."""
+    """Return the unquoted text of a word, with NUL characters in the place of quoted text and expansions."""
     return "".join(
         part.text if isinstance(part, Text) and not part.quoted else "\0" * _size(part) for part in word.parts
     )
 
 
 def after(word: Word, length: int) -> Word:
-    """What is left of a word behind so many characters of its skeleton."""
+    """Return the rest of a word after the first `length` characters of its skeleton."""
     left: list[Part] = []
     for part in word.parts:
         size = _size(part)
@@ -665,5 +657,5 @@ def after(word: Word, length: int) -> Word:
 
 
 def _size(part: Part) -> int:
-    """How long a part is in a skeleton: empty quotes count too, for they make a word another one."""
+    """The length of a part in a skeleton. Empty quotes count too, because they change what a word means."""
     return max(1, len(part.text)) if isinstance(part, Text) else 1

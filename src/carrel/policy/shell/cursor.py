@@ -1,7 +1,4 @@
-"""A cursor over shell text: the next character, line continuations, quotes, and what no person would see.
-
-Knows nothing of expansions or commands.
-"""
+"""A cursor over shell text: characters, line continuations, quotes. Knows nothing of expansions or commands."""
 
 from __future__ import annotations
 
@@ -16,27 +13,27 @@ MAX_DEPTH = 40
 _ENDS = frozenset({"", " ", "\t", "\n"})
 _PLAIN = _ENDS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:,+@%^-")
 _JOINS_ON = frozenset("$\\<>{[!#`")
-"""Characters that mean something else together with what follows."""
+"""Characters that form a token together with the character after them."""
 _BIDI = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _ESCAPES = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _NUMERIC_ESCAPE = re.compile(r"([0-7]{1,3})|x([0-9A-Fa-f]{1,2})|u([0-9A-Fa-f]{1,4})|U([0-9A-Fa-f]{1,8})")
 
 
 def check(text: str) -> None:
-    """Refuse text that is too long, or holds characters that a person would not see or a shell would not take."""
+    """Refuse text that is too long, or contains characters that are invisible to a person or invalid for a shell."""
     if len(text) > MAX_TEXT:
         raise Unreadable(f"it is longer than {MAX_TEXT} characters")
     if text.isascii() and text.isprintable():
         return
     for char in text:
         if char < " " and char not in "\t\n":
-            raise Unreadable(f"it holds the control character U+{ord(char):04X}")
+            raise Unreadable(f"it contains the control character U+{ord(char):04X}")
         if char > "~" and (char in _BIDI or unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}):
-            raise Unreadable(f"it holds the invisible or invalid character U+{ord(char):04X}")
+            raise Unreadable(f"it contains the invisible or invalid character U+{ord(char):04X}")
 
 
 class Cursor:
-    """A text and a place in it. `origin` maps places to those of the text this one was taken from."""
+    """A text and a position in it. `origin` maps each position to one in the text that this text was taken from."""
 
     def __init__(
         self, text: str, facts: Facts, dialect: Dialect, *, depth: int = 0, origin: Sequence[int] | None = None
@@ -54,13 +51,13 @@ class Cursor:
         self._budget.spend(1 + len(text) // 8)
 
     def place(self, at: int) -> int:
-        """The position in the text that was given first."""
+        """Return the position in the outermost text; -1 if it is not there."""
         if self._origin is None:
             return at
         return self._origin[at] if at < len(self._origin) else -1
 
     def char(self) -> str:
-        """The next character, line continuations skipped; empty at the end."""
+        """Skip line continuations and return the next character; an empty string at the end."""
         text, at = self.text, self.at
         self._budget.spend()
         if at >= len(text):
@@ -89,7 +86,7 @@ class Cursor:
         return self.text.startswith("(", at)
 
     def take(self, token: str) -> bool:
-        """Consume a token if it is next."""
+        """Consume a token if it is next; return whether it was."""
         start = self.at
         for wanted in token:
             if self.char() != wanted:
@@ -106,12 +103,12 @@ class Cursor:
         return found
 
     def only_bash(self, what: str) -> None:
-        """Refuse what another shell would read otherwise."""
+        """Refuse a construct of Bash if the text is for another shell."""
         if self.dialect != "bash":
-            raise Unreadable(f"{what} is read differently by sh and by Bash")
+            raise Unreadable(f"sh and Bash read {what} differently")
 
     def escaped(self) -> str:
-        """The character after a backslash."""
+        """Consume a backslash and the character after it; return that character."""
         following = self.text[self.at + 1 : self.at + 2]
         if not following:
             raise Unreadable("the text ends with a backslash")
@@ -119,7 +116,7 @@ class Cursor:
         return following
 
     def single(self) -> str:
-        """What is between single quotes, when one is next."""
+        """Consume a text in single quotes; return it without the quotes."""
         end = self.text.find("'", self.at + 1)
         if end < 0:
             raise Unreadable("a single quote is not closed")
@@ -129,12 +126,12 @@ class Cursor:
         return found
 
     def no_line_end_in(self, found: str) -> None:
-        """Refuse a line end in the middle of a word while a here-document waits for the end of its line."""
+        """Refuse a line end inside a word while a here-document waits for the end of its line."""
         if self.pending and "\n" in found:
             raise Unreadable("a line ends inside quotes while a here-document is open")
 
     def ansi_c(self) -> str:
-        """What is between `$'` and `'`, its escapes replaced; the reader stands behind the first quote."""
+        """Read a text in `$'…'`, after its first quote; return it with its escapes replaced."""
         self.only_bash("$'…'")
         out: list[str] = []
         text = self.text
@@ -155,7 +152,7 @@ class Cursor:
                 octal, byte, short, long = numeric.groups()
                 value = int(octal, 8) & 0xFF if octal else int(byte or short or long, 16)
                 if value == 0 or value > 0x7F:
-                    raise Unreadable("a numeric escape stands for an unusual character")
+                    raise Unreadable("a numeric escape for a character that is not ASCII")
                 out.append(chr(value))
             elif following in _ESCAPES:
                 out.append(_ESCAPES[following])
@@ -164,4 +161,4 @@ class Cursor:
                 out.append(following)
                 self.at += 1
             else:
-                raise Unreadable("an unusual escape in $'…'")
+                raise Unreadable("an unknown escape in $'…'")

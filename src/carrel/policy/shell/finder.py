@@ -1,6 +1,6 @@
-"""Finds every command that a shell text or an argument list could run, and every file its redirections touch.
+"""Finds every command that a shell text or an argument list could run, and every file its redirections open.
 
-What cannot be known before it runs is a reason to ask. Knows nothing of rules; decides nothing.
+If something is known only at run time, the result says that a person must decide. Knows nothing of rules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from carrel.policy.shell import commands, cross_check
-from carrel.policy.shell.arguments import Argument, Unknown, literal, shown, value
+from carrel.policy.shell.arguments import Argument, Unknown, joined, literal, shown, value
 from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
 from carrel.policy.shell.cursor import check
 from carrel.policy.shell.step_budget import StepBudget, TooComplex, size_of
@@ -32,6 +32,8 @@ from carrel.policy.shell.syntax import (
     Text,
     Unreadable,
     Word,
+    may_run,
+    programs_of,
 )
 from carrel.policy.shell.variables import LOCALE, belongs_to, changes_what_runs, is_evaluated
 from carrel.policy.shell.wrappers import RUNNERS, Inside, base, inside
@@ -39,8 +41,9 @@ from carrel.policy.shell.wrappers import RUNNERS, Inside, base, inside
 MOST_COMMANDS = 1000
 MOST_DIRECTORIES = 16
 MAX_DEPTH = 12
+_TOO_MANY_PROGRAMS = "programs that run programs are nested too deeply"
 
-_FREE = re.compile(r"/dev/(null|zero|full|u?random|tty|std(in|out|err)|fd/\d+)")
+_HARMLESS_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|std(in|out|err)|fd/\d+)")
 _SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
 
 
@@ -55,12 +58,12 @@ class Command:
     @property
     def text(self) -> str:
         """The command as a person would write it."""
-        return " ".join(shown(argument) for argument in self.arguments)
+        return joined(self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class FileUse:
-    """A file that a redirection or an option opens; `path` is absolute, None when it is known only at run time."""
+    """A file that a redirection or an option opens. `path` is absolute, or None if it is known only at run time."""
 
     operation: Literal["read", "write", "delete"]
     path: str | None
@@ -77,23 +80,23 @@ class HostUse:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Everything a text could run or touch, and why a person must look."""
+    """Everything that a text could run or open, and the reasons why a person must decide (`asks`)."""
 
     commands: tuple[Command, ...]
     files: tuple[FileUse, ...]
     hosts: tuple[HostUse, ...]
     asks: tuple[str, ...]
     opaque: tuple[str, ...]
-    """Commands in other places that it runs and that cannot be seen here: a file, standard input."""
+    """Commands that read further commands from a file or from standard input, which are not known here."""
 
 
 def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | None = None) -> Found:
-    """What a shell text, or a program with its arguments, could run."""
+    """Find what a shell text, or a program with its arguments, could run."""
     budget = StepBudget(size_of(command))
     finder = _Finder(dialect, cwd, budget)
     finder.start(command)
     if finder.unset & finder.defined:
-        # A function that is removed somewhere is nowhere certain: read again, knowing that.
+        # A function that is unset somewhere is not certain anywhere: read the text again with that knowledge.
         finder = _Finder(dialect, cwd, budget, frozenset(finder.unset))
         finder.start(command)
     return Found(
@@ -106,9 +109,11 @@ def find(command: str | Sequence[str], *, dialect: Dialect = "bash", cwd: str | 
 
 
 class _Finder:
-    """Walks what was read. One object for a text and every text inside it."""
+    """Walks the syntax tree. One object serves a text and all the texts inside it."""
 
-    def __init__(self, dialect: Dialect, cwd: str | None, budget: StepBudget, removed: frozenset[str] = frozenset()):
+    def __init__(
+        self, dialect: Dialect, cwd: str | None, budget: StepBudget, unset_anywhere: frozenset[str] = frozenset()
+    ):
         self.facts = Facts(budget)
         self._spend = budget.spend
         self.dialect: Dialect = dialect
@@ -120,11 +125,11 @@ class _Finder:
         self.unset: set[str] = set()
         self._directories: frozenset[str] | None = None if cwd is None else frozenset({cwd})
         self._entered: frozenset[str] | None = None
-        """Where the last `cd` led, if it did."""
+        """The directories that the last `cd` leads to if it succeeds."""
         self._via: tuple[str, ...] = ()
         self._ascii = True
         self._depth = 0
-        self._removed = removed
+        self._unset_anywhere = unset_anywhere
         self._definitions: list[tuple[Function, dict[str, Function]]] = []
         self._walked: set[tuple[object, ...]] = set()
         self._walked_once: set[int] = set()
@@ -134,13 +139,13 @@ class _Finder:
 
     @property
     def defined(self) -> set[str]:
-        """The names of all functions of the text."""
+        """The names of all functions that the text defines."""
         return {function.name for function, _ in self._definitions}
 
     # --- texts
 
     def start(self, command: str | Sequence[str]) -> None:
-        """Read and walk everything."""
+        """Read and walk the whole command."""
         try:
             if isinstance(command, str):
                 self.read(command, self.dialect)
@@ -167,7 +172,7 @@ class _Finder:
         self.facts.starts, self.dialect = set(), dialect
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise Unreadable("texts inside texts, too deep")
+            raise Unreadable("scripts inside scripts are nested too deeply")
         block = commands.read(text, self.facts, dialect)
         for objection in cross_check.objections(text, self.facts.starts, self.facts.budget):
             self.facts.ask(objection)
@@ -176,7 +181,7 @@ class _Finder:
         self.facts.starts, self.dialect = outer
 
     def text(self, text: str, *, later: bool = False) -> None:
-        """A text that `eval` or `trap` runs in this shell."""
+        """Walk a text that `eval` runs in this shell, or remember one that `trap` runs later."""
         if later:
             self._spend_on_functions()
             self._later.append((text, dict(self.functions), self.dialect))
@@ -186,7 +191,7 @@ class _Finder:
         self._rejoin(*kept)
 
     def _conclude(self) -> None:
-        """What is left once the text has been walked: traps, functions nobody surely called, odd variables."""
+        """After the text: walk its traps and the functions that may not have been called, then check its variables."""
         done = 0
         named: set[Argument] = set()
         seen = 0
@@ -232,15 +237,15 @@ class _Finder:
             if block.scope == "loop" and self._directories != directories:
                 self._directories = None
                 if len(self.files) > seen:
-                    self.facts.ask("files are opened in a loop that changes its directory")
+                    self.facts.ask("files are opened in a loop that changes the directory")
             self._rejoin(functions, directories)
 
     def _spend_on_functions(self) -> None:
-        """Take the steps that copying the known functions costs."""
+        """Spend the steps that copying the known functions costs."""
         self._spend(2 + len(self.functions) // 8)
 
     def _rejoin(self, functions: dict[str, Function], directories: frozenset[str] | None) -> None:
-        """After what perhaps ran: only what holds either way is certain."""
+        """After a block that may not have run: keep only what is certain in both cases."""
         self._spend_on_functions()
         self.functions = {name: each for name, each in functions.items() if name in self.functions}
         if directories is None or self._directories is None:
@@ -264,8 +269,8 @@ class _Finder:
 
     def _define(self, function: Function) -> None:
         if function.name in SHELL_WORDS | RUNNERS | COUNTERS:
-            self.facts.ask(f"a function takes the name of a command that others rely on: {function.name}")
-        if function.name not in self._removed:
+            self.facts.ask(f"a function replaces a command of the same name: {function.name}")
+        if function.name not in self._unset_anywhere:
             self.functions[function.name] = function
         self._spend_on_functions()
         self._definitions.append((function, dict(self.functions)))
@@ -275,7 +280,7 @@ class _Finder:
             self.facts.ask(f"a function calls itself: {function.name}")
             return
         self._spend_on_functions()
-        # Walked again only where other functions or directories would make a difference.
+        # Walk it again only if the known functions or directories have changed.
         known = frozenset((name, id(each)) for name, each in self.functions.items())
         key = (id(function), known, self._directories)
         if key in self._walked:
@@ -301,16 +306,14 @@ class _Finder:
                     for part in word.parts:
                         if isinstance(part, Expansion):
                             self.facts.evaluate(part.names, part.source)
-                        elif "$" in part.text or "`" in part.text:
-                            self.facts.ask(f"{each.name} evaluates the text it is given")
+                        elif may_run(part.text):
+                            self.facts.ask(f"the shell evaluates what is assigned to {each.name}")
 
     def _redirects(self, redirects: Sequence[Redirect]) -> None:
         for redirect in redirects:
             self._words((redirect.target,))
-            for part in redirect.body:
-                if isinstance(part, Expansion):
-                    for program in part.programs:
-                        self._block(program)
+            for program in programs_of(redirect.body):
+                self._block(program)
             self._opened(redirect)
 
     def _opened(self, redirect: Redirect) -> None:
@@ -326,27 +329,26 @@ class _Finder:
         if operator in {"<&", ">&"}:
             self._expanded_twice(redirect.target)
             if operator == "<&":
-                return  # a descriptor, or nothing
-        operations: list[Literal["read", "write"]] = ["write"] if ">" in operator else ["read"]
-        if operator == "<>":
-            operations.append("read")
-        for operation in operations:
-            for path in self._paths(target):
-                self._opened_path(operation, path, redirect.target.source)
+                return  # it duplicates a descriptor, and opens no file
+        if ">" in operator:
+            self._open_all("write", target, redirect.target.source)
+        if ">" not in operator or operator == "<>":
+            self._open_all("read", target, redirect.target.source)
 
     def _expanded_twice(self, target: Word) -> None:
-        """Bash expands the file behind `>&` once more, whatever quotes it stood in."""
+        """Bash expands the file name after `>&` a second time, even if it is quoted."""
         for part in target.parts:
             if isinstance(part, Expansion):
                 self.facts.evaluate(part.names, part.source)
             elif set(part.text) & set("$`\\'\"*?[~{"):
-                self.facts.ask(f"a file name that is expanded twice: {target.source[:80]}")
+                self.facts.ask(f"the shell expands this file name twice: {target.source[:80]}")
 
-    def _opened_path(self, operation: Literal["read", "write", "delete"], path: str | None, source: str) -> None:
-        if path is not None and (found := _SOCKET.fullmatch(path)):
-            self.hosts.append(HostUse(found[1], found[2]))
-        elif path is None or not _FREE.fullmatch(path):
-            self.files.append(FileUse(operation, path, source))
+    def _open_all(self, operation: Literal["read", "write", "delete"], target: Argument, source: str) -> None:
+        for path in self._paths(target):
+            if path is not None and (found := _SOCKET.fullmatch(path)):
+                self.hosts.append(HostUse(found[1], found[2]))
+            elif path is None or not _HARMLESS_DEVICE.fullmatch(path):
+                self.files.append(FileUse(operation, path, source))
 
     def _paths(self, target: Argument) -> list[str | None]:
         if isinstance(target, Unknown):
@@ -358,12 +360,11 @@ class _Finder:
         return [normal(f"{directory}/{target}") for directory in sorted(self._directories)]
 
     def enter(self, directory: Argument | None) -> None:
-        """Change the directory; None is one that is not known."""
-        known = isinstance(directory, str) and (directory.startswith("/") or self._directories is not None)
+        """Change the directory; None means an unknown one."""
         self._entered = None
-        if known and directory is not None:
+        if isinstance(directory, str) and (directory.startswith("/") or self._directories is not None):
             self._entered = frozenset(path for path in self._paths(directory) if path is not None)
-        # It may fail and leave the shell where it was.
+        # `cd` may fail and leave the shell in its directory.
         if self._entered is None or self._directories is None or len(self._directories) > MOST_DIRECTORIES:
             self._directories = None
         else:
@@ -400,7 +401,7 @@ class _Finder:
         functions: bool = True,
         prefixes: int = 0,
     ) -> None:
-        """A command of a shell: a function, a builtin or a program. `prefixes`: how many `command` stand before it."""
+        """Walk a function, a builtin or a program. `prefixes` counts the `command` and `builtin` before it."""
         self._spend(1 + len(pairs))
         argv = tuple(argument for argument, _ in pairs)
         name = argv[0]
@@ -412,11 +413,11 @@ class _Finder:
         if name in {"exec", "command", "builtin"}:
             self._note(argv, names)
             if prefixes == MAX_DEPTH:
-                raise Unreadable("programs that run programs, too deep")
+                raise Unreadable(_TOO_MANY_PROGRAMS)
             self._prefix(name, pairs, redirects, prefixes)
             return
         if name in {"source", "."}:
-            self.opaque.append(Command(argv).text)
+            self.opaque.append(joined(argv))
         if name in BUILTINS:
             self._note(argv, names)
             words = tuple(word for _, word in pairs[1:])
@@ -427,12 +428,12 @@ class _Finder:
     def _prefix(
         self, name: str, pairs: list[tuple[Argument, Word]], redirects: Sequence[Redirect], prefixes: int
     ) -> None:
-        """`exec`, `command` and `builtin` run what follows, each in its own way."""
+        """Walk the command after `exec`, `command` or `builtin`."""
         at = 1
         while at < len(pairs):
             option = pairs[at][0]
             if isinstance(option, Unknown):
-                self.facts.ask(f"what {name} runs is known only at run time: {option.source}")
+                self.facts.ask(f"the command that {name} runs is known only at run time: {option.source}")
                 return
             if option == "--":
                 at += 1
@@ -446,14 +447,14 @@ class _Finder:
             elif not (name == "command" and option == "-p") and not (
                 name == "exec" and set(option[1:]) <= set("cl") and self.dialect == "bash"
             ):
-                self.facts.ask(f"option {option} of {name} is not known here")
+                self.facts.ask(f"option {option} of {name} is unknown to this reader")
                 return
             at += 1
         rest = pairs[at:]
         if not rest:
             return
         if not isinstance(rest[0][0], str):
-            self.facts.ask(f"what {name} runs is known only at run time: {rest[0][0].source}")
+            self.facts.ask(f"the command that {name} runs is known only at run time: {rest[0][0].source}")
         elif name == "exec":
             self.program(tuple(argument for argument, _ in rest), (*self._via, name), (), redirects)
         else:
@@ -461,7 +462,7 @@ class _Finder:
 
     def _note(self, argv: tuple[Argument, ...], names: tuple[str, ...]) -> None:
         if len(self.commands) >= MOST_COMMANDS:
-            raise Unreadable(f"it holds more than {MOST_COMMANDS} commands")
+            raise Unreadable(f"it contains more than {MOST_COMMANDS} commands")
         self.commands.append(Command(argv, self._via, names))
 
     def program(
@@ -471,9 +472,9 @@ class _Finder:
         names: tuple[str, ...] = (),
         redirects: Sequence[Redirect] = (),
     ) -> None:
-        """A program, and what it runs."""
+        """Walk a program and the commands that it runs."""
         if len(via) > MAX_DEPTH:
-            raise Unreadable("programs that run programs, too deep")
+            raise Unreadable(_TOO_MANY_PROGRAMS)
         self._spend(1 + len(argv))
         outer = self._via
         self._via = via
@@ -489,8 +490,7 @@ class _Finder:
         for reason in found.asks:
             self.facts.ask(reason)
         for operation, target in found.files:
-            for path in self._paths(target):
-                self._opened_path(operation, path, shown(target))
+            self._open_all(operation, target, shown(target))
         functions, directories = self.functions, self._directories
         self.functions = {}
         if found.moves:
@@ -510,7 +510,7 @@ class _Finder:
             positional(more, self.facts)
             self.read(text, dialect)
         if found.file:
-            self.opaque.append(Command(argv).text)
+            self.opaque.append(joined(argv))
         if found.reads_commands is not None:
             self._standard_input(argv, found.reads_commands, redirects)
         self.functions, self._directories = functions, directories
@@ -520,15 +520,15 @@ class _Finder:
             self.facts.ask(f"the variable {name} changes what commands run")
 
     def _standard_input(self, argv: tuple[Argument, ...], dialect: Dialect, redirects: Sequence[Redirect]) -> None:
-        """A shell that reads its commands: from a here-document they can be seen."""
+        """Walk the commands that a shell reads from its standard input, if a here-document contains them."""
         given = [each for each in redirects if "<" in each.operator]
         if not given or given[-1].operator not in {"<<", "<<-", "<<<"}:
-            self.opaque.append(Command(argv).text)
+            self.opaque.append(joined(argv))
             return
         last = given[-1]
         text = literal(last.target.parts if last.operator == "<<<" else last.body)
         if text is None:
-            self.facts.ask(f"the commands {shown(argv[0])} reads are known only at run time")
+            self.facts.ask(f"the commands that {shown(argv[0])} reads are known only at run time")
         else:
             self.read(text, dialect)
 
@@ -538,9 +538,9 @@ def _is_cd(node: Node) -> bool:
 
 
 class _UncertainFunctions:
-    """Tells which functions of a text are not certain to be defined when its next line runs.
+    """Finds the functions that may be undefined when the next line of a text runs.
 
-    An error in an expansion makes Bash drop the rest of the line, definitions included, and go on with the next line.
+    After an error in an expansion Bash drops the rest of the line, including definitions, and continues with the next.
     """
 
     def __init__(self, block: Block):
@@ -550,7 +550,7 @@ class _UncertainFunctions:
         self._names: set[str] = set()
 
     def before(self, number: int, functions: Collection[str]) -> set[str]:
-        """The functions that are not certain when a node begins."""
+        """Return the functions that may be undefined when this node begins."""
         if not self._block.lines:
             return set()
         gone: set[str] = set()
@@ -567,7 +567,7 @@ class _UncertainFunctions:
 
 
 def _is_plain(node: Node, functions: Collection[str]) -> bool:
-    """Whether a node is a command without any expansion, so that nothing in it can go wrong before it runs."""
+    """Whether a node is a command without expansions, so that no error can occur before it runs."""
     if not isinstance(node, Simple) or node.assignments or node.arrays or not node.words:
         return False
     every = [*node.words, *(each.target for each in node.redirects)]
@@ -577,5 +577,5 @@ def _is_plain(node: Node, functions: Collection[str]) -> bool:
 
 
 def normal(path: str) -> str:
-    """An absolute path without `.`, `..` and doubled slashes. Links are not looked at: there is no disk here."""
+    """Remove `.`, `..` and doubled slashes from an absolute path. It resolves no symbolic links."""
     return "/" + posixpath.normpath(path).lstrip("/")

@@ -1,8 +1,8 @@
-"""Options by which an ordinary program runs another program, writes another file or loads code: one table.
+"""Options with which an ordinary program runs another program, writes another file or loads code: one table.
 
-A program is allowed by its name, so what such an option names must be decided too: the command it runs by the shell
-rules, the file it writes by the file rules. An option that does neither in a way that can be read here asks.
-Knows nothing of rules.
+Rules allow a program by its name, so what such an option names must be decided too: the command that it runs by the
+shell rules, the file that it writes by the file rules. Any other option that could run or write something is a reason
+to ask. Knows nothing of rules.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.policy.shell.arguments import Argument, Unknown, shown
-from carrel.policy.shell.sed_awk import awk_reasons, read_sed
+from carrel.policy.shell.sed_awk import Effects, awk_reasons, read_sed
 
-Does = Literal["text", "program", "file", "setting", "given", "asks"]
-"""`text`: a shell runs the value. `program`: the value is a program that is run. `file`: the value is a file that is
-written. `setting`: the value is a setting of git. `given`: the value is looked at by the reader of the program.
-`asks`: anything else that could run or write something.
+Does = Literal["text", "program", "file", "setting", "script", "asks"]
+"""What the value of an option is. `text`: a text that a shell runs. `program`: a program that runs. `file`: a file that
+is written. `setting`: a setting of git. `script`: a script that `_sed` or `_awk` reads. `asks`: anything else that
+could run or write something.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How a program is told to run or write something.
+    """The options with which a program runs or writes something.
 
-    `options` are names and what they do; names of several letters stand behind two dashes, and may be cut short.
-    `valued` are other letters that always take a value, `long_valued` other names: a wrong one would hide the option
-    behind it. `flags` are those of `options` that take no value, or only one that is joined to them.
+    `options` maps names to what they do; names of several letters follow two dashes and may be abbreviated. `valued`
+    are other letters that always take a value, and `long_valued` other names: without them the next option would be
+    taken for an operand. `flags` are the `options` that take no value, or only one that is joined to them.
     """
 
     options: dict[str, Does]
@@ -37,23 +37,13 @@ class Program:
     long_valued: frozenset[str] = frozenset()
     flags: frozenset[str] = frozenset()
     operand: int | None = None
-    """From which operand on, counted from 0, operands are files that are written."""
+    """The operands from this one on, counted from 0, are files that the program writes."""
     prefix: str = ""
-    """What an operand that names a file to write begins with."""
+    """An operand that names a file to write begins with this."""
     asking: re.Pattern[str] | None = None
     """Operands that may run or write something."""
     plain: dict[str, re.Pattern[str]] = field(default_factory=dict)
-    """Values with which an option that asks does nothing else."""
-
-
-@dataclass(slots=True)
-class Effects:
-    """What the options of a program make it do."""
-
-    texts: list[str] = field(default_factory=list)
-    programs: list[str] = field(default_factory=list)
-    writes: list[Argument] = field(default_factory=list)
-    asks: list[str] = field(default_factory=list)
+    """For an option that asks, the values that are harmless."""
 
 
 def _does(does: Does, names: str) -> dict[str, Does]:
@@ -86,12 +76,12 @@ GIT = {
     "init": Program(_does("asks", "template"), "b"),
     **dict.fromkeys(("log", "diff", "show", "whatchanged", "format-patch", "stash"), _GIT_SHOWS),
 }
-"""What each command of git can be told; `git` itself is below."""
+"""The commands of git. `_GIT_GLOBAL` has the options before the command."""
 _GIT_ASKS = _words(
     "filter-branch send-email instaweb daemon difftool--helper mergetool for-each-repo hook shell cvsserver "
     "fast-import imap-send maintenance p4 svn gui citool web--browse credential remote-ext remote-fd bundle"
 )
-"""Commands of git that run what a file or a setting names."""
+"""Commands of git that run programs which a file or a setting names."""
 _GIT_GLOBAL = Program(
     _does("setting", "c") | _does("asks", "config-env exec-path git-dir work-tree super-prefix"), "C",
     _words("namespace"),
@@ -102,7 +92,7 @@ _EDITOR = Program(_does("asks", "c S s u U i w W cmd startuptime"), "tT", asking
 _SSH = Program(_does("asks", "o F S E P D L R W J I"), "bceilmpQw")
 
 _FORMAT = re.compile(r"(?!@)(?!.*%output\{).*", re.DOTALL)
-"""What curl writes out afterwards, unless it is read from a file or written to one."""
+"""Formats of `curl --write-out` that neither read nor write a file."""
 
 PROGRAMS: dict[str, Program] = {
     "sort": Program(
@@ -178,16 +168,16 @@ PROGRAMS: dict[str, Program] = {
     "pip list": Program(_does("file", "log") | _does("program", "python"), "if"),
     "pip config": Program(_does("text", "editor")),
 }
-"""Programs with such options. Git, sed, awk and find have readers of their own."""
+"""Programs with such options. Git, sed, awk and find are read by functions of their own."""
 PIP = re.compile(r"pip(\d+(\.\d+)*)?")
 _SED = Program(
-    _does("given", "e expression i in-place") | _does("asks", "f file"),
+    _does("script", "e expression i in-place") | _does("asks", "f file"),
     "l",
     _words("line-length"),
     _words("i in-place"),
 )
 _AWK = Program(
-    _does("given", "e source") | _does("asks", "f file i include l load E exec W")
+    _does("script", "e source") | _does("asks", "f file i include l load E exec W")
     | _does("file", "d dump-variables p profile o pretty-print"),
     "Fv", _words("field-separator assign"), _words("d dump-variables p profile o pretty-print"),
 )  # fmt: skip
@@ -199,13 +189,13 @@ _SAFE_CONFIG = re.compile(
 
 
 def is_safe_config(setting: Argument) -> bool:
-    """Whether a setting of git, `key` or `key=value`, changes nothing that git runs or reaches."""
+    """Whether a setting of git, `key` or `key=value`, cannot change what git runs or connects to."""
     text = setting if isinstance(setting, str) else setting.prefix
     return ("=" in text or isinstance(setting, str)) and bool(_SAFE_CONFIG.fullmatch(text.partition("=")[0]))
 
 
 def effects(name: str, rest: Sequence[Argument]) -> Effects | None:
-    """What the options of a program make it run or write; None where there is nothing of the kind."""
+    """Return what the options of a program make it run or write; None if they do neither."""
     found = Effects()
     if name == "git":
         _git(rest, found)
@@ -225,19 +215,17 @@ def effects(name: str, rest: Sequence[Argument]) -> Effects | None:
 
 
 class _Reader:
-    """Reads the options of a program as `getopt_long` does: letters together, names cut short, `--`."""
+    """Reads the options of a program as `getopt_long` does: combined letters, abbreviated names, `--`."""
 
     def __init__(self, name: str, program: Program, found: Effects):
         self._name = name
         self._program = program
         self._found = found
         self.options: list[tuple[str, Argument]] = []
-        """Options that do something, with their values, in order."""
-        self.flags: set[str] = set()
-        """Other letters and names that were given."""
+        """The options of `Program.options` that were given, with their values, in order."""
 
     def read(self, rest: Sequence[Argument], *, stop: bool = False) -> list[Argument]:
-        """Note what the options do. The operands are returned; with `stop` all from the first on."""
+        """Record what the options do and return the operands; with `stop`, everything from the first operand on."""
         operands: list[Argument] = []
         at = 0
         while at < len(rest):
@@ -260,15 +248,15 @@ class _Reader:
         return operands
 
     def _unknown(self, argument: Unknown) -> None:
-        """What is known only at run time may be such an option. Names of files, which a pattern makes, may be too;
-        but those are there already, and a person who looked at the command could not tell either.
+        """Ask about an argument that may be such an option at run time. File names that a pattern expands to may be
+        one too, but those files exist already, and a person who reads the command could not see it either.
         """
         harmful = any(does != "asks" for does in self._program.options.values())
         begins = argument.prefix and not argument.prefix.startswith("-")
         if harmful and argument.count != "each" and not begins:
             self._found.asks.append(
                 f"an argument of {self._name} known only at run time may be an option that runs or writes something: "
-                f"{argument.source[:80]} (behind -- it is none)"
+                f"{argument.source[:80]} (put it after -- if it is not an option)"
             )
 
     def _long(self, text: str, following: Argument) -> int:
@@ -279,7 +267,6 @@ class _Reader:
         if named is None and key:
             named = next((each for each in self._program.options if len(each) > 1 and each.startswith(key)), None)
         if named is None:
-            self.flags.add(key)
             return 1
         if equals or named in self._program.flags:
             self._note(named, given)
@@ -303,13 +290,12 @@ class _Reader:
                 return 1 if behind else 2
             if letter in self._program.valued:
                 return 1 if behind else 2
-            self.flags.add(letter)
         return 1
 
     def _note(self, option: str, value: Argument) -> None:
         self.options.append((option, value))
         does = self._program.options[option]
-        if does == "given":
+        if does == "script":
             return
         dashed = f"-{option}" if len(option) == 1 else f"--{option}"
         if does == "file" and value in {"", "-"}:
@@ -331,7 +317,7 @@ class _Reader:
         first, prefix, asking = self._program.operand, self._program.prefix, self._program.asking
         for operand in operands if asking is not None else ():
             if isinstance(operand, str) and asking is not None and asking.match(operand):
-                self._found.asks.append(f"{shown(operand)[:80]} tells {self._name} to run or write something")
+                self._found.asks.append(f"{shown(operand)[:80]} may make {self._name} run or write something")
         if first is None:
             return
         for operand in operands[first:]:
@@ -344,7 +330,7 @@ class _Reader:
 
 
 def _without_old_style(rest: Sequence[Argument]) -> list[Argument]:
-    """The arguments of tar with letters that have no dash, `tar xIf prog file`, written as options."""
+    """Write the letters of tar that have no dash, as in `tar xIf prog file`, as options."""
     first = rest[0] if rest else ""
     if not isinstance(first, str) or not first or first.startswith("-"):
         return list(rest)
@@ -361,11 +347,11 @@ def _git(rest: Sequence[Argument], found: Effects) -> None:
     words = _Reader("git", _GIT_GLOBAL, found).read(rest, stop=True)
     if not words or not isinstance(words[0], str):
         if words:
-            found.asks.append(f"what git does is known only at run time: {shown(words[0])[:80]}")
+            found.asks.append(f"the command of git is known only at run time: {shown(words[0])[:80]}")
         return
     command, behind = words[0], words[1:]
     if command in _GIT_ASKS:
-        found.asks.append(f"git {command} runs what files or settings name")
+        found.asks.append(f"git {command} runs programs that files or settings name")
     elif command == "bisect" and behind[:1] == ["run"]:
         found.texts.append(" ".join(shown(each) for each in behind[1:]))
     elif command == "submodule" and "foreach" in behind[:3]:
@@ -376,7 +362,7 @@ def _git(rest: Sequence[Argument], found: Effects) -> None:
     elif command in GIT:
         operands = _Reader(f"git {command}", GIT[command], found).read(behind)
         if any(isinstance(each, str) and re.match(r"(ext|fd)::", each) for each in operands):
-            found.asks.append(f"a remote of git {command} that runs a program")
+            found.asks.append(f"git {command} has a remote that runs a program")
 
 
 def _git_config(rest: Sequence[Argument], found: Effects) -> None:
@@ -403,11 +389,8 @@ def _sed(name: str, rest: Sequence[Argument], found: Effects) -> None:
             found.asks.append(
                 f"a script of {name} that is known only at run time may run or write: {script.source[:80]}"
             )
-            continue
-        said = read_sed(script)
-        found.texts += said.texts
-        found.writes += said.writes
-        found.asks += said.asks
+        else:
+            read_sed(script, found)
     if any(option in {"i", "in-place"} for option, _ in reader.options):
         found.writes += operands
 

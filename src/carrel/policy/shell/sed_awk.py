@@ -1,6 +1,6 @@
-"""Reads the small programs that are given to sed and awk as an argument: what they run and which files they write.
+"""Reads the small programs that sed and awk get as an argument: what they run and which files they write.
 
-Anything that is not surely understood is a reason to ask.
+Anything that is not certain is a reason to ask.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from carrel.policy.shell.arguments import Argument
+
 
 @dataclass(slots=True)
-class SedScript:
-    """What a script of sed does beside editing text."""
+class Effects:
+    """What a program does because of its options or its script: shell texts and programs that it runs, files that it
+    writes, and reasons to ask.
+    """
 
     texts: list[str] = field(default_factory=list)
-    writes: list[str] = field(default_factory=list)
+    programs: list[str] = field(default_factory=list)
+    writes: list[Argument] = field(default_factory=list)
     asks: list[str] = field(default_factory=list)
 
 
@@ -30,20 +35,18 @@ _REGEX_FLAGS = re.compile(r"[IM]*")
 _OUTPUT = frozenset({"/dev/stdout", "/dev/stderr"})
 
 
-class _Puzzled(Exception):
-    """The script is not understood."""
+class _Unsupported(Exception):
+    """The script uses something that is not known here."""
 
 
-def read_sed(script: str) -> SedScript:
-    """What a script of sed runs and writes."""
-    found = SedScript()
+def read_sed(script: str, found: Effects) -> None:
+    """Add what a script of sed runs and writes to `found`."""
     try:
         at = 0
         while (at := _match(_SPACE, script, at)) < len(script):
             at = _command(script, at, found)
-    except _Puzzled:
-        found.asks.append(f"a script of sed that is not understood: {script[:80]}")
-    return found
+    except _Unsupported:
+        found.asks.append(f"a script of sed that this reader does not support: {script[:80]}")
 
 
 def _match(shape: re.Pattern[str], script: str, at: int) -> int:
@@ -51,7 +54,7 @@ def _match(shape: re.Pattern[str], script: str, at: int) -> int:
     return at if found is None else found.end()
 
 
-def _command(script: str, at: int, found: SedScript) -> int:
+def _command(script: str, at: int, found: Effects) -> int:
     at = _addresses(script, at)
     letter, at = script[at : at + 1], at + 1
     if letter in {"{", "}"}:
@@ -73,15 +76,15 @@ def _command(script: str, at: int, found: SedScript) -> int:
         if command := script[at:end].strip():
             found.texts.append(command)
         else:
-            found.asks.append("a script of sed that runs the text it reads")
+            found.asks.append("a script of sed that runs the text that it reads")
         return end
     if letter and letter in "sy":
         delimiter, at = script[at : at + 1], at + 1
         if not delimiter or delimiter in "\\\n":
-            raise _Puzzled
+            raise _Unsupported
         at = _delimited(script, _delimited(script, at, delimiter), delimiter)
         return at if letter == "y" else _substitution_flags(script, at, found)
-    raise _Puzzled
+    raise _Unsupported
 
 
 def _addresses(script: str, at: int) -> int:
@@ -101,13 +104,13 @@ def _address(script: str, at: int) -> int:
     if script[at : at + 1] == "\\":
         delimiter = script[at + 1 : at + 2]
         if not delimiter or delimiter in "\\\n":
-            raise _Puzzled
+            raise _Unsupported
         return _match(_REGEX_FLAGS, script, _delimited(script, at + 2, delimiter))
     return _match(_ADDRESS, script, at)
 
 
 def _delimited(script: str, at: int, delimiter: str) -> int:
-    """The place behind the next delimiter that no backslash stands before."""
+    """The position after the next delimiter without a backslash before it."""
     while at < len(script):
         if script[at] == "\\":
             at += 2
@@ -115,11 +118,11 @@ def _delimited(script: str, at: int, delimiter: str) -> int:
             return at + 1
         else:
             at += 1
-    raise _Puzzled
+    raise _Unsupported
 
 
 def _text(script: str, at: int) -> int:
-    """The place behind the text of `a`, `i` or `c`: its line, and those that a backslash joins to it."""
+    """The position after the text of `a`, `i` or `c`: its line and the lines that a backslash joins to it."""
     while True:
         end = _match(_TO_LINE_END, script, at)
         if not script[at:end].endswith("\\") or end == len(script):
@@ -127,23 +130,23 @@ def _text(script: str, at: int) -> int:
         at = end + 1
 
 
-def _file(script: str, at: int, found: SedScript) -> int:
+def _file(script: str, at: int, found: Effects) -> int:
     end = _match(_TO_LINE_END, script, at)
     if (name := script[at:end].strip()) not in _OUTPUT:
         found.writes.append(name)
     return end
 
 
-def _substitution_flags(script: str, at: int, found: SedScript) -> int:
+def _substitution_flags(script: str, at: int, found: Effects) -> int:
     at = _match(_FLAGS, script, at)
     letter = script[at : at + 1]
     if letter == "w":
         return _file(script, at + 1, found)
     if letter == "e":
-        found.asks.append("a script of sed that runs the text it makes")
+        found.asks.append("a script of sed that runs the text that it makes")
         return _substitution_flags(script, at + 1, found)
     if letter and letter not in "; \t\n}#":
-        raise _Puzzled
+        raise _Unsupported
     return at
 
 
@@ -152,30 +155,30 @@ def _substitution_flags(script: str, at: int, found: SedScript) -> int:
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _REGEX = re.compile(r"/(?:\\.|[^/\\\n])*/")
 _BEFORE_REGEX = frozenset("~!,({;&|}\n")
-"""What may stand before a regular expression and never before a division."""
+"""Characters that may come before a regular expression, but never before a division."""
 _PRINTS = re.compile(r"\bprintf?\b")
 
 
 def awk_reasons(program: str) -> Iterator[str]:
-    """Why a program of awk may run or write something: what is in strings and regular expressions does not count."""
+    """Yield reasons why a program of awk may run or write something, apart from its strings and regular expressions."""
     try:
         bare = _without_quoted(program)
-    except _Puzzled:
-        yield "is not understood"
+    except _Unsupported:
+        yield "uses a construct that this reader does not support"
         return
     if re.search(r"\bsystem\b", bare) or "@" in bare:
         yield "runs commands"
     if re.search(r"(?<!\|)\|(?!\|)", bare):
         yield "reads from or writes to a command"
     for statement in re.split(r"[;}\n]", bare):
-        # Not one expression for both: it would look through the whole statement from each `print`.
+        # Not one regular expression for both: it would search the whole statement again from each `print`.
         if (prints := _PRINTS.search(statement)) and ">" in statement[prints.end() :]:
             yield "writes a file"
             return
 
 
 def _without_quoted(program: str) -> str:
-    """A program of awk without its comments, strings and regular expressions."""
+    """Remove the comments, strings and regular expressions of a program of awk."""
     made: list[str] = []
     at, before = 0, "\n"
     while at < len(program):
@@ -196,9 +199,9 @@ def _without_quoted(program: str) -> str:
             at += 1
             continue
         found = shape.match(program, at)
-        # Whether a slash in brackets ends an expression is not the same in every awk.
+        # Versions of awk differ on whether a slash in brackets ends a regular expression.
         if found is None or (shape is _REGEX and found[0].rfind("[") > found[0].rfind("]")):
-            raise _Puzzled
+            raise _Unsupported
         made.append('""')
         before = '"'
         at = found.end()

@@ -1,7 +1,7 @@
-"""How much work one decision may take, counted in steps: the answer must not depend on how fast a machine is.
+"""Limits the work of one decision, counted in steps, so that the answer does not depend on the speed of the machine.
 
-An ordinary text takes a few steps for each of its characters. Everything that reads or walks a text spends steps here;
-past the last one the text is too complex to decide, and a person must look.
+An ordinary text takes a few steps per character. All code that reads or walks a text spends steps here. When none is
+left, the text is too complex to decide, and a person must look at it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ SPARE_STEPS, STEPS_PER_CHARACTER = 30_000, 32
 
 
 class TooComplex(Exception):
-    """A decision takes more steps than the length of its text allows for."""
+    """A decision takes more steps than the length of its text allows."""
 
 
 def size_of(command: str | Sequence[str]) -> int:
-    """How many characters a command has."""
+    """Return the number of characters of a command."""
     return len(command) if isinstance(command, str) else sum(len(word) + 1 for word in command)
 
 
 class StepBudget:
-    """The steps that one decision has taken, and may take."""
+    """The steps that one decision has spent, and the most that it may spend."""
 
     __slots__ = ("most", "spent")
 
@@ -30,7 +30,7 @@ class StepBudget:
         self.spent = 0
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps. Raises `TooComplex` when there are not so many left."""
+        """Spend steps. Raises `TooComplex` if there are not enough left."""
         self.spent += steps
         if self.spent > self.most:
             raise TooComplex("it takes too many steps to decide")

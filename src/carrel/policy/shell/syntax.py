@@ -1,27 +1,30 @@
-"""What shell text is made of, once read: words, redirections, commands. Values only; knows nothing of policy."""
+"""The syntax tree of shell text: words, redirections, commands. Values only; knows nothing of policy."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.policy.shell.step_budget import StepBudget
 
 Dialect = Literal["bash", "sh"]
-"""`bash`: read as Bash does. `sh`: what Bash and a POSIX shell such as dash would read differently is not accepted."""
+"""`bash`: read the text as Bash does. `sh`: accept only text that Bash and a POSIX shell such as dash read alike."""
 
 Scope = Literal["same", "maybe", "loop", "sub"]
-"""How a block runs: in this shell for certain, in this shell perhaps, there perhaps often, or in a child of it."""
+"""How a block runs: in this shell always (`same`), perhaps (`maybe`) or repeatedly (`loop`), or in a subshell (`sub`).
+"""
 
 
 class Unreadable(Exception):
-    """The text cannot be read with certainty; the message says why, in words for a person."""
+    """The text cannot be read with certainty. Users read the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Characters of a word that stand for themselves."""
+    """Literal characters of a word."""
 
     text: str
     quoted: bool
@@ -29,10 +32,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """A part of a word that the shell replaces when it runs.
+    """A part of a word that the shell replaces at run time.
 
-    `names` are the variables whose values it is made of, None when it may be anything; no name means a number.
-    `programs` are commands that run to make it.
+    `names` are the variables that its value comes from: None means that the value is unknown, an empty tuple that it is
+    a number. `programs` are the commands that run to compute it.
     """
 
     source: str
@@ -47,7 +50,7 @@ Part = Text | Expansion
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word as written. `at` is where it begins, `source` how it is written."""
+    """One word. `at` is its position in the text, `source` its characters there."""
 
     parts: tuple[Part, ...]
     at: int
@@ -55,20 +58,25 @@ class Word:
 
     @property
     def plain(self) -> str | None:
-        """The word when nothing in it is quoted or replaced, as reserved words must be."""
+        """The word if it has no quotes and no expansion, as reserved words must be; else None."""
         if len(self.parts) == 1 and isinstance(self.parts[0], Text) and not self.parts[0].quoted:
             return self.parts[0].text
         return None
 
     @property
     def programs(self) -> tuple[Block, ...]:
-        """The commands that run to make this word."""
-        return tuple(program for part in self.parts if isinstance(part, Expansion) for program in part.programs)
+        """The commands that run to compute this word."""
+        return programs_of(self.parts)
+
+
+def programs_of(parts: Iterable[Part]) -> tuple[Block, ...]:
+    """Return the commands that run to compute these parts."""
+    return tuple(program for part in parts if isinstance(part, Expansion) for program in part.programs)
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """`name=value`, `name+=value`, `name[subscript]=value` or `name=(values)`; `subscript` was expanded too."""
+    """`name=value`, `name+=value`, `name[subscript]=value` or `name=(values)`. `programs` includes the subscript's."""
 
     name: str
     values: tuple[Word, ...]
@@ -77,7 +85,7 @@ class Assignment:
 
 @dataclass(slots=True)
 class Redirect:
-    """A redirection. `body` is the text of a here-document, which is read only when its line has ended."""
+    """A redirection. `body` is the text of a here-document; it is filled in at the end of the line."""
 
     operator: str
     target: Word
@@ -86,7 +94,7 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Simple:
-    """A simple command: assignments, words, redirections in the order of reading."""
+    """A simple command: assignments, words and redirections."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[Word, ...]
@@ -97,7 +105,7 @@ class Simple:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Words that are expanded but name no command: the list of a `for`, the subject of a `case`, a test."""
+    """Words that are expanded but are no command: the list of a `for`, the subject of a `case`, a test."""
 
     words: tuple[Word, ...]
 
@@ -112,15 +120,15 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Statements that belong together, with the redirections put on them."""
+    """Statements, with the redirections that apply to all of them."""
 
     nodes: tuple[Node, ...]
     scope: Scope = "same"
     redirects: tuple[Redirect, ...] = ()
     given: bool = False
-    """Runs only when the node in front of it succeeded."""
+    """It runs only if the node before it succeeded (`&&`)."""
     lines: tuple[int, ...] = ()
-    """For a whole text: on which of its lines each node stands."""
+    """For a whole text: the line number of each node."""
 
 
 Node = Simple | Bare | Function | Block
@@ -128,76 +136,71 @@ Node = Simple | Bare | Function | Block
 
 @dataclass(slots=True)
 class Facts:
-    """What the whole text says, wherever it says it: values of variables, arithmetic on them, odd constructs.
+    """Facts collected from the whole text: the values of variables, arithmetic on them, reasons to ask a person.
 
     Arithmetic evaluates the value of a variable as an expression, and a subscript in an expression may hold a command
     substitution. So arithmetic on a value that may hold `$` or a backquote can run anything.
     """
 
     budget: StepBudget = field(default_factory=StepBudget)
-    """The steps that reading the text has taken, and may take."""
     dangerous: dict[str, str] = field(default_factory=dict)
-    """Variables whose value may hold anything, and why."""
+    """Variables whose value is unknown or may hold a command, with the source of that value."""
     links: dict[str, set[str]] = field(default_factory=dict)
-    """Variables whose value is made of, or names, other variables."""
+    """For a variable, the other variables that its value contains or names."""
     evaluated: set[str] = field(default_factory=set)
-    """Variables evaluated as arithmetic, as a name, or twice."""
+    """Variables that are evaluated as arithmetic or as a name, or are expanded twice."""
     changed: Counter[str] = field(default_factory=Counter)
-    """Every variable that gets a value, and how often the text gives it one."""
+    """How often the text assigns each variable."""
     asks: dict[str, None] = field(default_factory=dict)
-    """Why a person must look, in the order found."""
+    """Reasons why a person must decide, in the order in which they were found (a dict is an ordered set)."""
     starts: set[int] = field(default_factory=set)
-    """Where commands and reserved words begin."""
+    """The positions where commands and reserved words begin."""
 
     def ask(self, reason: str) -> None:
-        """Note that a person must look."""
+        """Record a reason why a person must decide."""
         self.asks.setdefault(reason)
 
     def assign(self, name: str, *values: Word) -> None:
-        """Note that a variable gets the value of words."""
+        """Record that these words are assigned to a variable."""
         self.changed[name] += 1
         for word in values:
             for part in word.parts:
-                if isinstance(part, Text):
-                    self._assign_text(name, part)
-                elif part.names is None:
-                    self.dangerous.setdefault(name, part.source)
+                if isinstance(part, Expansion):
+                    if part.names is None:
+                        self.dangerous.setdefault(name, part.source)
+                    else:
+                        self.links.setdefault(name, set()).update(part.names)
+                elif may_run(part.text) or (not part.quoted and any(mark in part.text for mark in "*?[")):
+                    # In a `for` list `*`, `?` and `[` become names of files.
+                    self.dangerous.setdefault(name, part.text)
                 else:
-                    self.links.setdefault(name, set()).update(part.names)
-
-    def _assign_text(self, name: str, part: Text) -> None:
-        if "$" in part.text or "`" in part.text:
-            self.dangerous.setdefault(name, part.text)
-        elif not part.quoted and any(mark in part.text for mark in "*?["):
-            self.dangerous.setdefault(name, part.text)  # in a `for` list these become names of files
-        else:
-            self.links.setdefault(name, set()).update(identifiers(part.text))
+                    self.links.setdefault(name, set()).update(identifiers(part.text))
 
     def assign_anything(self, name: str, why: str) -> None:
-        """Note that a variable gets a value that only shows when it runs."""
+        """Record that a variable gets a value that is known only at run time."""
         self.changed[name] += 1
         self.dangerous.setdefault(name, why)
 
     def evaluate(self, names: tuple[str, ...] | None, source: str) -> None:
-        """Note that variables, or something known only at run time, are evaluated as arithmetic or expanded again."""
+        """Record that variables (None: an unknown value) are evaluated as arithmetic or expanded a second time."""
         if names is None:
-            self.ask(f"what is known only at run time is evaluated, and may run commands: {source[:80]}")
+            self.ask(f"a value known only at run time is evaluated and may run commands: {source[:80]}")
         else:
             self.evaluated.update(names)
 
     def evaluate_text(self, text: str) -> None:
-        """Note that the identifiers of a text are evaluated as arithmetic."""
+        """Record that the identifiers of a text are evaluated as arithmetic."""
         self.evaluated.update(identifiers(text))
 
     def conclude(self) -> None:
-        """Say which evaluated variables may hold a command, in the same order in every process."""
+        """Ask for each evaluated variable that may hold a command. The order is the same in every process."""
         pending, seen = sorted(self.evaluated), set(self.evaluated)
         while pending:
             name = pending.pop()
             self.budget.spend()
             if name in self.dangerous:
                 self.ask(
-                    f"'{name}' is evaluated, and a value known only at run time may hold commands: "
+                    f"the variable '{name}' is evaluated, and its value, known only at run time, may hold commands: "
                     f"{self.dangerous[name][:80]}"
                 )
             for other in sorted(self.links.get(name, ())):
@@ -206,27 +209,24 @@ class Facts:
                     pending.append(other)
 
 
+def may_run(text: str) -> bool:
+    """Whether a text may run commands if it is expanded or evaluated."""
+    return "$" in text or "`" in text
+
+
 def identifiers(text: str) -> set[str]:
-    """The words of a text that could be variables."""
-    found, word = set(), ""
-    for char in text + " ":
-        if char == "_" or char.isalnum():
-            word += char
-        elif word:
-            if not word[0].isdigit():
-                found.add(word)
-            word = ""
-    return found
+    """Return the words of a text that could be names of variables."""
+    return {word for word in re.findall(r"\w+", text) if not word[0].isdigit()}
 
 
 COUNTERS = frozenset({"wc", "nproc", "date", "id", "grep"})
-"""Programs whose output is a number when they are asked for one."""
+"""Programs that print a number if they are called as in `_COUNTS`."""
 
 _COUNTS = frozenset({("nproc",), ("date", "+%s"), ("id", "-u"), ("id", "-g"), *(("wc", f"-{each}") for each in "lcwm")})
 
 
 def prints_a_number(program: Block) -> bool:
-    """Whether a substitution can only be a number: its last command counts, and counts its input."""
+    """Whether the output of a substitution can only be a number: its last command is a known counter."""
     node: Node = program
     while isinstance(node, Block) and node.nodes and not node.redirects:
         piped = len(node.nodes) > 1 and all(isinstance(each, Block) and each.scope == "sub" for each in node.nodes)

@@ -1,4 +1,4 @@
-"""Variables that change what a command runs: who sets one could run anything through a harmless name."""
+"""Variables that change what a command runs. Setting one of them could run anything through a harmless command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def changes_what_runs(name: str) -> bool:
 
 
 def belongs_to(name: str, program: str) -> bool:
-    """Whether a variable only tells an interpreter what the interpreter could be told anyway."""
+    """Whether a variable is one of an interpreter's own, which can run anything anyway."""
     return any(name.startswith(prefix) and program.startswith(own) for prefix, own in _OWN.items())
 
 

@@ -1,8 +1,8 @@
-"""Reads words of shell text character by character, exactly as Bash does, or says that it cannot.
+"""Reads the words of shell text, character by character, exactly as Bash does.
 
-Bash has no grammar that a table could hold: what a character means depends on the quotes and expansions around it.
-Here every context has its own method, and whatever is not surely read the same by Bash raises `Unreadable`.
-Knows nothing of commands beyond that a substitution holds some; `grammar` reads those.
+No grammar table can describe Bash: the meaning of a character depends on the quotes and expansions around it. So every
+context has its own method here. Text that Bash might read differently raises `Unreadable`. The commands inside a
+substitution are read by `commands`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from carrel.policy.shell.cursor import Cursor
-from carrel.policy.shell.syntax import Block, Expansion, Part, Text, Unreadable, Word, prints_a_number
+from carrel.policy.shell.syntax import (
+    Block,
+    Expansion,
+    Part,
+    Text,
+    Unreadable,
+    Word,
+    may_run,
+    prints_a_number,
+    programs_of,
+)
 
 META = frozenset(" \t\n;&|<>()")
 BLANK = " \t"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SPECIAL = frozenset("@*#?-$!0123456789")
-_NUMBERS = frozenset("#?$!") | {
-    "RANDOM",
-    "SECONDS",
-    "LINENO",
-    "BASHPID",
-    "UID",
-    "EUID",
-    "PPID",
-    "EPOCHSECONDS",
-    "SHLVL",
-}
+_NUMBERS = frozenset(
+    ["#", "?", "$", "!", "RANDOM", "SECONDS", "LINENO", "BASHPID", "UID", "EUID", "PPID", "EPOCHSECONDS", "SHLVL"]
+)
 _HOSTILE = frozenset({"_", "PWD", "OLDPWD", "BASH_COMMAND", "BASH_ARGV", "BASH_EXECUTION_STRING", "BASH_REMATCH"})
+"""Variables of the shell whose value a command may choose."""
+_BAD_EXPANSION = "an expansion ${…} that this reader does not support"
+_BAD_ARITHMETIC = "arithmetic that this reader does not support"
 _PLAIN_RUN = re.compile(r"[A-Za-z0-9_./:,+@%^=~*?!#{}\]-]+")
 _QUOTED_RUN = re.compile(r'[^"\\$`]+')
 _ARITHMETIC = frozenset(" \t\n+-*/%<>=!&|^~?:,#_.") | frozenset(
@@ -43,14 +48,14 @@ class WordReader(Cursor, ABC):
 
     @abstractmethod
     def substitution(self) -> Block:
-        """Read the commands of a substitution up to and with its closing parenthesis."""
+        """Read the commands of a substitution, including its closing parenthesis."""
 
     @abstractmethod
     def nested(self, text: str, origin: Sequence[int]) -> Block:
-        """Read a text taken out of this one as commands."""
+        """Read the commands of a text that was taken out of this one."""
 
     def word(self, *, command: bool = False) -> Word | None:
-        """The next word; None where none begins. `command`: here a subscript may belong to an assignment."""
+        """Read the next word; None if there is none. `command`: a subscript may belong to an assignment here."""
         self.char()
         start = self.at
         parts: list[Part] = []
@@ -116,7 +121,7 @@ class WordReader(Cursor, ABC):
             parts += self.inside_quotes(char)
 
     def inside_quotes(self, char: str) -> list[Part]:
-        """What the next character inside double quotes stands for."""
+        """Read the next parts inside double quotes."""
         if char == "\\":
             following = self.text[self.at + 1 : self.at + 2]
             if following and following in '$`"\\':
@@ -160,7 +165,7 @@ class WordReader(Cursor, ABC):
             self.at = found.end()
             # A line continuation inside the name would make it longer.
             if self.text.startswith("\\\n", self.at):
-                raise Unreadable("a line continuation inside a name")
+                raise Unreadable("a line continuation inside the name of a variable")
             return [self._made(start, quoted, names=_value_of(found[0]))]
         if char and char in _SPECIAL:
             self.at += 1
@@ -233,7 +238,7 @@ class WordReader(Cursor, ABC):
         if self.take("["):
             subscript = self._subscript()
             many = any(isinstance(part, Text) and part.text in {"@", "*"} for part in subscript)
-            programs = _programs(subscript)
+            programs = programs_of(subscript)
         names: tuple[str, ...] | None = _value_of(name)
         many = many or name in {"@", "*"}
         if indirect:
@@ -249,9 +254,8 @@ class WordReader(Cursor, ABC):
         self._parameter_name()
         programs: tuple[Block, ...] = ()
         if self.take("["):
-            programs = _programs(self._subscript())
-        if not self.take("}"):
-            raise Unreadable("an expansion that is not understood")
+            programs = programs_of(self._subscript())
+        self._closing_brace()
         return self._made(start, quoted, names=(), programs=programs)
 
     def _parameter_name(self) -> str:
@@ -268,19 +272,19 @@ class WordReader(Cursor, ABC):
         if char and char in _SPECIAL:
             self.at += 1
             return char
-        raise Unreadable("an expansion that is not understood")
+        raise Unreadable(_BAD_EXPANSION)
 
     def _operation(
         self, name: str, names: tuple[str, ...] | None, *, quoted: bool
     ) -> tuple[tuple[str, ...] | None, tuple[Block, ...]]:
-        """What follows the name in `${name…}`, up to the brace: the variables the value comes from, and programs."""
+        """Read the rest of `${name…}`. Returns the variables that the value comes from, and the programs that run."""
         if self.take("}"):
             return names, ()
         if self.take("@"):
             letter = self.char()
             self.at += 1
             if letter not in set("QUuLAaKk") or not self.take("}"):
-                raise Unreadable("an expansion that reads its value as a prompt, or is not understood")
+                raise Unreadable("an expansion ${…@…} with an unknown or unsafe operator")
             return names, ()
         for operator in (":-", ":=", ":?", ":+", "-", "=", "?", "+"):
             if self.take(operator):
@@ -291,29 +295,29 @@ class WordReader(Cursor, ABC):
                 return _joined_names(names, parts), word.programs
         for operator in ("##", "#", "%%", "%", "^^", "^", ",,", ","):
             if self.take(operator):
-                return names, _programs(self._operand("}", quoted=quoted))
+                return names, programs_of(self._operand("}", quoted=quoted))
         if self.take("/"):
             if not self.take("/"):
                 self.take("#")
             pattern = self._operand("/}", quoted=quoted, keep=True)
-            replacement = self._operand("}", quoted=quoted) if self.take("/") else self._closing()
-            return _joined_names(names, replacement), (*_programs(pattern), *_programs(replacement))
+            replacement = self._operand("}", quoted=quoted) if self.take("/") else self._closing_brace()
+            return _joined_names(names, replacement), programs_of((*pattern, *replacement))
         if self.take(":"):
             return names, self._arithmetic_until("}")
-        raise Unreadable("an expansion that is not understood")
+        raise Unreadable(_BAD_EXPANSION)
 
-    def _closing(self) -> list[Part]:
+    def _closing_brace(self) -> list[Part]:
         if not self.take("}"):
-            raise Unreadable("an expansion that is not understood")
+            raise Unreadable(_BAD_EXPANSION)
         return []
 
     def _operand(self, ends: str, *, quoted: bool, keep: bool = False) -> list[Part]:
-        """The word inside `${name-word}`, up to and with one of `ends`, which stays when `keep`."""
+        """Read the word inside `${name-word}` up to one of `ends`, and consume that character too unless `keep`."""
         parts: list[Part] = []
         while True:
             char = self.char()
             if not char:
-                raise Unreadable("an expansion is not closed")
+                raise Unreadable("an expansion ${…} is not closed")
             if char in ends:
                 self.at += 0 if keep else 1
                 return parts
@@ -321,7 +325,7 @@ class WordReader(Cursor, ABC):
                 if char == "'" and not quoted:
                     parts.append(Text(self.single(), quoted=True))
                     continue
-                raise Unreadable("quotes or braces inside an expansion")
+                raise Unreadable("quotes or braces inside an expansion ${…}")
             if char in "<>" and self.opens():
                 raise Unreadable("a process substitution inside an expansion")
             if char == "\n":
@@ -339,18 +343,16 @@ class WordReader(Cursor, ABC):
                 parts.append(Text(char, quoted=quoted))
 
     def _subscript(self) -> list[Part]:
-        """What is between brackets, up to and with the closing one; evaluated as arithmetic."""
+        """Read a subscript, including the closing bracket. The shell evaluates it as arithmetic."""
         parts: list[Part] = []
         start = self.at
         while True:
             char = self.char()
-            if not char or char in META or char in "[{}~":
-                raise Unreadable("a subscript that is not understood")
+            if not char or char in META or char in "[{}~\\":
+                raise Unreadable("a subscript […] that this reader does not support")
             if char == "]":
                 self.at += 1
                 break
-            if char == "\\":
-                raise Unreadable("a subscript that is not understood")
             if char == "'":
                 parts.append(Text(self.single(), quoted=True))
             elif char == '"':
@@ -368,11 +370,11 @@ class WordReader(Cursor, ABC):
     # --- arithmetic
 
     def evaluate_parts(self, parts: Sequence[Part], source: str) -> None:
-        """Note what arithmetic on these parts evaluates."""
+        """Record what arithmetic on these parts evaluates."""
         for part in parts:
             if isinstance(part, Text):
-                if "$" in part.text or "`" in part.text:
-                    self.facts.ask(f"arithmetic on text that holds a command: {source[:80]}")
+                if may_run(part.text):
+                    self.facts.ask(f"arithmetic on text that contains a command: {source[:80]}")
                 self.facts.evaluate_text(part.text)
             else:
                 self.facts.evaluate(part.names, part.source)
@@ -383,7 +385,7 @@ class WordReader(Cursor, ABC):
         return self._made(start, quoted, names=(), programs=programs)
 
     def arithmetic(self, *, more: str = "") -> tuple[Block, ...]:
-        """Read an expression up to and with its two closing parentheses. `more` are other characters it may hold."""
+        """Read an expression, including its two closing parentheses. It may also contain the characters of `more`."""
         programs = self._arithmetic_until(")", more=more)
         if self.text[self.at : self.at + 1] != ")":
             raise Unreadable("parentheses that may be arithmetic or a subshell")
@@ -391,7 +393,7 @@ class WordReader(Cursor, ABC):
         return programs
 
     def _arithmetic_until(self, end: str, *, more: str = "") -> tuple[Block, ...]:
-        """Read an expression up to and with `end`; anything unusual in it is not accepted."""
+        """Read an expression, including the character `end`. Unusual characters are refused."""
         programs: list[Block] = []
         level = 0
         plain: list[str] = []
@@ -404,7 +406,7 @@ class WordReader(Cursor, ABC):
                 before = plain[-1] if plain else ""
                 for part in self._dollar(quoted=True) if char == "$" else [self._backquote(quoted=True)]:
                     if isinstance(part, Text) or before.isalnum() or before == "_":
-                        raise Unreadable("arithmetic that is not understood")
+                        raise Unreadable(_BAD_ARITHMETIC)
                     self.facts.evaluate(part.names, part.source)
                     programs += part.programs
                 plain.append(" ")
@@ -417,10 +419,10 @@ class WordReader(Cursor, ABC):
                     raise Unreadable("parentheses that do not match")
             elif char == "[":
                 self.at += 1
-                programs += _programs(self._subscript())
+                programs += programs_of(self._subscript())
                 continue
             elif not char or not (char in _ARITHMETIC or (more and char in more)):
-                raise Unreadable("arithmetic that is not understood")
+                raise Unreadable(_BAD_ARITHMETIC)
             if char == "\n":
                 self.no_line_end_in(char)
             plain.append(char)
@@ -430,7 +432,7 @@ class WordReader(Cursor, ABC):
 
 
 def merged(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The same parts with neighbours of one kind made one."""
+    """Join neighbouring texts that are both quoted or both unquoted."""
     made: list[Part] = []
     for quoted, alike in groupby(parts, key=lambda part: part.quoted if isinstance(part, Text) else None):
         if quoted is None:
@@ -438,10 +440,6 @@ def merged(parts: Sequence[Part]) -> tuple[Part, ...]:
         else:
             made.append(Text("".join(part.text for part in alike if isinstance(part, Text)), quoted))
     return tuple(made)
-
-
-def _programs(parts: Sequence[Part]) -> tuple[Block, ...]:
-    return tuple(program for part in parts if isinstance(part, Expansion) for program in part.programs)
 
 
 def _printed(program: Block) -> tuple[str, ...] | None:
@@ -462,7 +460,7 @@ def _joined_names(names: tuple[str, ...] | None, parts: Sequence[Part]) -> tuple
     found: list[str] = list(names or ())
     for part in parts:
         if isinstance(part, Text):
-            if "$" in part.text or "`" in part.text:
+            if may_run(part.text):
                 return None
         elif part.names is None:
             return None

@@ -1,7 +1,7 @@
 """Programs that run another program: `env`, `timeout`, `xargs`, `find -exec`, `bash -c` and their like.
 
-From the arguments of such a program it is told what it runs. An option that is not known here, or an argument known
-only at run time where options may stand, is a reason to ask. Knows nothing of rules.
+This module reads their arguments and returns what they run. An unknown option, or an argument that is known only at run
+time and might be an option, is a reason to ask. Knows nothing of rules.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Arguments = Sequence[Argument]
 
 @dataclass(slots=True)
 class Inside:
-    """What a program runs: programs by their arguments, shell texts, and what changes for them."""
+    """What a program runs (programs with their arguments, shell texts), and the environment that it gives them."""
 
     runs: list[tuple[Argument, ...]] = field(default_factory=list)
     scripts: list[tuple[str, Dialect, tuple[Argument, ...]]] = field(default_factory=list)
     assigned: list[str] = field(default_factory=list)
     directory: Argument | None = None
     moves: bool = False
-    """Runs where its directory is not known."""
+    """It runs them in an unknown directory."""
     reads_commands: Dialect | None = None
-    """Reads commands from its standard input."""
+    """It reads commands from its standard input."""
     file: bool = False
-    """Reads commands from a file."""
+    """It reads commands from a file."""
     files: list[tuple[Literal["write", "delete"], Argument]] = field(default_factory=list)
     """Files that its options make it write or delete."""
     asks: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The options of a wrapper, in front of the program it runs: letters and names, without and with a value."""
+    """The options of a wrapper before the program that it runs: letters and names, without and with a value."""
 
     flags: str = ""
     valued: str = ""
@@ -53,7 +53,7 @@ class _Options:
 
 
 class _NotKnown(Exception):
-    """Why what a program runs cannot be told."""
+    """What a program runs is not known; the message is the reason to ask."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -105,25 +105,25 @@ _TABLE: dict[str, _Options] = {
     ),
 }  # fmt: skip
 _BESIDE = frozenset({"chroot", "sudo", "doas", "unshare", "flock"})
-"""Wrappers with a short way to begin a shell or to move elsewhere."""
+"""Wrappers that may run the program in another directory."""
 _OTHER_SHELLS = frozenset({"zsh", "ksh", "mksh", "fish", "csh", "tcsh", "pwsh", "rbash", "yash", "rc", "nu", "xonsh"})
 _OPAQUE = _names(
     "parallel su runuser script nsenter setpriv systemd-run bwrap firejail start-stop-daemon entr at batch prlimit "
     "numactl ltrace rlwrap fakeroot faketime capsh machinectl proot chpst daemonize"
 )
-"""Programs that run others in ways that are not read here."""
+"""Programs that run others, whose arguments this module does not read."""
 _LOADER = re.compile(r"ld(-linux.*|-musl.*|64)?\.so(\.\d+)*|ld-linux.*")
 PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?")
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:%%|\(\))?)=", re.DOTALL)
 
 
 def base(name: str) -> str:
-    """The name of a program without the directory it lies in."""
+    """The name of a program without its directory."""
     return name.rsplit("/", 1)[-1]
 
 
 def inside(argv: Arguments) -> Inside | None:
-    """What the program with these arguments runs; None when it is not known to run any."""
+    """Return what the program with these arguments runs; None if it is not known to run anything."""
     if not argv or not isinstance(argv[0], str):
         return None
     name, rest = base(argv[0]), tuple(argv[1:])
@@ -133,7 +133,7 @@ def inside(argv: Arguments) -> Inside | None:
             _SPECIAL[name](name, rest, found)
         elif name in _OTHER_SHELLS:
             if any(_may_begin(argument, "-") for argument in rest):
-                raise _NotKnown(f"text for {name} is not read here")
+                raise _NotKnown(f"this reader does not support the language of {name}")
         elif name in _OPAQUE or _LOADER.fullmatch(name):
             _opaque(name, rest, found)
         elif name in _TABLE:
@@ -144,11 +144,11 @@ def inside(argv: Arguments) -> Inside | None:
             found.runs.append(("pip", *module[1]))
         elif rest and isinstance(rest[0], str) and f"{name} {rest[0]}" in _TABLE:
             _tabled(f"{name} {rest[0]}", rest[1:], found)
-        elif (told := effects(name, rest)) is not None:
-            found.runs += ((each, Unknown("…", "any")) for each in told.programs)
-            found.scripts += ((each, "sh", ()) for each in told.texts)
-            found.files += (("write", each) for each in told.writes)
-            found.asks += told.asks
+        elif (effect := effects(name, rest)) is not None:
+            found.runs += ((each, Unknown("…", "any")) for each in effect.programs)
+            found.scripts += ((each, "sh", ()) for each in effect.texts)
+            found.files += (("write", each) for each in effect.writes)
+            found.asks += effect.asks
         else:
             return None
     except _NotKnown as reason:
@@ -173,7 +173,7 @@ def _opaque(name: str, rest: Arguments, found: Inside) -> None:
     if _LOADER.fullmatch(name) and rest and isinstance(rest[0], str) and not rest[0].startswith("-"):
         found.runs.append(tuple(rest))
     elif rest:
-        raise _NotKnown(f"{name} may run any program, and how it is told to is not read here")
+        raise _NotKnown(f"{name} may run any program, and this reader does not support its arguments")
 
 
 def _tabled(name: str, rest: Arguments, found: Inside) -> None:
@@ -182,7 +182,7 @@ def _tabled(name: str, rest: Arguments, found: Inside) -> None:
     found.moves = found.moves or name in _BESIDE
     operands = rest[at : at + options.operands]
     if any(isinstance(each, Unknown) and each.count != "one" for each in operands):
-        raise _NotKnown(f"what {name} runs is known only at run time")
+        raise _NotKnown(f"the program that {name} runs is known only at run time")
     at += options.operands
     at = _assignments(name, rest, at, found) if options.assignments else at
     if name == "flock" and at < len(rest) and rest[at] in {"-c", "--command"}:
@@ -191,7 +191,7 @@ def _tabled(name: str, rest: Arguments, found: Inside) -> None:
     if name == "uv run" and at < len(rest):
         first = rest[at]
         if isinstance(first, str) and (first.endswith(".py") or first == "-"):
-            return  # a script for Python, which is opaque anyway
+            return  # a Python script, which nothing here can read
     _run(name, rest[at:], found)
 
 
@@ -199,18 +199,18 @@ def _run(name: str, argv: Arguments, found: Inside) -> None:
     if not argv:
         return
     if not isinstance(argv[0], str):
-        raise _NotKnown(f"what {name} runs is known only at run time: {shown(argv[0])}")
+        raise _NotKnown(f"the program that {name} runs is known only at run time: {shown(argv[0])}")
     found.runs.append(tuple(argv))
 
 
 def _script(name: str, argv: Arguments, found: Inside, dialect: Dialect, more: Arguments = ()) -> None:
     if not argv or not isinstance(argv[0], str):
-        raise _NotKnown(f"the text {name} runs is known only at run time")
+        raise _NotKnown(f"the text that {name} runs is known only at run time")
     found.scripts.append((argv[0], dialect, tuple(more)))
 
 
 def _skip(name: str, rest: Arguments, options: _Options) -> int:
-    """The index of the first argument that is no option."""
+    """The index of the first argument that is not an option."""
     at = 0
     while at < len(rest):
         argument = rest[at]
@@ -229,22 +229,26 @@ def _skip(name: str, rest: Arguments, options: _Options) -> int:
 
 
 def _width(name: str, argument: str, options: _Options) -> int:
-    """How many arguments an option takes up, itself included."""
+    """The number of arguments that an option takes, including itself."""
     if argument.startswith("--"):
         key, equals, _ = argument[2:].partition("=")
         if key in options.valued_names:
             return 1 if equals else 2
         if key in options.names:
             return 1
-        raise _NotKnown(f"option {argument} of {name} is not known here")
+        raise _unknown_option(argument, name)
     if options.numbers and argument[1:].isdigit():
         return 1
     for index, letter in enumerate(argument[1:], start=1):
         if letter in options.valued:
             return 1 if index + 1 < len(argument) else 2
         if letter not in options.flags:
-            raise _NotKnown(f"option {argument} of {name} is not known here")
+            raise _unknown_option(argument, name)
     return 1
+
+
+def _unknown_option(option: str, name: str) -> _NotKnown:
+    return _NotKnown(f"option {option} of {name} is unknown to this reader")
 
 
 def _assignments(name: str, rest: Arguments, at: int, found: Inside) -> int:
@@ -253,11 +257,11 @@ def _assignments(name: str, rest: Arguments, at: int, found: Inside) -> int:
         text = _begin(argument)
         assigned = _ASSIGNED.match(text)
         if isinstance(argument, Unknown) and argument.count != "one":
-            raise _NotKnown(f"what {name} runs is known only at run time: {argument.source}")
+            raise _NotKnown(f"the program that {name} runs is known only at run time: {argument.source}")
         if "=" not in text:
             break
         if not assigned:
-            raise _NotKnown(f"{name} sets a variable of an unusual name")
+            raise _NotKnown(f"{name} sets a variable with an unusual name")
         found.assigned.append(assigned[1])
         at += 1
     return at
@@ -276,8 +280,6 @@ _ENV = _Options(
     "i0v", "uC", _names("ignore-environment null debug list-signal-handling"), _names("unset chdir"), assignments=True
 )
 _SPLIT = re.compile(r"[A-Za-z0-9_./=:,+@%-]+(?: +[A-Za-z0-9_./=:,+@%-]+)*")
-
-
 _MOST_SPLITS = 20
 
 
@@ -291,7 +293,7 @@ def _env(name: str, rest: Arguments, found: Inside) -> None:
         if argument in {"-S", "--split-string"}:
             following = rest[at + 1] if at + 1 < len(rest) else None
             if not isinstance(following, str):
-                raise _NotKnown("the text env splits is known only at run time")
+                raise _NotKnown("the text that env splits is known only at run time")
             text, width = following, 2
         elif argument.startswith("-S"):
             text = argument[2:]
@@ -299,10 +301,10 @@ def _env(name: str, rest: Arguments, found: Inside) -> None:
             text = argument.partition("=")[2]
         if text is not None:
             if not _SPLIT.fullmatch(text):
-                raise _NotKnown("the text env splits is not understood")
+                raise _NotKnown("this reader cannot split the text as env does")
             splits += 1
             if splits > _MOST_SPLITS:
-                raise _NotKnown("env is told to split very many texts")
+                raise _NotKnown("env has too many texts to split")
             rest = (*rest[:at], *text.split(), *rest[at + width :])
             continue
         if argument in {"-", "--"} or not argument.startswith("-"):
@@ -330,16 +332,12 @@ def _xargs(name: str, rest: Arguments, found: Inside) -> None:
     mark = _mark(rest[:at])
     argv = rest[at:] or ("echo",)
     if mark == "":
-        raise _NotKnown("the mark xargs replaces is known only at run time")
-    if mark is None:
-        argv = (*argv, Unknown("…", "any"))
-    else:
-        argv = _replaced(argv, mark)
-    _run(name, argv, found)
+        raise _NotKnown("the placeholder that xargs replaces is known only at run time")
+    _run(name, (*argv, Unknown("…", "any")) if mark is None else _replaced(argv, mark), found)
 
 
 def _mark(options: Arguments) -> str | None:
-    """What `xargs -I` replaces; empty when that is not known."""
+    """The placeholder of `xargs -I`; empty if it is known only at run time, None without `-I`."""
     mark, skip = None, False
     for number, option in enumerate(options):
         following = options[number + 1] if number + 1 < len(options) else ""
@@ -360,7 +358,7 @@ def _mark(options: Arguments) -> str | None:
 
 
 def _replaced(argv: Arguments, mark: str, begin: str = "") -> tuple[Argument, ...]:
-    """The arguments with what is known of those that have the mark in them. `begin`: how all it stands for begins."""
+    """Make every argument that contains the placeholder unknown. Its replacements all begin with `begin`."""
     made: list[Argument] = []
     for argument in argv:
         text = argument if isinstance(argument, str) else argument.prefix + argument.suffix
@@ -382,7 +380,7 @@ def _find(name: str, rest: Arguments, found: Inside) -> None:
         argument = rest[at]
         if isinstance(argument, Unknown):
             if _may_run(argument, rest[at + 1 : at + 2], ends=at < last):
-                raise _NotKnown(f"what find runs may be named only at run time: {argument.source}")
+                raise _NotKnown(f"an argument of find, known only at run time, may run a program: {argument.source}")
         elif argument in _FIND_RUNS:
             end = at + 1
             while end < len(rest) and not (
@@ -406,12 +404,12 @@ def _find(name: str, rest: Arguments, found: Inside) -> None:
 
 
 def _may_run(argument: Unknown, following: Arguments, *, ends: bool) -> bool:
-    """Whether an argument of find may be an `-exec` with a program behind it, and an end (`ends`)."""
+    """Whether an argument of find may be an `-exec` that a program and an end (`ends`) follow."""
     if not any(argument.may_be(each) for each in _FIND_RUNS):
         return False
     if argument.count != "one":
         return True
-    # What begins with a dash is a test of find, and no program has such a name.
+    # An argument that begins with a dash is a test of find; no program has such a name.
     named = bool(following) and not (isinstance(following[0], str) and following[0].startswith("-"))
     return named and ends
 
@@ -424,7 +422,7 @@ def _is(text: str, argument: Argument) -> bool:
     return argument == text if isinstance(argument, str) else argument.may_be(text)
 
 
-_SHELL_FLAGS = frozenset("efhkmnuvxBCEHPTbl")
+_SHELL_FLAGS = frozenset("efhmnuvxCEPTbl")
 _SAFE_SHELL_NAMES = frozenset({"--norc", "--noprofile", "--login", "--verbose"})
 
 
@@ -440,7 +438,7 @@ def _shell(name: str, rest: Arguments, found: Inside) -> None:
             break
         if argument.startswith("--"):
             if argument not in _SAFE_SHELL_NAMES:
-                raise _NotKnown(f"option {argument} of {name} is not known here")
+                raise _unknown_option(argument, name)
         elif argument[:1] in {"-", "+"} and len(argument) > 1:
             for letter in argument[1:]:
                 if letter == "c" and argument[0] == "-":
@@ -450,9 +448,9 @@ def _shell(name: str, rest: Arguments, found: Inside) -> None:
                 elif letter == "o":
                     at += 1
                     if at >= len(rest) or rest[at] not in SAFE_OPTIONS:
-                        raise _NotKnown(f"an option of {name} is not known here")
-                elif letter not in _SHELL_FLAGS or letter in "kBH":
-                    raise _NotKnown(f"option {argument} of {name} is not known here")
+                        raise _unknown_option("-o", name)
+                elif letter not in _SHELL_FLAGS:
+                    raise _unknown_option(argument, name)
         else:
             break
         at += 1
@@ -467,7 +465,7 @@ def _shell(name: str, rest: Arguments, found: Inside) -> None:
 SAFE_OPTIONS = _names(
     "errexit nounset xtrace noglob verbose noexec noclobber errtrace functrace pipefail physical notify monitor hashall"
 )
-"""Names for `set -o` that do not change how text is read."""
+"""Names for `set -o` that do not change how the shell reads text."""
 
 
 def _watch(name: str, rest: Arguments, found: Inside) -> None:
@@ -479,7 +477,7 @@ def _watch(name: str, rest: Arguments, found: Inside) -> None:
         _run(name, rest[at:], found)
         return
     if any(isinstance(each, Unknown) for each in rest[at:]):
-        raise _NotKnown("the text watch runs is known only at run time")
+        raise _NotKnown("the text that watch runs is known only at run time")
     if rest[at:]:
         _script(name, (" ".join(str(each) for each in rest[at:]),), found, "sh")
 
