@@ -1,4 +1,4 @@
-"""The verdict on an operation: one type from the rules of a policy to the answer of the API. Values only."""
+"""The verdict on an operation: one type, from the rules of a policy to the response of the API. Values only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STRICTNESS: dict[Answer, int] = {"allow": 0, "ask": 1, "deny": 2}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Allow, ask or deny: the rule or key that says so, the document it stands in, why, and what to do instead.
+    """Allow, ask or deny, with the reason, the rule or key, its document (`source`) and what to do instead (`hint`).
 
-    `approval` names the approval that was asked for. `parts` has the verdict on each part of the operation.
+    `approval` is the id of the requested approval. `parts` has the verdict on each part of the operation.
     """
 
     verdict: Answer = "allow"
@@ -30,7 +30,7 @@ class Verdict:
 
     @property
     def allows(self) -> bool:
-        """Whether the operation may go ahead."""
+        """Whether the operation may run."""
         return self.verdict == "allow"
 
     @property
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One thing an operation would do, and the verdict on it. `via` names the commands that lead to it."""
+    """One thing that an operation would do, and the verdict on it. `via` names the commands that run it."""
 
     kind: Kind
     text: str
@@ -63,12 +63,12 @@ ALLOWED, DENIED = Verdict(), Verdict("deny")
 
 
 def strictest(verdicts: Iterable[Verdict]) -> Verdict | None:
-    """The first of the strictest verdicts; None when there is no verdict."""
+    """Return the first of the strictest verdicts; None if there are none."""
     return max(verdicts, key=lambda each: each.strictness, default=None)
 
 
 def explained(verdict: Verdict) -> Explanation:
-    """A verdict with its parts, as the API and the command line show it."""
+    """Convert a verdict with its parts for the API and the command line."""
     return Explanation(
         verdict=verdict.verdict,
         reason=verdict.reason,

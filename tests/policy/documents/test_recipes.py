@@ -42,8 +42,8 @@ def test_everything_may_be_said_and_left_out() -> None:
         (b"python = '2.7'", InvalidRequest, "python", ""),
         (b"[limits]\nmemory_mb = 1", InvalidRequest, "limits.memory_mb", ""),
         (b"[env]\n'A B' = 'x'", InvalidRequest, "env.A B.[key]", ""),
-        (b"a = ", InvalidRequest, "t/template.toml", "mend"),
-        (b"\xff", InvalidRequest, "t/template.toml", "mend"),
+        (b"a = ", InvalidRequest, "t/template.toml", "correct"),
+        (b"\xff", InvalidRequest, "t/template.toml", "correct"),
     ],
 )
 def test_what_is_wrong_is_named(text: bytes, kind: type[CarrelError], field: str, hint: str) -> None:

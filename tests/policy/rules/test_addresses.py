@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.policy.rules.addresses import embedded, forms, plain, private, read, same
+from carrel.policy.rules.addresses import destination, embedded, forms, read, unmapped, why_not_public
 
 KINDS = {
     "metadata": "169.254.169.254 169.254.170.2 169.254.170.23 100.100.100.200 168.63.129.16 192.0.0.192 fd00:ec2::254 fd00:ec2::23 fd20:ce::254 ::ffff:169.254.169.254 64:ff9b::a9fe:a9fe 2002:a9fe:a9fe::",
@@ -40,14 +40,14 @@ KINDS = {
 
 @pytest.mark.parametrize(("words", "text"), [(words, text) for words, texts in KINDS.items() for text in texts.split()])
 def test_what_is_not_public(words: str, text: str) -> None:
-    found = private(ip_address(text))
+    found = why_not_public(ip_address(text))
     assert found is not None
     assert words in found
 
 
 @pytest.mark.parametrize("text", ["1.1.1.1", "8.8.8.8", "9.255.255.255", "11.0.0.1", "100.63.255.255", "100.128.0.0", "126.255.255.255", "128.0.0.1", "169.253.255.255", "172.15.255.255", "172.32.0.1", "192.0.1.1", "192.0.3.1", "192.167.1.1", "192.169.1.1", "192.88.98.1", "198.17.1.1", "198.20.0.1", "223.255.255.255", "168.63.129.17", "2606:4700:4700::1111", "2a00:1450::1", "2001:4860:4860::8888", "2001:200::1", "2003::1", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8", "2620:fe::fe", "3000::1", "3ffd::1"])  # fmt: skip
 def test_what_is_public(text: str) -> None:
-    assert private(ip_address(text)) is None
+    assert why_not_public(ip_address(text)) is None
 
 
 def test_both_addresses_of_a_teredo_address_count() -> None:
@@ -55,7 +55,7 @@ def test_both_addresses_of_a_teredo_address_count() -> None:
     by_client = ip_address("2001:0:808:808::80ff:fffe")
     assert embedded(by_server) == (IPv4Address("8.8.8.8"), IPv4Address("127.0.0.1"))
     assert embedded(by_client) == (IPv4Address("127.0.0.1"), IPv4Address("8.8.8.8"))
-    assert private(by_server) == private(by_client) == "a loopback address"
+    assert why_not_public(by_server) == why_not_public(by_client) == "a loopback address"
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_both_addresses_of_a_teredo_address_count() -> None:
      ("2001:0:808:808::fefd:fcfb", "1.2.3.4"), ("::1.2.3.4", "1.2.3.4"), ("::1", "::1"), ("::", "::"), ("2606:4700::1", "2606:4700::1"), ("1.2.3.4", "1.2.3.4")],
 )  # fmt: skip
 def test_the_address_really_meant(text: str, meant: str) -> None:
-    assert plain(ip_address(text)) == ip_address(meant)
+    assert destination(ip_address(text)) == ip_address(meant)
 
 
 def test_only_a_mapped_address_is_the_same() -> None:
-    assert same(IPv6Address("::ffff:1.2.3.4")) == IPv4Address("1.2.3.4")
-    assert same(IPv6Address("64:ff9b::1.2.3.4")) == IPv6Address("64:ff9b::1.2.3.4")
-    assert same(IPv4Address("1.2.3.4")) == IPv4Address("1.2.3.4")
+    assert unmapped(IPv6Address("::ffff:1.2.3.4")) == IPv4Address("1.2.3.4")
+    assert unmapped(IPv6Address("64:ff9b::1.2.3.4")) == IPv6Address("64:ff9b::1.2.3.4")
+    assert unmapped(IPv4Address("1.2.3.4")) == IPv4Address("1.2.3.4")
 
 
 def test_reading() -> None:
@@ -89,13 +89,13 @@ def test_what_is_private_stays_so_in_every_form(address: IPv4Address, form: str)
     if address == wrapped or int(wrapped) < 2:
         return
     assert address in forms(wrapped)
-    if private(address) is not None:
-        assert private(wrapped) is not None
+    if why_not_public(address) is not None:
+        assert why_not_public(wrapped) is not None
 
 
 @given(st.ip_addresses())
 def test_what_python_does_not_call_global_is_never_public(address: IPv4Address | IPv6Address) -> None:
-    if private(address) is None:
-        assert plain(address).is_global
-        assert not plain(address).is_multicast
-        assert not plain(address).is_reserved
+    if why_not_public(address) is None:
+        assert destination(address).is_global
+        assert not destination(address).is_multicast
+        assert not destination(address).is_reserved

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.support.policies import sources
 
-from carrel.policy.rules.packages import MOST_READ, SHORT_LINE, judge, normalised, sparingly
+from carrel.policy.rules.packages import MOST_READ, SHORT_LINE, judge, limited_reader, normalised
 from carrel.policy.shell.finder import find
 from carrel.policy.verdict import strictest
 
@@ -98,11 +98,11 @@ def test_no_more_is_read_than_can_be_looked_through_at_once(text: str) -> None:
         asked.append(path)
         return text
 
-    reading = sparingly(read)
+    reading = limited_reader(read)
     assert [reading("a") for _ in range(9)] == [text, text, *[None] * 7]
     assert len(asked) <= 3
-    assert sparingly(lambda _path: text * 2)("a") == text * 2
-    assert sparingly(lambda _path: text * 3)("a") is None
+    assert limited_reader(lambda _path: text * 2)("a") == text * 2
+    assert limited_reader(lambda _path: text * 3)("a") is None
 
 
 def test_blanks_in_a_requirements_file_are_gone_through_once() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.support.policies import sources
 
-from carrel.policy.rules.remotes import Place, judge, places, url_matches
+from carrel.policy.rules.remotes import RemoteHost, judge, remote_hosts, url_matches
 from carrel.policy.shell.finder import find
 from carrel.policy.verdict import strictest
 
@@ -62,19 +62,19 @@ def test_where_remotes_lie() -> None:
         "https://*.e.example/*",
         "https://f.example.",
     ]
-    found = places(sources(git={"allowed_remotes": texts}).git)
+    found = remote_hosts(sources(git={"allowed_remotes": texts}).git)
     assert [(each.host, each.port) for each in found] == [
         ("github.com", 443), ("a.example", 80), ("b.example", 22), ("c.example", 2222), ("d.example", 9418), ("*.e.example", 443), ("f.example", 443),
     ]  # fmt: skip
     assert [each.text for each in found] == texts
-    assert found[5].means("x.e.example")
-    assert not found[5].means("e.example")
-    assert not found[5].means("xe.example")
-    assert not Place("a.example", 443, "").means("x.a.example")
+    assert found[5].matches("x.e.example")
+    assert not found[5].matches("e.example")
+    assert not found[5].matches("xe.example")
+    assert not RemoteHost("a.example", 443, "").matches("x.a.example")
 
 
 @pytest.mark.parametrize("text", ["*", "https://*/*", "https://*.com/*", "https://a*.example/*", "https://*.a.*/x", "https:///x", "file:///x", "ext::sh", "https://a.example:99999/", "/srv/x", "./x", "x"])  # fmt: skip
 def test_remotes_that_name_no_host_open_none(text: str) -> None:
-    assert places(sources(git={"allowed_remotes": [text]}).git) == ()
-    assert places(None) == places(sources(git={}).git) == ()
-    assert places(sources(git={"enabled": False, "allowed_remotes": ["https://a.example/*"]}).git) == ()
+    assert remote_hosts(sources(git={"allowed_remotes": [text]}).git) == ()
+    assert remote_hosts(None) == remote_hosts(sources(git={}).git) == ()
+    assert remote_hosts(sources(git={"enabled": False, "allowed_remotes": ["https://a.example/*"]}).git) == ()

@@ -271,7 +271,7 @@ _PRIVATE = "it led on to a private address"
 
 
 def _is_public(address: str) -> bool:
-    return addresses.private(ip_address(address.partition("%")[0])) is None
+    return addresses.why_not_public(ip_address(address.partition("%")[0])) is None
 
 
 async def _look_up(host: str, port: int) -> Sequence[str]:

@@ -290,7 +290,7 @@ class Outbound:
         """Refuse the proxy's own address for targets with its port: with one request, a sandbox could use up the whole
         budget of connections.
         """
-        meant = addresses.plain(address)
+        meant = addresses.destination(address)
         if meant.is_loopback or meant.is_unspecified:
             hint = "connect to loopback directly, without the proxy"
             access.verdict = Verdict("deny", f"{target} is the proxy itself", hint=hint)

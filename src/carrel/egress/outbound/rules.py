@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from carrel.egress.access import Address, Target
 from carrel.egress.plan import HostRegistry, Index
 from carrel.policy.documents.sources import PackageManager, Registry, Sources, WebAccess
+from carrel.policy.rules.hosts import Domains, HostPolicy
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import normalised
-from carrel.policy.rules.reach import Domains, Reach
 from carrel.policy.verdict import Verdict
 
 MB = 1024 * 1024
@@ -64,7 +64,7 @@ class Rules:
         self.packages = _packages(sources)
         own = [] if self.packages.registries is not None else [each.url for each in indexes]
         places = [(each.manager, each.host, each.port) for each in registries]
-        self._reach = Reach(policy, indexes=own, internet=internet, registries=places)
+        self._hosts = HostPolicy(policy, indexes=own, internet=internet, registries=places)
         self._opaque = _Named(each.opaque_domains for each in webs)
         self._inspected = _Named(each.inspected_domains for each in webs)
         self._credited = frozenset(each.host for web in webs for each in web.credentials)
@@ -73,14 +73,14 @@ class Rules:
 
     def decide(self, target: Target) -> Verdict:
         """What is said of a name or an address, and a port."""
-        verdict = self._reach.host(target.host, target.port)
+        verdict = self._hosts.host(target.host, target.port)
         if verdict is not None:
             return verdict
         return Verdict("ask", f"no rule allows or denies connecting to {target}", hint="a person can approve it")
 
     def check_address(self, target: Target, address: Address) -> Verdict:
         """What is said of an address that was found for a target; it is asked after `decide`."""
-        return self._reach.address(address, target.port, target.host)
+        return self._hosts.address(address, target.port, target.host)
 
     def opaque(self, target: Target) -> bool:
         """Whether a connection need not say in TLS or HTTP whom it is for."""
@@ -96,7 +96,7 @@ class Rules:
 
     def most_received(self, target: Target) -> int | None:
         """How many bytes one connection may bring; None: as many as it likes."""
-        if self._most_cloned is None or not self._reach.remote(target.host, literal=target.literal is not None):
+        if self._most_cloned is None or not self._hosts.remote(target.host, literal=target.literal is not None):
             return None
         return self._most_cloned
 

@@ -46,10 +46,10 @@ class PushTarget:
 
 def is_public(text: str) -> bool:
     """Whether an address is ordinary unicast of the public internet; what may mean another address is not."""
-    from carrel.policy.rules.addresses import private, read
+    from carrel.policy.rules.addresses import read, why_not_public
 
     address = read(text.partition("%")[0])
-    return address is not None and private(address) is None
+    return address is not None and why_not_public(address) is None
 
 
 class Destinations:

@@ -1,4 +1,4 @@
-"""Reads a policy document: strict JSON into a model, and errors that name the place and the nearest known key."""
+"""Reads policy documents: strict JSON into a model. Errors name the position and the most similar known key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DOCUMENT = 4 * 1024 * 1024
 
 
 class Part(BaseModel):
-    """A part of a policy document. Unknown keys are errors; keys that begin with `_comment` are for people."""
+    """A part of a policy document. Unknown keys are errors; keys that begin with `_comment` are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -30,12 +30,12 @@ Model = TypeVar("Model", bound=Part)
 
 
 def load(text: str | bytes, model: type[Model], source: str) -> Model:
-    """The document as a model. Raises `UnknownSetting` or `InvalidRequest` with the place in it as `field`."""
+    """Read a document into a model. Raises `UnknownSetting` or `InvalidRequest`; their `field` is the position."""
     return build(parse(text, source), model, source)
 
 
 def parse(text: str | bytes, source: str) -> object:
-    """The document as JSON. A key given twice is an error: which one counts would be a guess."""
+    """Parse a document as JSON. A duplicate key is an error, because it is not clear which one counts."""
     if len(text) > MAX_DOCUMENT:
         raise InvalidRequest(f"{source} is larger than {MAX_DOCUMENT} bytes", field=source, hint="split the rules")
     try:
@@ -43,11 +43,11 @@ def parse(text: str | bytes, source: str) -> object:
     except _Twice as error:
         raise InvalidRequest(f"{source} has the key '{error}' twice", field=str(error), hint="keep one") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{source} is not JSON: {error}", field=source, hint="mend the file") from None
+        raise InvalidRequest(f"{source} is not JSON: {error}", field=source, hint="correct the file") from None
 
 
 def build(value: object, model: type[Model], source: str) -> Model:
-    """The parsed document as a model."""
+    """Validate a parsed document."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -60,7 +60,7 @@ def build(value: object, model: type[Model], source: str) -> Model:
 
 
 def path(location: tuple[int | str, ...]) -> str:
-    """A place in a document as a person would write it: `permissions.allow[3]`."""
+    """A position in a document as a person would write it: `permissions.allow[3]`."""
     written = ""
     for part in location:
         written += f"[{part}]" if isinstance(part, int) else f".{part}" if written else str(part)
@@ -81,12 +81,10 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _unknown(model: type[BaseModel], location: tuple[int | str, ...], source: str) -> UnknownSetting:
-    keys: list[str] = []
     group: type[BaseModel] | None = model
     for part in location[:-1]:
         group = _below(group, part)
-    if group is not None:
-        keys = list(group.model_fields)
+    keys = [] if group is None else list(group.model_fields)
     name = str(location[-1])[:100]
     near = difflib.get_close_matches(name, keys, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'?" if near else f"the keys here are: {', '.join(sorted(keys))}"

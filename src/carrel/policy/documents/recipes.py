@@ -1,5 +1,5 @@
-"""`template.toml`: what a sandbox made by a template gets that asks for nothing else. A template's rules are in its
-`settings.json` and `sources.json`.
+"""`template.toml`: the defaults for sandboxes of a template. The rules of a template are in its `settings.json` and
+`sources.json`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,37 @@ NAME = "template.toml"
 
 
 class Recipe(Part):
-    """A recipe. Everything in it may be left out."""
+    """The content of `template.toml`. Every key is optional."""
 
     model_config = ConfigDict(strict=False)
 
-    description: str = Field(default="", max_length=500, description="what it is for, in a line")
+    description: str = Field(default="", max_length=500, description="the purpose, in one line")
     provider: str | None = Field(default=None, max_length=64, description="where its sandboxes run")
-    network: Network | None = Field(default=None, description="what they reach")
-    limits: Limits = Field(default_factory=Limits, description="what they may use")
-    env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256, description="variables of every command")
+    network: Network | None = Field(default=None, description="the network access of its sandboxes")
+    limits: Limits = Field(default_factory=Limits, description="the limits of its sandboxes")
+    env: dict[EnvName, NoNul] = Field(
+        default_factory=dict, max_length=256, description="environment variables of every command"
+    )
     labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32, description="labels of the session")
     packages: list[Requirement] = Field(
-        default_factory=list, max_length=256, description="Python packages that they have, as PEP 508 writes them"
+        default_factory=list, max_length=256, description="Python packages of its sandboxes, in the form of PEP 508"
     )
-    python: PythonVersion | None = Field(default=None, description="of the packages; without, the sandbox's own")
+    python: PythonVersion | None = Field(
+        default=None, description="the Python version of the packages; by default that of the sandbox"
+    )
     imports: list[ModuleName] | None = Field(
-        default=None, max_length=64, description="what is imported before code comes; without, what the packages are"
+        default=None,
+        max_length=64,
+        description="modules that are imported before any code runs; by default those of the packages",
     )
 
 
 def load(text: bytes, source: str = NAME) -> Recipe:
-    """Read a recipe. Raises `UnknownSetting` or `InvalidRequest` with the place in it as `field`."""
+    """Read a `template.toml`. Raises `UnknownSetting` or `InvalidRequest`; their `field` is the position."""
     if len(text) > MAX_DOCUMENT:
         raise InvalidRequest(f"{source} is larger than {MAX_DOCUMENT} bytes", field=source, hint="shorten it")
     try:
         table = tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{source} is not TOML: {error}", field=source, hint="mend the file") from None
+        raise InvalidRequest(f"{source} is not TOML: {error}", field=source, hint="correct the file") from None
     return build(table, Recipe, source)

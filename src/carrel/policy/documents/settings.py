@@ -1,4 +1,4 @@
-"""`settings.json`: which operations are allowed and which are denied. Everything else asks."""
+"""`settings.json`: which operations are allowed and which are denied. All others ask a person."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ class Permissions(Part):
     """The two lists of rules."""
 
     allow: tuple[str, ...] = Field(
-        default=(), strict=False, max_length=MOST_RULES, description="what may be done without asking"
+        default=(), strict=False, max_length=MOST_RULES, description="operations that are allowed without asking"
     )
     deny: tuple[str, ...] = Field(
-        default=(), strict=False, max_length=MOST_RULES, description="what is always refused; beats `allow`"
+        default=(),
+        strict=False,
+        max_length=MOST_RULES,
+        description="operations that are always refused, even if `allow` has them",
     )
 
     @field_validator("allow", "deny")
@@ -37,8 +40,8 @@ class Settings(Part):
     context_workspace: str = Field(
         default="/workspace/${CONTEXT_ID}",
         max_length=4096,
-        description="where the workspace of a context is; `${WORKSPACE}` in rules stands for it, and `${CONTEXT_ID}` "
-        "for the context",
+        description="the path of a context's workspace; `${CONTEXT_ID}` is the context. In rules `${WORKSPACE}` is "
+        "this path",
     )
     permissions: Permissions = Field(default_factory=Permissions, description="the rules")
 
@@ -51,5 +54,5 @@ class Settings(Part):
 
 
 def load(text: str | bytes, source: str = NAME) -> Settings:
-    """Read a settings document. Rules are read when a policy is made of it."""
+    """Read a settings document. `Policy.of` parses the rules."""
     return documents.load(text, Settings, source)

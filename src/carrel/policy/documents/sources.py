@@ -1,4 +1,4 @@
-"""`sources.json`: what an agent may reach and install: registries, git remotes, domains, languages, limits."""
+"""`sources.json`: what an agent may connect to and install: registries, git remotes, domains, languages, limits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NAME = "sources.json"
 class Registry(Part):
     """A package index."""
 
-    name: str = Field(min_length=1, max_length=128, description="what it is called")
-    url: str = Field(min_length=1, max_length=2048, description="its URL; everything below it belongs to it")
+    name: str = Field(min_length=1, max_length=128, description="its name")
+    url: str = Field(min_length=1, max_length=2048, description="its URL; all URLs below it belong to it")
     trusted: bool = Field(default=False, description="whether it may be used without a valid certificate")
 
     @field_validator("url")
     @classmethod
     def _url(cls, value: str) -> str:
         if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", value):
-            raise ValueError("it must be a URL that starts with https:// or http:// and holds no user")
+            raise ValueError("it must be a URL that starts with https:// or http://, without a user")
         return value
 
 
@@ -34,26 +34,26 @@ class PackageManager(Part):
 
     enabled: bool = Field(default=True, description="whether it may be used at all")
     registries: tuple[Registry, ...] | None = Field(
-        default=None, strict=False, description="the only indexes it may use; without the key, its own default"
+        default=None, strict=False, description="the only indexes that it may use; without the key, its own default"
     )
-    max_install_size_mb: int | None = Field(default=None, ge=1, description="the most one install may add")
+    max_install_size_mb: int | None = Field(default=None, ge=1, description="largest size of one install")
     blocked_packages: tuple[str, ...] = Field(default=(), strict=False, description="packages that are refused")
     allowed_packages: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="the only packages; without the key, every package"
+        default=None, strict=False, description="the only packages that are allowed; without the key, every package"
     )
 
     @property
     def limited(self) -> bool:
-        """Whether only some packages, or only so many, may be installed."""
+        """Whether the packages or their size are limited."""
         limits = (self.allowed_packages, self.max_install_size_mb)
         return bool(self.blocked_packages) or any(each is not None for each in limits)
 
 
 class PackageManagers(Part):
-    """Package managers by name; one that is not named asks."""
+    """Package managers by name. An install with one that is not named asks."""
 
-    pip: PackageManager | None = Field(default=None, description="pip, and every tool that installs as pip does")
-    uv: PackageManager | None = Field(default=None, description="uv; without the key, what pip says holds")
+    pip: PackageManager | None = Field(default=None, description="pip, pipx, poetry, pipenv, pdm, hatch, easy_install")
+    uv: PackageManager | None = Field(default=None, description="uv, uvx; without the key, `pip` applies")
     conda: PackageManager | None = Field(default=None, description="conda, mamba, micromamba")
     npm: PackageManager | None = Field(default=None, description="npm, npx, yarn, pnpm, bun")
     apt: PackageManager | None = Field(default=None, description="apt, apt-get, dpkg")
@@ -62,73 +62,77 @@ class PackageManagers(Part):
     go: PackageManager | None = Field(default=None, description="go get, go install")
 
     def named(self) -> dict[str, PackageManager]:
-        """Those that are named, by name."""
+        """The package managers that the document names."""
         return {name: each for name in type(self).model_fields if (each := getattr(self, name)) is not None}
 
 
 class Credential(Part):
-    """A header that the egress puts into requests to one host, so that its value is never in the sandbox."""
+    """A header that the egress proxy adds to requests to one host, so that its value is never in the sandbox."""
 
     host: str = Field(min_length=1, max_length=253, description="the host, exactly")
-    secret: str = Field(min_length=1, max_length=128, description="the name of the secret whose value is put in")
-    header: str = Field(default="Authorization", pattern=r"^[A-Za-z0-9-]{1,64}$", description="the header it is put in")
+    secret: str = Field(min_length=1, max_length=128, description="the name of the secret with the value")
+    header: str = Field(default="Authorization", pattern=r"^[A-Za-z0-9-]{1,64}$", description="the name of the header")
     format: str = Field(
-        default="Bearer {secret}", max_length=256, description="what the header says; `{secret}` stands for the value"
+        default="Bearer {secret}", max_length=256, description="the value of the header; `{secret}` is the secret"
     )
     methods: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="the only methods; without the key, every method"
+        default=None, strict=False, description="add it only for these methods; without the key, for all"
     )
     paths: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="the only paths, each with all below it; without the key, every path"
+        default=None, strict=False, description="add it only for these paths and all below; without the key, for all"
     )
 
     @field_validator("format")
     @classmethod
     def _one_place(cls, value: str) -> str:
         if value.count("{secret}") != 1 or not value.isascii() or not value.isprintable():
-            raise ValueError("it must hold `{secret}` once and be plain text otherwise")
+            raise ValueError("it must contain `{secret}` once and otherwise only printable ASCII characters")
         return value
 
     @field_validator("host")
     @classmethod
     def _host(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", value):
-            raise ValueError(f"'{value[:100]}' is not a host; credentials are for one host, not for a pattern")
+            raise ValueError(f"'{value[:100]}' is not a host name; credentials are for one host, not for a pattern")
         return value.lower()
 
 
 class WebAccess(Part):
-    """Domains, decided here and enforced on the wire by the egress."""
+    """Domains. Admission decides by them, and the egress proxy enforces them on connections."""
 
-    enabled: bool = Field(default=True, description="whether any domain may be reached")
+    enabled: bool = Field(default=True, description="whether connections to domains are allowed at all")
     allowed_domains: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="the only domains; `*.example.org` is every name below example.org"
+        default=None,
+        strict=False,
+        description="the only domains that are allowed; `*.example.org` is every name below example.org",
     )
-    blocked_domains: tuple[str, ...] = Field(default=(), strict=False, description="refused even when allowed")
+    blocked_domains: tuple[str, ...] = Field(
+        default=(), strict=False, description="domains that are refused even if they are allowed"
+    )
     allowed_ports: tuple[Annotated[int, Field(ge=1, le=65_535)], ...] | None = Field(
-        default=None, strict=False, description="the only ports of allowed domains; without the key, 80 and 443"
+        default=None, strict=False, description="the open ports of allowed domains; without the key, 80 and 443"
     )
     opaque_domains: tuple[str, ...] | None = Field(
         default=None,
         strict=False,
-        description="domains whose connections need not say in TLS or HTTP whom they are for",
+        description="domains whose connections need not name their host in TLS or HTTP",
     )
     inspected_domains: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="domains whose TLS is opened, so that each request is decided"
+        default=None, strict=False, description="domains whose TLS is decrypted, so that each request is decided"
     )
     credentials: tuple[Credential, ...] = Field(
-        default=(), strict=False, description="headers put in on the way out; their hosts are inspected"
+        default=(), strict=False, description="headers that the egress proxy adds; their hosts are inspected"
     )
     upstreams: tuple[str, ...] | None = Field(
         default=None,
         strict=False,
-        description="names of the server's upstream proxies to go through, the first that works; without the key, "
-        "what the server does",
+        description="names of the server's upstream proxies; the first that works is used. Without the key, the "
+        "server's default",
     )
-    max_connections: int | None = Field(default=None, ge=1, description="connections open at once")
-    max_connections_per_minute: int | None = Field(default=None, ge=1, description="new connections in a minute")
-    max_download_mb: int | None = Field(default=None, ge=1, description="the most a sandbox may receive")
-    max_upload_mb: int | None = Field(default=None, ge=1, description="the most a sandbox may send")
+    max_connections: int | None = Field(default=None, ge=1, description="most connections open at once")
+    max_connections_per_minute: int | None = Field(default=None, ge=1, description="most new connections per minute")
+    max_download_mb: int | None = Field(default=None, ge=1, description="most data that a sandbox may receive")
+    max_upload_mb: int | None = Field(default=None, ge=1, description="most data that a sandbox may send")
 
     @field_validator("allowed_domains", "blocked_domains", "opaque_domains", "inspected_domains")
     @classmethod
@@ -143,35 +147,39 @@ class WebAccess(Part):
     def _narrow(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for domain in value or ():
             if "." not in domain.removeprefix("*.") and domain.startswith("*"):
-                raise ValueError(f"'{domain}' allows far too much; name the domains, or leave the key out")
+                raise ValueError(f"'{domain}' is too broad; name the domains, or leave the key out")
         return value
 
 
 class Git(Part):
     """Git remotes."""
 
-    enabled: bool = Field(default=True, description="whether remotes may be used at all")
+    enabled: bool = Field(default=True, description="whether remotes are allowed at all")
     allowed_remotes: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="the only remotes, as URLs in which `*` stands for anything"
+        default=None, strict=False, description="the only remotes that are allowed, as URLs; `*` matches anything"
     )
-    max_clone_size_mb: int | None = Field(default=None, ge=1, description="the most one clone may add")
+    max_clone_size_mb: int | None = Field(default=None, ge=1, description="largest size of one clone")
 
 
 class Runtime(Part):
     """Languages and limits."""
 
     languages: tuple[str, ...] | None = Field(
-        default=None, strict=False, description="the only languages whose interpreters may be run: `python3.11`, `bash`"
+        default=None, strict=False, description="the only languages whose interpreters may run: `python3.11`, `bash`"
     )
-    interpreters: dict[str, str] = Field(default_factory=dict, description="where interpreters lie")
-    max_execution_time_seconds: int | None = Field(default=None, ge=1, description="the longest a command may take")
-    max_memory_mb: int | None = Field(default=None, ge=1, description="the most memory a sandbox may use")
+    interpreters: dict[str, str] = Field(default_factory=dict, description="paths of interpreters")
+    max_execution_time_seconds: int | None = Field(
+        default=None, ge=1, description="most seconds that a command may run"
+    )
+    max_memory_mb: int | None = Field(default=None, ge=1, description="most memory that a sandbox may use")
 
 
 class Sources(Part):
     """A sources document."""
 
-    agent_type: str | None = Field(default=None, max_length=256, description="which kind of agent it is for")
+    agent_type: str | None = Field(
+        default=None, max_length=256, description="the kind of agent that the document is for"
+    )
     package_managers: PackageManagers = Field(default_factory=PackageManagers, description="package managers")
     web_access: WebAccess | None = Field(default=None, description="domains")
     git: Git | None = Field(default=None, description="git remotes")
@@ -180,7 +188,7 @@ class Sources(Part):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The numbers of all layers together: the smallest of each, None where nobody says any."""
+    """The smallest number of all layers for each limit; None if no layer has the limit."""
 
     max_execution_time_seconds: int | None = None
     max_memory_mb: int | None = None
@@ -189,7 +197,7 @@ class Limits:
 
 
 def limits(*sources: Sources) -> Limits:
-    """The limits that hold when all of these do."""
+    """Return the smallest limits of these documents."""
 
     def least(*numbers: int | None) -> int | None:
         return min((number for number in numbers if number is not None), default=None)

@@ -1,6 +1,6 @@
-"""Addresses: which are not of the public internet, and which other address one may really mean.
+"""IP addresses: which ones are not on the public internet, and which IPv4 address an IPv6 address contains.
 
-Written out in full: what Python calls global changes with its version, so that is only the floor.
+The table is written out because `is_global` of Python changes between versions. `is_global` is checked as well.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _KINDS: dict[str, str] = {
 
 def _table(version: int) -> tuple[tuple[_Network, str], ...]:
     read = [(ip_network(text), words) for text, words in _KINDS.items()]
-    # The narrowest first: the metadata service is more than a link-local address.
+    # The narrowest network comes first: "cloud metadata" says more than "link-local".
     return tuple(sorted((each for each in read if each[0].version == version), key=lambda each: -each[0].prefixlen))
 
 
@@ -79,20 +79,20 @@ _LOW = 0xFFFF_FFFF
 
 
 def read(text: str) -> Address | None:
-    """An address as a rule or a request writes it, brackets or not; None when it is a name."""
+    """Parse an address, with or without brackets; None if the text is not an address."""
     try:
         return ip_address(text.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
 
 
-def same(address: Address) -> Address:
-    """The address that a machine connects to: an IPv4 address in IPv6 clothes is the IPv4 address."""
+def unmapped(address: Address) -> Address:
+    """Convert an IPv4-mapped IPv6 address to the IPv4 address, which is what a machine connects to."""
     return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
 
 
 def embedded(address: Address) -> tuple[IPv4Address, ...]:
-    """Every IPv4 address inside an IPv6 address, the one that is meant first."""
+    """Return every IPv4 address inside an IPv6 address; the destination comes first."""
     if isinstance(address, IPv4Address):
         return ()
     number = int(address)
@@ -114,18 +114,18 @@ def embedded(address: Address) -> tuple[IPv4Address, ...]:
     return ()
 
 
-def plain(address: Address) -> Address:
-    """The address really meant: an IPv4 address taken out of mapped, translated and tunnel forms, else itself."""
+def destination(address: Address) -> Address:
+    """Return the IPv4 address inside a mapped, translated or tunnel address; other addresses are returned unchanged."""
     return next(iter(embedded(address)), address)
 
 
 def forms(address: Address) -> tuple[Address, ...]:
-    """The address and all it may mean: what denies one of them denies it."""
+    """Return the address and every address inside it. A rule that denies one of them denies the address."""
     return (address, *embedded(address))
 
 
-def private(address: Address) -> str | None:
-    """What an address is that is not ordinary public unicast, in words; None of one that is."""
+def why_not_public(address: Address) -> str | None:
+    """Describe an address that is not public unicast; None if it is."""
     inner = embedded(address)
     for each in inner:
         if words := _kind(each):
@@ -134,11 +134,11 @@ def private(address: Address) -> str | None:
     return None if mapped or (inner and address in _TRANSLATED) else _kind(address)
 
 
-def internal(address: Address) -> bool:
-    """Whether an address is of a network that an organisation has for itself: not public, and neither of this machine
-    nor of its link, nor a metadata service, which are often link-local or unique local too.
+def is_internal(address: Address) -> bool:
+    """Whether an address belongs to an organisation's own network. Addresses of this machine, of its link and of cloud
+    metadata services do not count.
     """
-    return private(address) in _INTERNAL
+    return why_not_public(address) in _INTERNAL
 
 
 def _kind(address: Address) -> str | None:

@@ -1,7 +1,7 @@
-"""Decides: what a policy says of a command, a file, a host or a tool, and why.
+"""Decides whether a policy allows a command, a file access, a connection or a tool call, and says why.
 
-Deny beats allow, neither means ask, and of the parts of an operation the strictest answer counts. Pure: what it needs
-to know of files is given to it.
+A deny rule beats an allow rule; without either the answer is ask. The strictest answer for a part of an operation is
+the answer for the whole. Pure: a caller-supplied function reads files.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal
 
 from carrel.policy.documents.sources import Runtime, Sources
 from carrel.policy.rules import packages, remotes
+from carrel.policy.rules.hosts import HostPolicy
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import ReadFile
-from carrel.policy.rules.reach import Reach
 from carrel.policy.rules.rules import Rule, behind_options, first, match_words
 from carrel.policy.shell import (
     SPARE_STEPS,
@@ -34,28 +34,35 @@ from carrel.policy.verdict import ALLOWED, Answer, Part, Verdict, strictest
 Operation = Literal["read", "write", "delete"]
 
 STEPS_PER_RULE = 20
-"""How many more steps a decision may take for each rule of the policy."""
+"""Additional steps that a decision may take for each rule of the policy."""
 LONGEST_PATH, LONGEST_HOST = 4096, 255
-"""Longer ones mean nothing to the kernel or to DNS; a decision about one would take long."""
+"""The kernel and DNS accept no longer ones, and deciding about one would take long."""
 
+_VERSION = r"(\d+(?:\.\d+)*)?"
 _INTERPRETERS = {
-    "python": re.compile(r"(python|pypy|ipython)(\d+(?:\.\d+)*)?"),
-    "bash": re.compile(r"(bash|sh|dash)()"),
-    "node": re.compile(r"(node|nodejs)(\d+)?"),
-    "deno": re.compile(r"(deno)()"),
-    "bun": re.compile(r"(bun)()"),
-    "ruby": re.compile(r"(ruby|irb)(\d+(?:\.\d+)*)?"),
-    "perl": re.compile(r"(perl)(\d+(?:\.\d+)*)?"),
-    "php": re.compile(r"(php)(\d+(?:\.\d+)*)?"),
-    "lua": re.compile(r"(lua|luajit)(\d+(?:\.\d+)*)?"),
-    "java": re.compile(r"(java|jshell)()"),
-    "r": re.compile(r"(R|Rscript)()"),
-    "julia": re.compile(r"(julia)()"),
-    "zsh": re.compile(r"(zsh)()"),
-    "fish": re.compile(r"(fish)()"),
-    "tcl": re.compile(r"(tclsh|expect|wish)(\d+(?:\.\d+)*)?"),
-    "powershell": re.compile(r"(pwsh)()"),
+    family: re.compile(programs)
+    for family, programs in {
+        "python": rf"(python|pypy|ipython){_VERSION}",
+        "bash": "(bash|sh|dash)()",
+        "node": r"(node|nodejs)(\d+)?",
+        "deno": "(deno)()",
+        "bun": "(bun)()",
+        "ruby": rf"(ruby|irb){_VERSION}",
+        "perl": rf"(perl){_VERSION}",
+        "php": rf"(php){_VERSION}",
+        "lua": rf"(lua|luajit){_VERSION}",
+        "java": "(java|jshell)()",
+        "r": "(R|Rscript)()",
+        "julia": "(julia)()",
+        "zsh": "(zsh)()",
+        "fish": "(fish)()",
+        "tcl": rf"(tclsh|expect|wish){_VERSION}",
+        "powershell": "(pwsh)()",
+    }.items()
 }
+"""For each language, the names of its interpreters and the version in them."""
+_ASK_HINT = "write the command so that its text shows what it runs, or ask a person to approve it"
+_NO_RULES = Verdict("allow", "no settings")
 
 
 def decide_shell(
@@ -66,14 +73,14 @@ def decide_shell(
     dialect: Dialect = "bash",
     read_file: ReadFile | None = None,
 ) -> Verdict:
-    """What the policy says of a shell text, or of a program with its arguments.
+    """Decide about a shell text, or a program with its arguments.
 
-    `cwd` is where it runs, the workspace by default. `read_file` gives the text of requirements files.
+    `cwd` is the directory it runs in, by default the workspace. `read_file` reads requirements files.
     """
     if not policy.governed and not policy.sources:
         return ALLOWED
     found = find(command, dialect=dialect, cwd=cwd or policy.workspace)
-    reading = None if read_file is None else packages.sparingly(read_file)
+    reading = None if read_file is None else packages.limited_reader(read_file)
     budget = StepBudget(size_of(command), spare=SPARE_STEPS + STEPS_PER_RULE * policy.size)
     shown = command if isinstance(command, str) else " ".join(command)
     parts: list[Part] = []
@@ -81,52 +88,53 @@ def decide_shell(
         parts += (_command(policy, each, reading, budget) for each in found.commands)
         parts += (_file_use(policy, each, budget) for each in found.files)
         if found.hosts:
-            reach = Reach(policy)
-            parts += (_host_use(policy, each, reach, budget) for each in found.hosts)
+            hosts = HostPolicy(policy)
+            parts += (_host_use(policy, each, hosts, budget) for each in found.hosts)
     except TooComplex as reason:
-        parts.append(Part("shell", shown[:200], Verdict("ask", f"the command is too complex to decide: {reason}")))
+        asks = Verdict("ask", f"the command is too complex to decide: {reason}", hint=_ASK_HINT)
+        parts.append(Part("shell", shown[:200], asks))
     if policy.governed:
-        parts += [Part("shell", shown[:200], Verdict("ask", reason)) for reason in found.asks]
+        parts += [Part("shell", shown[:200], Verdict("ask", reason, hint=_ASK_HINT)) for reason in found.asks]
     return _whole(parts)
 
 
 def decide_file(policy: Policy, operation: Operation, path: str) -> Verdict:
-    """What the policy says of reading, writing or deleting an absolute path of the sandbox."""
+    """Decide about reading, writing or deleting an absolute path of the sandbox."""
     if not policy.governed:
         return ALLOWED
     return _whole([_file(policy, operation, normal(path))])
 
 
 def decide_tree(policy: Policy, operation: Operation, path: str, *, surely: bool = False) -> Verdict:
-    """What the policy says of reading or deleting a folder with all that is in it, or of what may be one.
+    """Decide about reading or deleting a path with everything below it, if it is a folder.
 
-    A deny rule for something in it denies the whole; one that only may mean something in it asks, unless only what is
-    `surely` meant counts.
+    A deny rule for a path below it denies the whole. A deny rule whose pattern only may match something below it asks;
+    with `surely` such a rule does not count.
     """
     if not policy.governed:
         return ALLOWED
     place = normal(path)
-    parts, hint = [_file(policy, operation, place)], "take what is in it one by one, without that"
+    parts, hint = [_file(policy, operation, place)], "name the files and folders in it one by one, without this one"
     for rule in policy.deny.files_of(operation):
         if rule.path is None or not rule.path.matches_below(place):
             continue
         within = rule.path.fixed == place or rule.path.fixed.startswith(f"{place.rstrip('/')}/")
         if within or not surely:
-            reason = f"{rule.text} denies {'' if within else 'perhaps '}something in {place[:200]}"
+            reason = f"{rule.text} {'denies' if within else 'may deny'} something in {place[:200]}"
             answer: Answer = "deny" if within else "ask"
             parts.append(Part("file", f"{operation} {place}", Verdict(answer, reason, rule.text, rule.source, hint)))
     return _whole(parts)
 
 
 def decide_network(policy: Policy, host: str, port: int | None = None) -> Verdict:
-    """What the policy says of a connection to a host."""
+    """Decide about a connection to a host."""
     if not policy.governed and not policy.sources:
         return ALLOWED
-    return _whole([_host(policy, Reach(policy), host, port)])
+    return _whole([_host(policy, HostPolicy(policy), host, port)])
 
 
 def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
-    """What the policy says of calling a tool of an MCP server."""
+    """Decide about a call of a tool of an MCP server."""
     if not policy.governed:
         return ALLOWED
     verdict = _by_rules(
@@ -136,12 +144,17 @@ def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
 
 
 def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
-    """What the policy says of the variables a command is given: some decide what it runs."""
+    """Decide about the environment variables of a command. Some of them change what commands run."""
     if not policy.governed:
         return ALLOWED
-    reason = "the variable {} changes what commands run"
-    parts = [Part("shell", name, Verdict("ask", reason.format(name))) for name in names if changes_what_runs(name)]
-    return _whole(parts)
+    hint = "leave it out, or ask a person to approve it"
+    return _whole(
+        [
+            Part("shell", name, Verdict("ask", f"the variable {name} changes what commands run", hint=hint))
+            for name in names
+            if changes_what_runs(name)
+        ]
+    )
 
 
 # --- parts
@@ -170,19 +183,19 @@ def _command(policy: Policy, command: Command, read_file: ReadFile | None, budge
         verdicts += packages.judge(sources, argv, name, read_file)
         verdicts += remotes.judge(sources.git, argv, name)
         verdicts += _by_languages(sources.runtime, argv, name)
-    verdict = strictest(verdicts) or Verdict("allow", "no settings")
+    verdict = strictest(verdicts) or _NO_RULES
     return Part("shell", command.text[:500], verdict, command.via)
 
 
 def _length(sources: Sources) -> int:
-    """How many entries an argument may be compared with."""
+    """The number of entries that an argument may be compared with."""
     allowed = () if sources.git is None else sources.git.allowed_remotes or ()
     registries = [len(each.registries or ()) for _, each in sources.package_managers if each is not None]
     return 1 + len(allowed) + max(registries, default=0)
 
 
 def _by_languages(runtime: Runtime, argv: Sequence[Argument], source: str) -> Iterator[Verdict]:
-    """What `sources.json` says of a command that starts an interpreter."""
+    """Check a command that starts an interpreter against `runtime.languages`."""
     if runtime.languages is None or not argv or not isinstance(argv[0], str):
         return
     name = base(argv[0])
@@ -192,14 +205,14 @@ def _by_languages(runtime: Runtime, argv: Sequence[Argument], source: str) -> It
             continue
         declared = [each.lower() for each in runtime.languages if re.fullmatch(rf"{family}[\d.]*", each.lower())]
         if not declared:
-            yield Verdict("deny", f"{name} is not among the languages of this agent", "runtime.languages", source)
+            yield Verdict("deny", f"{name} is not one of this agent's languages", "runtime.languages", source)
         elif found[2] and not any(_same_version(found[2], each.removeprefix(family)) for each in declared):
-            yield Verdict("deny", f"{name} is another version than this agent may use", "runtime.languages", source)
+            yield Verdict("deny", f"this agent may not use this version of {name}", "runtime.languages", source)
         return
 
 
 def _same_version(asked: str, declared: str) -> bool:
-    """Whether a version is the declared one, or says less."""
+    """Whether two versions are equal, or one is a prefix of the other."""
     return not declared or declared == asked or declared.startswith(asked + ".") or asked.startswith(declared + ".")
 
 
@@ -221,7 +234,11 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], budget: StepBudg
     if not denied and perhaps:
         rule = min(perhaps, key=lambda each: each.order)
         return Verdict(
-            "ask", f"it may be what {rule.text} denies", rule.text, rule.source, "write it so that it surely is not"
+            "ask",
+            f"{rule.text} may deny this command, depending on values known only at run time or on its options",
+            rule.text,
+            rule.source,
+            "write every argument in full, or ask a person to approve it",
         )
     allowed: list[Rule] = []
     for rule in () if denied else policy.allow.shell(argv):
@@ -234,10 +251,11 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], budget: StepBudg
 def _file_use(policy: Policy, use: FileUse, budget: StepBudget) -> Part:
     text = f"{use.operation} {use.path or use.source}"
     if not policy.governed:
-        return Part("file", text, Verdict("allow", "no settings"))
+        return Part("file", text, _NO_RULES)
     budget.spend(1 + 8 * (use.path or "").count("/") + policy.size // 8)
     if use.path is None:
-        return Part("file", text, Verdict("ask", f"which file is opened is known only at run time: {use.source[:80]}"))
+        reason = f"the file to {use.operation} is known only at run time: {use.source[:80]}"
+        return Part("file", text, Verdict("ask", reason, hint="write the path in full, or ask a person to approve it"))
     return _file(policy, use.operation, use.path)
 
 
@@ -250,17 +268,17 @@ def _file(policy: Policy, operation: Operation, path: str) -> Part:
     return Part("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
 
 
-def _host_use(policy: Policy, use: HostUse, reach: Reach, budget: StepBudget) -> Part:
+def _host_use(policy: Policy, use: HostUse, hosts: HostPolicy, budget: StepBudget) -> Part:
     budget.spend(1 + policy.size // 8)
-    return _host(policy, reach, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
+    return _host(policy, hosts, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
 
 
-def _host(policy: Policy, reach: Reach, host: str, port: int | None) -> Part:
+def _host(policy: Policy, hosts: HostPolicy, host: str, port: int | None) -> Part:
     what = (host if port is None else f"{host}:{port}")[:200]
     if len(host) > LONGEST_HOST:
         reason = f"the name of the host is longer than {LONGEST_HOST} characters"
         return Part("network", what, Verdict("deny", reason))
-    verdict = reach.host(host, port)
+    verdict = hosts.host(host, port)
     if verdict is None:
-        verdict = _by_rules(None, None, f"connecting to {what}") if policy.governed else Verdict("allow", "no settings")
+        verdict = _by_rules(None, None, f"connecting to {what}") if policy.governed else _NO_RULES
     return Part("network", what, verdict)

@@ -1,7 +1,7 @@
-"""Layers of policy made one: built-in defaults, then a template's, then a context's.
+"""Combines the layers of a policy: the built-in defaults, the template's and the context's.
 
-A deny of any layer holds; a lower layer may allow what a higher one leaves open, never what it denies. Rules that
-allow everything are refused, and rules that do less or more than they seem to are warned about.
+A deny rule of any layer counts: a lower layer may allow what a higher one leaves open, never what it denies. Rules that
+allow everything are refused. Rules that do less or more than they seem to give a warning.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _OWN_WORDS = (
     "readarray echo printf umask"
 )
 DEFAULTS = Settings(permissions=Permissions(allow=tuple(f"shell({word}:*)" for word in _OWN_WORDS.split())))
-"""Words of the shell itself: they start no program, and what `eval`, `exec` and `command` run is decided by itself."""
+"""Builtins of the shell: they start no program, and what `eval`, `exec` and `command` run is decided separately."""
 
 INTERPRETERS = frozenset(
     {"python", "python2", "python3", "node", "perl", "ruby", "php", "lua", "awk", "gawk", "mawk", "java", "Rscript"}
     | {"deno", "bun", "tclsh", "expect", "make", "ssh", "vi", "vim", "emacs", "gdb", "docker", "podman", "kubectl"}
     | {"crontab"}
 )
-"""Programs that run whatever they are told to."""
+"""Programs that can run anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. `name` is what refusals give as their source."""
+    """One layer. `name` and `sources_name` are the sources that verdicts name."""
 
     name: str
     settings: Settings | None = None
@@ -44,7 +44,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something about a rule that its author should know."""
+    """A warning about a rule for its author."""
 
     source: str
     rule: str
@@ -53,7 +53,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Layers, read and indexed. Make one with `Policy.of` or `Policy.open`; it never changes."""
+    """Layers with their rules parsed and indexed. Make one with `Policy.of` or `Policy.open`; it never changes."""
 
     layers: tuple[Layer, ...] = ()
     allow: Index = field(default_factory=Index)
@@ -61,21 +61,21 @@ class Policy:
     warnings: tuple[Notice, ...] = ()
     workspace: str | None = None
     governed: bool = False
-    """Whether any layer has settings: without any, every operation is allowed that sources do not refuse."""
+    """Whether any layer has settings. Without settings, everything is allowed that the sources do not refuse."""
     size: int = 0
-    """How many rules it has."""
+    """The number of rules."""
 
     @classmethod
     def open(cls) -> Policy:
-        """The policy of a server that is told none: everything is allowed."""
+        """The policy of a server without policy documents: everything is allowed."""
         return cls()
 
     @classmethod
     def of(cls, layers: Sequence[Layer], *, context_id: str | None = None, workspace: str | None = None) -> Policy:
-        """The policy of layers, the highest first.
+        """Build a policy from layers, the highest first.
 
-        `workspace` is where the workspace is mounted; without it, what the settings say. Raises `InvalidRequest` with
-        the place of a rule that cannot be read or that would defeat the policy.
+        `workspace` is the path of the workspace, by default the one in the settings. Raises `InvalidRequest`, with the
+        position of the rule, for a rule that cannot be parsed or that allows everything.
         """
         governed = any(layer.settings for layer in layers)
         every = (Layer(BUILT_IN, DEFAULTS), *layers) if governed else tuple(layers)
@@ -98,11 +98,11 @@ class Policy:
 
     @property
     def sources(self) -> tuple[tuple[str, Sources], ...]:
-        """The sources of all layers, with the names refusals give them."""
+        """The sources of all layers, each with the name that verdicts give it."""
         return tuple((layer.sources_name, layer.sources) for layer in self.layers if layer.sources is not None)
 
     def layer_of(self, rule: Rule) -> Layer | None:
-        """The layer that has a rule; None of a built-in one."""
+        """Return the layer that contains a rule; None for a built-in rule."""
         end = sum(map(len, _lists(DEFAULTS)))
         for layer in self.layers:
             if rule.order < end:
@@ -114,7 +114,7 @@ class Policy:
 
     @property
     def limits(self) -> Limits:
-        """The limits of all layers together."""
+        """The smallest limits of all layers."""
         return limits(*(each for _, each in self.sources))
 
 
@@ -136,11 +136,11 @@ def _workspace(layers: Iterable[Layer], context_id: str | None) -> str | None:
 
 
 def _known(text: str, variables: Mapping[str, str], source: str, place: str) -> Mapping[str, str]:
-    """The variables, once it is sure that those a rule uses have a value."""
+    """Return the variables; refuse a rule that uses one without a value."""
     for name, value in variables.items():
         if f"${{{name}}}" in text and not value:
             raise InvalidRequest(
-                f"{source}: {place}: '{text[:200]}' needs {name}, and there is none here",
+                f"{source}: {place}: '{text[:200]}' uses {name}, which has no value here",
                 field=place,
                 hint="give a context, or the path of its workspace",
             )
@@ -160,7 +160,9 @@ def _refuse_too_broad(rule: Rule, place: str, *, allowed: bool) -> None:
     elif rule.kind == "network" and rule.network is not None and rule.network.prefixlen == 0:
         reason = "it allows every address; name the networks"
     elif rule.kind == "file" and rule.operation != "read" and rule.path and rule.path.parts == (None,):
-        reason = f"it allows to {rule.operation} every file; name the folders"
+        reason = (
+            f"it allows every file to be {'deleted' if rule.operation == 'delete' else 'written'}; name the folders"
+        )
     if reason:
         raise InvalidRequest(
             f"{rule.source}: {place}: '{rule.text[:200]}' is too broad: {reason}", field=place, hint=reason
@@ -169,7 +171,7 @@ def _refuse_too_broad(rule: Rule, place: str, *, allowed: bool) -> None:
 
 @dataclass(slots=True)
 class _Rules:
-    """All rules in order, for what can only be said once they are known."""
+    """All rules in order, for the warnings that need them all."""
 
     count: int = 0
     allowed: list[Rule] = field(default_factory=list)
@@ -186,15 +188,14 @@ class _Rules:
                 if rule.source == BUILT_IN:
                     continue
                 if (earlier := seen.setdefault((allowed, rule.text), rule)) is not rule:
-                    yield Notice(rule.source, rule.text, f"it is there twice; {earlier.source} has it already")
+                    yield Notice(rule.source, rule.text, f"this rule is a duplicate; {earlier.source} has it already")
                 elif allowed:
                     yield from _of_allowed(rule, deny)
                 elif rule.kind == "shell" and not rule.words:
-                    yield Notice(rule.source, rule.text, "it denies every command")
+                    yield Notice(rule.source, rule.text, "this rule denies every command")
                 if rule.kind == "shell" and rule.words and not rule.open and _ends_in_star(rule):
-                    yield Notice(
-                        rule.source, rule.text, "the last * is exactly one word; write :* for anything after it"
-                    )
+                    text = "the last * matches exactly one word; write :* for any number of words"
+                    yield Notice(rule.source, rule.text, text)
 
 
 def _ends_in_star(rule: Rule) -> bool:
@@ -204,26 +205,24 @@ def _ends_in_star(rule: Rule) -> bool:
 def _of_allowed(rule: Rule, deny: Index) -> Iterable[Notice]:
     void = _covered_by(rule, deny)
     if void is not None:
-        yield Notice(rule.source, rule.text, f"it never counts: {void.source} denies {void.text}")
+        yield Notice(rule.source, rule.text, f"this rule has no effect: {void.source} denies {void.text}")
         return
     if rule.kind == "shell" and rule.open and len(rule.words) == 1:
         name = rule.words[0].text.rstrip("0123456789.") or rule.words[0].text
         if rule.words[0].text in RUNNERS:
-            yield Notice(
-                rule.source,
-                rule.text,
-                "it runs other programs; those it names are decided too, those in a script are not",
-            )
+            text = "this program runs others; the policy decides about those in its arguments, not in scripts"
+            yield Notice(rule.source, rule.text, text)
         elif name in INTERPRETERS or rule.words[0].text in INTERPRETERS:
-            yield Notice(rule.source, rule.text, "what it is told to run inside is not decided")
+            text = "this program can run anything; the policy does not decide about the code that it runs"
+            yield Notice(rule.source, rule.text, text)
     if rule.kind == "file" and rule.operation == "read" and rule.path and rule.path.parts == (None,):
-        yield Notice(rule.source, rule.text, "it allows to read every file")
+        yield Notice(rule.source, rule.text, "this rule allows every file to be read")
     if rule.kind == "mcp" and all(word.text == "*" for word in rule.words):
-        yield Notice(rule.source, rule.text, "it allows every tool of every server")
+        yield Notice(rule.source, rule.text, "this rule allows every tool of every server")
 
 
 def _covered_by(rule: Rule, deny: Index) -> Rule | None:
-    """A deny rule that means everything an allow rule means."""
+    """Return a deny rule that covers everything that this allow rule allows."""
     if rule.kind == "shell":
         arguments: list[Argument] = [
             word.literal if word.literal is not None else Unknown(word.text, "one", word.prefix) for word in rule.words

@@ -1,7 +1,7 @@
-"""Packages of `sources.json`: what a command would install and from where, and what is said of it.
+"""Checks what a command would install, and from where, against `package_managers` in `sources.json`.
 
-A requirements file is read through a function the caller gives; without it, or when it cannot be read, the answer
-is to ask. What runs inside an interpreter is not seen here: the registries hold on the wire.
+A function of the caller reads requirements files; a file that it cannot read is a reason to ask. Code inside an
+interpreter is not visible here; the egress proxy enforces the registries on its connections.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from carrel.policy.shell import PIP, PYTHON, Argument, Unknown, base, module_of,
 from carrel.policy.verdict import Verdict
 
 ReadFile = Callable[[str], str | None]
-"""The text of a file of the sandbox by the path a command names it by; None when it cannot be had."""
+"""Returns the text of a file of the sandbox; None if it cannot be read. The path is the one in the command."""
 
+_UNKNOWN_PACKAGE = "the packages to install are known only at run time"
 MOST_FILES = 50
 MOST_READ, SHORT_LINE = 1 << 20, 50
-"""Characters of requirements files that are looked through for one decision; what a line counts as at least."""
+"""The most characters of requirements files to read for one decision, and the fewest that a line counts as."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -61,18 +62,18 @@ _FILES = frozenset({"-r", "--requirement", "--requirements", "-c", "--constraint
 
 
 def normalised(name: str) -> str:
-    """A package name as indexes compare it."""
+    """Normalise a package name as package indexes do."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @lru_cache(maxsize=64)
 def _all_normalised(names: tuple[str, ...]) -> frozenset[str]:
-    """The names of a list: one command may name thousands of packages."""
+    """Normalise a list of names. Cached, because one command may name thousands of packages."""
     return frozenset(normalised(each) for each in names)
 
 
 @dataclass(slots=True)
-class _Judge:
+class _InstallCheck:
     sources: Sources
     source: str
     key: str
@@ -89,13 +90,13 @@ class _Judge:
     # --- arguments
 
     def arguments(self, rest: Sequence[Argument]) -> Iterator[Verdict]:
-        """What is said of the arguments of an install."""
+        """Check the arguments of an install."""
         at = 0
         while at < len(rest):
             argument = rest[at]
             at += 1
             if isinstance(argument, Unknown):
-                yield self.ask(f"what is installed is known only at run time: {argument.source}")
+                yield self.ask(f"{_UNKNOWN_PACKAGE}: {argument.source}")
                 continue
             if argument == "--":
                 continue
@@ -112,31 +113,29 @@ class _Judge:
             yield from self.option(option, value)
 
     def option(self, option: str, value: Argument | None) -> Iterator[Verdict]:
-        """What is said of an option that has a value."""
+        """Check an option with a value."""
         if option in _VALUED:
             return
         if option in _INDEXES:
             yield from self.index(option, value)
-        elif option in _FILES:
+        elif option in _FILES or option == "--with-requirements":
             yield from self.file(value)
         elif option in {"-e", "--editable", "--with", "--with-editable", "--from"}:
             if not isinstance(value, str):
-                yield self.ask(f"what is installed is known only at run time: {option}")
+                yield self.ask(f"{_UNKNOWN_PACKAGE}: {option}")
             else:
                 for each in value.split(",") if option == "--with" else [value]:
                     yield from self.requirement(each)
-        elif option == "--with-requirements":
-            yield from self.file(value)
         elif option == "--trusted-host":
             registries = self.manager.registries or ()
             hosts = {urlsplit(each.url).hostname for each in registries if each.trusted}
             if not isinstance(value, str) or value.partition(":")[0] not in hosts:
                 yield self.deny(f"the host {_show(value)} is not a trusted registry", "registries")
         else:
-            yield self.ask(f"option {option} is not known here")
+            yield self.ask(f"option {option} is unknown to this reader")
 
     def index(self, option: str, value: Argument | None) -> Iterator[Verdict]:
-        """What is said of an index."""
+        """Check the URL of a package index."""
         if not isinstance(value, str):
             yield self.ask(f"the index is known only at run time: {_show(value)}")
             return
@@ -144,11 +143,11 @@ class _Judge:
         local = option in {"-f", "--find-links"} and not _URL.match(url)
         if not local and not self.registered(url):
             yield self.deny(
-                f"the index {url[:200]} is not among the registries of this agent", "registries", self._registries()
+                f"the index {url[:200]} is not one of this agent's registries", "registries", self._registries()
             )
 
     def registered(self, url: str) -> bool:
-        """Whether a URL lies below a registry."""
+        """Whether a URL is below the URL of a registry."""
         return any(_below(each.url, url) for each in self.manager.registries or ())
 
     def _registries(self) -> str | None:
@@ -156,7 +155,7 @@ class _Judge:
         return "use " + ", ".join(known[:5]) if known else None
 
     def file(self, value: Argument | None) -> Iterator[Verdict]:
-        """What is said of a requirements file."""
+        """Check the requirements in a file."""
         if not isinstance(value, str):
             yield self.ask("the requirements file is known only at run time")
             return
@@ -165,7 +164,7 @@ class _Judge:
         self.files.add(value)
         text = self.read(value) if self.read and len(self.files) <= MOST_FILES and not _URL.match(value) else None
         if text is None:
-            yield self.ask(f"the requirements file {value[:200]} cannot be read, or is too long")
+            yield self.ask(f"the requirements file {value[:200]} cannot be read or is too long")
             return
         for line in re.sub(r"\\\n", "", text).splitlines():
             bare = re.sub(r"(^|\s)#.*", "", line).strip()
@@ -175,12 +174,12 @@ class _Judge:
                 )  # fmt: skip
                 yield from self.option(option, rest.strip()) if rest.strip() else self.arguments([bare])
             elif "${" in bare:
-                yield self.ask(f"what is installed is known only at run time: {bare[:200]}")
+                yield self.ask(f"{_UNKNOWN_PACKAGE}: {bare[:200]}")
             elif bare:
                 yield from self.requirement(re.split(r"(?<!\s)\s+--", bare)[0])
 
     def requirement(self, text: str) -> Iterator[Verdict]:
-        """What is said of one requirement: a name, a URL, a link to a repository, a file or a folder."""
+        """Check one requirement: a name, a URL, a repository, a file or a folder."""
         name, at, url = text.partition("@") if re.match(r"[\w.\[\], -]+@\s*\S+:", text) else ("", "", text)
         if at and _NAME.fullmatch(name):
             yield from self.named(name)
@@ -193,29 +192,29 @@ class _Judge:
             yield from self.named(target)
 
     def named(self, text: str) -> Iterator[Verdict]:
-        """What is said of a package by name."""
+        """Check a package by its name."""
         found = _NAME.fullmatch(text.partition(";")[0])
         if not found or not re.fullmatch(r"([<>=!~(@].*)?", found[4], re.DOTALL):
-            yield self.ask(f"a requirement that is not understood: {text[:200]}")
+            yield self.ask(f"this reader does not support the requirement: {text[:200]}")
             return
         yield from self.blocked(found[1])
 
     def blocked(self, name: str) -> Iterator[Verdict]:
-        """Whether a package is blocked, or is none of those that are allowed."""
+        """Refuse a package that is blocked or not allowed."""
         if normalised(name) in _all_normalised(tuple(self.manager.blocked_packages)):
             yield self.deny(f"the package {name} is blocked for this agent", f"blocked_packages: {name}")
         allowed = self.manager.allowed_packages
         if allowed is not None and normalised(name) not in _all_normalised(tuple(allowed)):
-            hint = "allowed are " + ", ".join(allowed[:10]) if allowed else None
-            yield self.deny(f"the package {name} is not among those of this agent", "allowed_packages", hint)
+            hint = "use one of: " + ", ".join(allowed[:10]) if allowed else None
+            yield self.deny(f"the package {name} is not one of this agent's packages", "allowed_packages", hint)
 
     def nameless(self, text: str) -> Iterator[Verdict]:
-        """What is said of a package whose name is not told, where only some are allowed."""
+        """Ask about a package whose name is unknown, if only some packages are allowed."""
         if self.manager.allowed_packages is not None:
-            yield self.ask(f"which package it is cannot be seen: {text[:200]}")
+            yield self.ask(f"the name of the package is unknown: {text[:200]}")
 
     def link(self, url: str, *, named: bool = False) -> Iterator[Verdict]:
-        """What is said of a URL or a link to a repository. `named`: the name of its package was told before it."""
+        """Check the URL of a package or repository. `named`: the name of the package came before it."""
         plain, _, fragment = url.partition("#")
         if egg := re.search(r"(?:^|&)egg=([A-Za-z0-9._-]+)", fragment):
             yield from self.blocked(egg[1])
@@ -226,32 +225,28 @@ class _Judge:
             target = re.sub(r"(?<=.)@[^/@]*$", "", target)
             if version_control[1] in {None, "git"} and self.sources.git is not None:
                 if not self.sources.git.enabled:
-                    yield Verdict(
-                        "deny", "git remotes are not enabled for this agent", "git.enabled: false", self.source
-                    )
+                    yield remotes.disabled(self.source)
                 yield from remotes.remote(self.sources.git, target, self.source)
             else:
-                yield self.ask(f"a package from a repository: {url[:200]}")
+                yield self.ask(f"a package from a version control repository: {url[:200]}")
             return
         if plain.startswith("file://"):
             yield from self.path(plain.removeprefix("file://"))
         elif not self.registered(plain):
-            yield self.deny(
-                f"the URL {plain[:200]} is not below a registry of this agent", "registries", self._registries()
-            )
+            yield self.deny(f"{plain[:200]} is not in one of this agent's registries", "registries", self._registries())
         else:
             yield from self.path(urlsplit(plain).path)
 
     def path(self, path: str) -> Iterator[Verdict]:
-        """A file or folder: its name tells the package, where it is one that is built."""
+        """Check a file or folder. The file name of a built package contains the name of the package."""
         name = path.rstrip("/").rsplit("/", 1)[-1]
         if re.search(r"\.(whl|zip|tar(\.\w+)?|tgz)$", name):
             found = _FILE.match(name)
             yield from self.blocked(found[1]) if found else self.nameless(name)
 
 
-def sparingly(read: ReadFile) -> ReadFile:
-    """Read no more than can be looked through quickly: files beyond that are as if they could not be read."""
+def limited_reader(read: ReadFile) -> ReadFile:
+    """Limit how much `read` reads in total; beyond that it returns None, as for a file that cannot be read."""
     left = MOST_READ
 
     def given(path: str) -> str | None:
@@ -265,7 +260,7 @@ def sparingly(read: ReadFile) -> ReadFile:
 
 
 def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFile | None = None) -> Iterator[Verdict]:
-    """What `sources.json` says of a command that may install packages."""
+    """Yield the verdicts of `sources.json` on a command that may install packages."""
     if not argv or not isinstance(argv[0], str):
         return
     name, rest = base(argv[0]), list(argv[1:])
@@ -282,7 +277,7 @@ def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFil
     manager = getattr(sources.package_managers, key) or (sources.package_managers.pip if key == "uv" else None)
     if manager is None:
         if installed(name, rest) is not None:
-            yield Verdict("ask", f"sources.json says nothing of {name}", "package_managers", source)
+            yield Verdict("ask", f"sources.json does not mention {name}", "package_managers", source)
         return
     assert isinstance(manager, PackageManager)
     if not manager.enabled:
@@ -291,17 +286,17 @@ def judge(sources: Sources, argv: Sequence[Argument], source: str, read: ReadFil
     wanted = installed(name, rest)
     if wanted is None:
         return
-    judging = _Judge(sources, source, key, manager, read)
-    if wanted is UNSEEN:
-        yield judging.ask(f"what {name} would install is not named in the command")
+    check = _InstallCheck(sources, source, key, manager, read)
+    if wanted is UNNAMED:
+        yield check.ask(f"the command does not name the packages that {name} would install")
     elif key in {"pip", "uv"}:
-        yield from judging.arguments(wanted)
+        yield from check.arguments(wanted)
     else:
-        yield from _others(judging, wanted)
+        yield from _others(check, wanted)
 
 
-UNSEEN: list[Argument] = []
-"""Stands for packages that are named in a file of the project."""
+UNNAMED: list[Argument] = []
+"""Stands for packages that a file of the project names."""
 
 _INSTALLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pip": (("install",), ("download",), ("wheel",)),
@@ -324,10 +319,13 @@ _INSTALLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "apt-get": (("install",),),
 }
 _PROJECT = frozenset({"sync", "lock", "ci", "update", "upgrade"})
+"""Commands that install the packages of a project file."""
 
 
 def installed(name: str, rest: Sequence[Argument]) -> list[Argument] | None:
-    """The arguments of an install; None when the command installs nothing, `UNSEEN` when a file names the packages."""
+    """Return the arguments of an install; None if the command installs nothing, `UNNAMED` if a file
+    names the packages.
+    """
     words = list(rest)
     while words and isinstance(words[0], str) and words[0].startswith("-") and name in {"pip", "uv", "conda", "npm"}:
         option = words.pop(0)
@@ -339,28 +337,22 @@ def installed(name: str, rest: Sequence[Argument]) -> list[Argument] | None:
         if tuple(words[: len(command)]) == command:
             wanted = words[len(command) :]
             if command[-1:] and command[-1] in _PROJECT:
-                return UNSEEN
+                return UNNAMED
             if name in {"uvx", "npx"} or command[-1:] in (("run",), ("exec",), ("x",), ("dlx",)):
                 wanted = wanted[: _first_operand(wanted) + 1]
-            return [*_leading(rest, words), *wanted] if wanted else UNSEEN
+            return [*rest[: len(rest) - len(words)], *wanted] if wanted else UNNAMED
     if name == "uv" and words[:1] == ["run"]:
         return _with_packages(words[1:])
     return None
 
 
-def _leading(rest: Sequence[Argument], words: Sequence[Argument]) -> list[Argument]:
-    return list(rest[: len(rest) - len(words)])
-
-
 def _first_operand(words: Sequence[Argument]) -> int:
-    for index, word in enumerate(words):
-        if not (isinstance(word, str) and word.startswith("-")):
-            return index
-    return len(words)
+    operands = (index for index, word in enumerate(words) if not (isinstance(word, str) and word.startswith("-")))
+    return next(operands, len(words))
 
 
 def _with_packages(words: Sequence[Argument]) -> list[Argument] | None:
-    """The packages that `uv run --with` adds."""
+    """Return the arguments of `uv run` that name packages or indexes."""
     found: list[Argument] = []
     for index, word in enumerate(words):
         if isinstance(word, str) and word.startswith(("--with", "--index", "--default-index", "--extra-index")):
@@ -370,18 +362,18 @@ def _with_packages(words: Sequence[Argument]) -> list[Argument] | None:
     return found or None
 
 
-def _others(judging: _Judge, wanted: Sequence[Argument]) -> Iterator[Verdict]:
-    """Managers whose indexes are not told by the command: only names are looked at."""
+def _others(check: _InstallCheck, wanted: Sequence[Argument]) -> Iterator[Verdict]:
+    """Check an install by a manager other than pip and uv: only the names of the packages."""
     for argument in wanted:
         if isinstance(argument, Unknown):
-            yield judging.ask(f"what is installed is known only at run time: {argument.source}")
+            yield check.ask(f"{_UNKNOWN_PACKAGE}: {argument.source}")
         elif re.match(r"-c$|--channel|--registry|--index|--source", argument):
-            yield judging.ask(f"option {argument} changes where packages come from")
+            yield check.ask(f"option {argument} changes the source of packages")
         elif not argument.startswith("-"):
             name = re.split(r"[=<>!~]|(?<=.)@", argument)[0]
-            yield from judging.blocked(name)
+            yield from check.blocked(name)
             if "://" in argument or argument.startswith("git@"):
-                yield judging.ask(f"a package from a URL: {argument[:200]}")
+                yield check.ask(f"a package from a URL: {argument[:200]}")
 
 
 def _below(registry: str, url: str) -> bool:

@@ -1,4 +1,4 @@
-"""Patterns with `*`, matched in time that follows their length: what an agent names must not slow a decision down.
+"""Patterns with `*`. The time of a match is bounded, so that an agent cannot slow decisions down with a long name.
 
 Knows nothing of rules or of what the texts mean.
 """
@@ -16,26 +16,26 @@ _Token = str | int
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A text in which `*` may stand for any characters and, where asked for, `?` for one."""
+    """A text in which `*` matches any characters and, optionally, `?` matches one."""
 
     text: str
     literal: str | None
     prefix: str
     tokens: tuple[_Token, ...]
     pieces: tuple[str, ...] | None = None
-    """The texts between the stars; None where `?` is among the tokens."""
+    """The texts between the stars; None if there is a `?`."""
 
     def matches(self, text: str) -> bool:
-        """Whether the whole text is meant."""
+        """Whether the pattern matches the whole text."""
         if self.literal is not None:
             return text == self.literal
         if self.pieces is not None:
-            return _stand_in(self.pieces, text)
+            return _matches_pieces(self.pieces, text)
         return text.startswith(self.prefix) and _matches(self.tokens, text)
 
 
 def pattern(text: str, quoted: Sequence[bool] | None = None, *, one: bool = False) -> Pattern:
-    """A pattern. `quoted` says which characters stand for themselves; `one`: `?` is any one character."""
+    """Compile a pattern. `quoted` marks the literal characters; with `one`, `?` matches any one character."""
     tokens: list[_Token] = []
     for index, char in enumerate(text):
         if char == "*" and not (quoted and quoted[index]):
@@ -62,8 +62,8 @@ def _between_stars(tokens: Sequence[_Token]) -> tuple[str, ...]:
     return tuple("".join(each) for each in pieces)
 
 
-def _stand_in(pieces: tuple[str, ...], text: str) -> bool:
-    """Whether a text begins with the first piece, ends with the last, and has the others between them in order."""
+def _matches_pieces(pieces: tuple[str, ...], text: str) -> bool:
+    """Whether a text begins with the first piece, ends with the last, and has the others in between, in order."""
     first, last = pieces[0], pieces[-1]
     at, end = len(first), len(text) - len(last)
     if at > end or not text.startswith(first) or not text.endswith(last):
@@ -77,7 +77,7 @@ def _stand_in(pieces: tuple[str, ...], text: str) -> bool:
 
 
 def _matches(tokens: tuple[_Token, ...], text: str) -> bool:
-    # The last `*` takes one more character whenever what follows it does not fit.
+    # On a mismatch, the last `*` takes one more character.
     at, token, star, resume = 0, 0, -1, 0
     while at < len(text):
         if token < len(tokens) and tokens[token] == _ANY:
@@ -94,15 +94,15 @@ def _matches(tokens: tuple[_Token, ...], text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PathPattern:
-    """An absolute path in which `**` is any number of names, and `*` and `?` stay inside one."""
+    """An absolute path in which `**` matches any number of names; `*` and `?` do not match a slash."""
 
     parts: tuple[Pattern | None, ...]
     """None is `**`."""
     fixed: str
-    """The folder that everything it means lies in, or is."""
+    """The deepest folder that contains every path that it matches, or is one of them."""
 
     def matches(self, path: str) -> bool:
-        """Whether an absolute path without `.` and `..` is meant. A trailing `**` means the folder itself too."""
+        """Whether it matches an absolute path without `.` and `..`. A trailing `**` matches the folder itself too."""
         names = path.strip("/").split("/") if path.strip("/") else []
         places = {0}
         for part in self.parts:
@@ -115,7 +115,7 @@ class PathPattern:
         return len(names) in places
 
     def matches_below(self, path: str) -> bool:
-        """Whether something in the folder that an absolute path names could be meant."""
+        """Whether it could match something below an absolute path."""
         names = path.strip("/").split("/") if path.strip("/") else []
         places = self._past({0})
         for name in names:
@@ -125,12 +125,12 @@ class PathPattern:
         return any(at < len(self.parts) for at in places)
 
     def _past(self, places: set[int]) -> set[int]:
-        """The same places, and those behind a `**` that means no name."""
+        """Add the positions after a `**` that matches no name."""
         return places | {at + 1 for at in places if at < len(self.parts) and self.parts[at] is None}
 
 
 def path_pattern(text: str) -> PathPattern:
-    """A path pattern; a backslash makes the next character stand for itself."""
+    """Compile a path pattern. A backslash makes the next character literal."""
     parts: list[Pattern | None] = []
     fixed: list[str] = []
     only_fixed = True

@@ -1,4 +1,4 @@
-"""Git remotes of `sources.json`: which remotes a git command would talk to, and what is said of them."""
+"""Checks the remotes of a git command against `git` in `sources.json`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMOTE = frozenset({"clone", "fetch", "pull", "push", "ls-remote", "remote", "s
 
 
 def judge(git: Git | None, argv: Sequence[Argument], source: str) -> Iterator[Verdict]:
-    """What `sources.json` says of a git command."""
+    """Yield the verdicts of `sources.json` on a git command."""
     if git is None or not argv or argv[0] == "" or not isinstance(argv[0], str) or base(argv[0]) != "git":
         return
     at = 1
@@ -42,13 +42,13 @@ def judge(git: Git | None, argv: Sequence[Argument], source: str) -> Iterator[Ve
             yield from _config(argv[at + 1] if at + 1 < len(argv) else "", source)
             at += 2
         elif argument.startswith(("--config-env", "--exec-path=", "-c")):
-            yield _ask(source, f"{argument} changes what git does")
+            yield _ask(source, f"option {argument} changes what git runs or connects to")
             at += 1
         elif argument in _GLOBAL_FLAGS or argument.startswith(("--git-dir=", "--work-tree=", "--namespace=")):
             at += 1
         elif argument.startswith("-"):
             if argument not in {"--version", "--help", "-h", "-v"}:
-                yield _ask(source, f"option {argument} of git is not known here")
+                yield _ask(source, f"option {argument} of git is unknown to this reader")
             return
         else:
             yield from _command(git, argument, argv[at + 1 :], source)
@@ -57,7 +57,7 @@ def judge(git: Git | None, argv: Sequence[Argument], source: str) -> Iterator[Ve
 
 def _config(setting: Argument, source: str) -> Iterator[Verdict]:
     if not is_safe_config(setting):
-        yield _ask(source, f"a setting may change what git runs or reaches: {shown(setting)}")
+        yield _ask(source, f"a setting may change what git runs or connects to: {shown(setting)}")
 
 
 def _command(git: Git, name: str, rest: Sequence[Argument], source: str) -> Iterator[Verdict]:
@@ -70,7 +70,7 @@ def _command(git: Git, name: str, rest: Sequence[Argument], source: str) -> Iter
     if name not in _REMOTE:
         return
     if not git.enabled:
-        yield Verdict("deny", "git remotes are not enabled for this agent", "git.enabled: false", source)
+        yield disabled(source)
         return
     operands, asks = _operands(rest)
     for reason in asks:
@@ -82,7 +82,7 @@ def _command(git: Git, name: str, rest: Sequence[Argument], source: str) -> Iter
     elif name == "submodule":
         if operands[:1] != ["add"]:
             if operands[:1] not in ([], ["status"], ["summary"]):
-                yield _ask(source, "the remotes of submodules are known only when git reads them")
+                yield _ask(source, "the remotes of submodules are known only at run time")
             return
         operands = operands[1:2]
     elif name == "archive":
@@ -107,14 +107,14 @@ def _operands(rest: Sequence[Argument]) -> tuple[list[Argument], list[str]]:
         elif argument.startswith("-"):
             skip = argument in _VALUED
             if argument.startswith(_RISKY):
-                asks.append(f"option {argument} of git changes what it runs or reaches")
+                asks.append(f"option {argument} changes what git runs or connects to")
         else:
             found.append(argument)
     return found, asks
 
 
 def remote(git: Git, target: Argument, source: str, *, named: bool = False) -> Iterator[Verdict]:
-    """What is said of one remote. `named`: a word without a colon or slash is the name of a remote that was added."""
+    """Yield the verdicts on one remote. `named`: a word without colon and slash is the name of a configured remote."""
     if isinstance(target, Unknown):
         if target.count == "one" and _URL.match(target.prefix) and _allowed(git, target.prefix + "x"):
             return
@@ -127,7 +127,7 @@ def remote(git: Git, target: Argument, source: str, *, named: bool = False) -> I
             return
         yield Verdict(
             "deny",
-            f"the remote {target[:200]} is not among the remotes of this agent",
+            f"{target[:200]} is not one of this agent's git remotes",
             "git.allowed_remotes",
             source,
             "use one of: " + ", ".join((git.allowed_remotes or ())[:10]),
@@ -145,13 +145,10 @@ def _allowed(git: Git, target: str) -> bool:
 
 
 def url_matches(allowed: str, url: str) -> bool:
-    """Whether a URL is meant by a pattern. User names do not count; scheme, host and port must be the same."""
-    if not _URL.match(url) and (found := _SCP.fullmatch(url)):
-        url = f"ssh://{found[1]}/{found[2].lstrip('/')}"
-    if not _URL.match(allowed) and (found := _SCP.fullmatch(allowed)):
-        allowed = f"ssh://{found[1]}/{found[2].lstrip('/')}"
+    """Whether a pattern matches a URL. User names do not count; scheme, host and port must be equal."""
+    url = _as_url(url)
     try:
-        mine, theirs = urlsplit(allowed), urlsplit(url)
+        mine, theirs = urlsplit(_as_url(allowed)), urlsplit(url)
         same = (mine.scheme.lower(), mine.port) == (theirs.scheme.lower(), theirs.port)
     except ValueError:
         return False
@@ -169,43 +166,51 @@ def url_matches(allowed: str, url: str) -> bool:
 _PORTS = {"https": 443, "http": 80, "ssh": 22, "git": 9418}
 
 
+def _as_url(remote: str) -> str:
+    """Convert `user@host:path` to a URL; URLs are returned unchanged."""
+    found = None if _URL.match(remote) else _SCP.fullmatch(remote)
+    return f"ssh://{found[1]}/{found[2].lstrip('/')}" if found else remote
+
+
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where remotes lie: a host, or every host below one, and a port. `text` is the pattern that says so."""
+class RemoteHost:
+    """A host with allowed remotes, or every host below a domain, and the port. `text` is the pattern that allows it."""
 
     host: str
     port: int
     text: str
 
-    def means(self, host: str) -> bool:
-        """Whether remotes lie on a host."""
+    def matches(self, host: str) -> bool:
+        """Whether a host is this host or below this domain."""
         return host.endswith(self.host[1:]) if self.host.startswith("*.") else host == self.host
 
 
-def places(git: Git | None) -> tuple[Place, ...]:
-    """The places of the remotes that are allowed; none where remotes are not enabled or none are named."""
+def remote_hosts(git: Git | None) -> tuple[RemoteHost, ...]:
+    """Return the hosts of the allowed remotes; empty if remotes are disabled or none are named."""
     if git is None or not git.enabled:
         return ()
-    found = (_place(each) for each in git.allowed_remotes or ())
+    found = (_remote_host(each) for each in git.allowed_remotes or ())
     return tuple(each for each in found if each is not None)
 
 
-def _place(allowed: str) -> Place | None:
+def _remote_host(allowed: str) -> RemoteHost | None:
     if "::" in allowed.partition("/")[0]:
         return None
-    url = allowed
-    if not _URL.match(url) and (found := _SCP.fullmatch(url)):
-        url = f"ssh://{found[1]}/"
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(_as_url(allowed))
         host, port = (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme.lower())
     except ValueError:
         return None
-    # A pattern that means hosts of more than one domain names none.
+    # A pattern for hosts of more than one domain gives no host.
     below = host.removeprefix("*.")
     if not host or port is None or "*" in below or "?" in below or (below != host and "." not in below):
         return None
-    return Place(host, port, allowed)
+    return RemoteHost(host, port, allowed)
+
+
+def disabled(source: str) -> Verdict:
+    """Return the refusal of every remote."""
+    return Verdict("deny", "git remotes are not enabled for this agent", "git.enabled: false", source)
 
 
 def _ask(source: str, reason: str) -> Verdict:

@@ -1,11 +1,11 @@
-"""Rules: `kind(pattern)`, what they match, and an index that finds the few of many that could match.
+"""Rules: how `kind(pattern)` is parsed, what it matches, and an index that finds the rules that could match.
 
     shell(git status:*)           the words `git status`, then anything
     shell(make)                   `make` without arguments
-    shell(rm -rf /*:*)            `*` in a word is any characters; quotes and backslashes as in a shell
-    file(read:/etc/**)            read, write or delete; `**` is any depth, `*` and `?` stay inside one name
-    network(outbound:*.a.org:443) a host, every host below it, an address or a network, and perhaps a port
-    mcp(server:tool)              `*` in either is any characters
+    shell(rm -rf /*:*)            `*` in a word matches any characters; quotes and backslashes work as in a shell
+    file(read:/etc/**)            read, write or delete; `**` matches any depth, `*` and `?` match within one name
+    network(outbound:*.a.org:443) a host, every host below a domain, an address or a network; the port is optional
+    mcp(server:tool)              `*` in either matches any characters
 
 A trailing `:*` means "and anything after it". Knows nothing of layers.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.errors import InvalidRequest
-from carrel.policy.rules.addresses import Address, forms, same
+from carrel.policy.rules.addresses import Address, forms, unmapped
 from carrel.policy.rules.addresses import read as read_address
 from carrel.policy.rules.patterns import PathPattern, Pattern, path_pattern, pattern
 from carrel.policy.shell import Argument, Unknown, base
@@ -30,14 +30,14 @@ KINDS: tuple[Kind, ...] = ("shell", "file", "network", "mcp")
 OPERATIONS = ("read", "write", "delete")
 Match = Literal["no", "maybe", "yes"]
 SYSTEM = ("/bin/", "/usr/bin/", "/usr/local/bin/", "/sbin/", "/usr/sbin/", "/usr/local/sbin/")
-"""Where a program lies that its bare name means."""
+"""The directories that a program name without a directory refers to."""
 
 _RULE = re.compile(r"\s*([A-Za-z_]+)\s*\((.*)\)\s*", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([^}]*)\}?")
 
 
 def word_match(word: Pattern, argument: Argument) -> Match:
-    """Whether a word of a rule means an argument."""
+    """Whether a word of a rule matches an argument."""
     if isinstance(argument, str):
         return "yes" if word.matches(argument) else "no"
     if word.literal is None and word.text == "*":
@@ -54,7 +54,7 @@ def word_match(word: Pattern, argument: Argument) -> Match:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule. `order` says which of several is named when more than one matches; `source` where it stands."""
+    """One rule. `source` is its document. If several rules match, the verdict names the one with the lowest `order`."""
 
     text: str
     kind: Kind
@@ -71,26 +71,26 @@ class Rule:
 
 
 def first(rules: Iterable[Rule]) -> Rule | None:
-    """The rule that a verdict names when several match."""
+    """Return the rule that a verdict names; None if there are no rules."""
     return min(rules, key=lambda rule: rule.order, default=None)
 
 
 def parse(text: str, source: str, order: int, variables: Mapping[str, str], place: str) -> Rule:
-    """Read a rule. Raises `InvalidRequest` that says what is wrong with it and where it stands."""
+    """Parse a rule. Raises `InvalidRequest` with the error and its position in the document."""
     try:
         return _parse(text, source, order, variables)
     except ValueError as error:
         raise InvalidRequest(
             f"{source}: {place}: '{text[:200]}': {error}",
             field=place,
-            hint="write kind(pattern), as shell(git status:*)",
+            hint="write kind(pattern), for example shell(git status:*)",
         ) from None
 
 
 def _parse(text: str, source: str, order: int, variables: Mapping[str, str]) -> Rule:
     found = _RULE.fullmatch(text)
     if not found:
-        raise ValueError("it is not of the form kind(pattern)")
+        raise ValueError("a rule must have the form kind(pattern)")
     name, body = found[1], found[2].strip()
     kind = next((each for each in KINDS if each == name), None)
     if kind is None:
@@ -99,7 +99,7 @@ def _parse(text: str, source: str, order: int, variables: Mapping[str, str]) -> 
     if not body:
         raise ValueError("the pattern is empty")
     if any(char < " " and char != "\t" for char in body):
-        raise ValueError("the pattern holds a control character")
+        raise ValueError("the pattern contains a control character")
     body = _VARIABLE.sub(lambda found: _variable(found[1], variables), body)
     is_open = body.endswith(":*")
     bare = body[:-2] if is_open else body
@@ -119,7 +119,7 @@ def _parse(text: str, source: str, order: int, variables: Mapping[str, str]) -> 
 
 def _variable(name: str, variables: Mapping[str, str]) -> str:
     if name not in variables:
-        raise ValueError(f"there is no variable '{name}'; there are {', '.join(sorted(variables))}")
+        raise ValueError(f"there is no variable '{name}'; the variables are {', '.join(sorted(variables))}")
     return re.sub(r"([*?\\'\"\s])", r"\\\1", variables[name])
 
 
@@ -142,7 +142,7 @@ def _words(text: str) -> tuple[Pattern, ...]:
         elif char == "\\" and quote != "'":
             following = next(chars, None)
             if following is None:
-                raise ValueError("it ends with a backslash")
+                raise ValueError("the pattern ends with a backslash")
             current[0].append(following)
             current[1].append(True)
         else:
@@ -161,7 +161,7 @@ def _file(text: str, source: str, order: int, body: str, is_open: bool) -> Rule:
     if not path.startswith("/"):
         raise ValueError("the path must begin with / or ${WORKSPACE}")
     if re.search(r"(^|/)\.\.?(/|$)", path):
-        raise ValueError("the path must not hold . or ..")
+        raise ValueError("the path must not contain . or ..")
     made = path_pattern(f"{path}/**" if is_open else path)
     return Rule(text, "file", source, order, operation=operation, path=made)
 
@@ -185,7 +185,7 @@ def _network(text: str, source: str, order: int, body: str) -> Rule:
 
 
 def match_words(rule: Rule, arguments: Sequence[Argument], *, deny: bool) -> Match:
-    """Whether a rule means a command. For a deny rule any program of the name counts, wherever it lies."""
+    """Whether a rule matches a command. A deny rule matches a program of this name in every directory."""
     first = arguments[0]
     if not rule.words:
         return "yes"
@@ -202,11 +202,10 @@ def match_words(rule: Rule, arguments: Sequence[Argument], *, deny: bool) -> Mat
 
 
 _Outcome = tuple[bool, bool]
-"""Whether words can match, and whether they can fail to."""
+"""Whether the words can match, and whether they can fail to match."""
 
 
 def _outcome(rule: Rule, arguments: Sequence[Argument]) -> _Outcome:
-    """Whether the words of a rule can, and can fail to, match arguments."""
     sure = True
     for index, word in enumerate(rule.words):
         if index == len(arguments):
@@ -224,16 +223,18 @@ def _outcome(rule: Rule, arguments: Sequence[Argument]) -> _Outcome:
 
 
 def _behind_words(rule: Rule, arguments: Sequence[Argument], at: int) -> _Outcome:
-    """What the arguments behind the last word say."""
+    """The outcome for the arguments after the last word."""
     if rule.open or at == len(arguments):
         return True, False
     return all(isinstance(each, Unknown) and each.count == "any" for each in arguments[at:]), True
 
 
 def _of_any_number(rule: Rule, arguments: Sequence[Argument], first: int) -> _Outcome:
-    """The outcome from a word and an argument on that may stand for any number of arguments.
+    """The outcome from the word and argument number `first` on, where an argument may expand to any number of
+    arguments.
 
-    `row[at]` is the outcome of the words so far taken, from the last, against the arguments from `first + at`.
+    The words are taken from the last to the first. `row[at]` is the outcome of the words taken so far against the
+    arguments from `first + at` on.
     """
     count = len(arguments) - first
     if rule.open:
@@ -265,7 +266,7 @@ def _of_any_number(rule: Rule, arguments: Sequence[Argument], first: int) -> _Ou
 
 
 def behind_options(rule: Rule, arguments: Sequence[Argument]) -> bool:
-    """Whether the words of a deny rule stand in a command with options between them: `git -C x push`."""
+    """Whether a command contains the words of a deny rule with options between them, as in `git -C x push`."""
     place = 1
     for word in rule.words[1:]:
         if place < len(arguments) and word_match(word, arguments[place]) != "no":
@@ -282,11 +283,9 @@ def behind_options(rule: Rule, arguments: Sequence[Argument]) -> bool:
 
 
 def _is_option(argument: Argument) -> bool:
-    return (
-        argument.startswith("-")
-        if isinstance(argument, str)
-        else argument.prefix.startswith("-") or not argument.prefix
-    )
+    if isinstance(argument, str):
+        return argument.startswith("-")
+    return argument.prefix.startswith("-") or not argument.prefix
 
 
 # --- the index
@@ -294,22 +293,22 @@ def _is_option(argument: Argument) -> bool:
 
 @dataclass(slots=True)
 class Index:
-    """Rules of one list, laid out so that few have to be looked at."""
+    """The allow rules or the deny rules of a policy, indexed by their fixed words, folders, hosts and servers."""
 
     pairs: dict[tuple[str, str], list[Rule]] = field(default_factory=dict)
     firsts: dict[str, list[Rule]] = field(default_factory=dict)
     seconds: dict[str, list[Rule]] = field(default_factory=dict)
-    """Every rule with a fixed second word, by its first: for commands whose second word is not known."""
+    """The rules of `pairs` by their first word, for commands whose second word is unknown."""
     wild: list[Rule] = field(default_factory=list)
     files: dict[tuple[str, str], list[Rule]] = field(default_factory=dict)
     hosts: dict[str, list[Rule]] = field(default_factory=dict)
     networks: dict[tuple[int, int], dict[int, list[Rule]]] = field(default_factory=dict)
-    """By version and length of the prefix, then by the prefix."""
+    """By IP version and prefix length, then by prefix."""
     servers: dict[str, list[Rule]] = field(default_factory=dict)
     tools: list[Rule] = field(default_factory=list)
 
     def add(self, rule: Rule) -> None:
-        """Put a rule in its place."""
+        """Add a rule."""
         if rule.kind == "shell":
             self._add_shell(rule)
         elif rule.kind == "file":
@@ -342,7 +341,7 @@ class Index:
             self.seconds.setdefault(first, []).append(rule)
 
     def shell(self, arguments: Sequence[Argument], *, gaps: bool = False) -> Iterable[Rule]:
-        """The shell rules that may mean a command; `gaps`: also those whose words stand behind options."""
+        """Return the shell rules that may match a command; with `gaps`, also those with options between their words."""
         first = arguments[0]
         if not isinstance(first, str):
             return [
@@ -365,11 +364,11 @@ class Index:
         return found
 
     def files_of(self, operation: str) -> Iterable[Rule]:
-        """Every file rule of an operation."""
+        """Return every file rule for an operation."""
         return [rule for (name, _), rules in self.files.items() if name == operation for rule in rules]
 
     def file(self, operation: str, path: str) -> Iterable[Rule]:
-        """The file rules that mean a path."""
+        """Yield the file rules that match a path."""
         folder = path
         while True:
             for rule in self.files.get((operation, folder), ()):
@@ -380,13 +379,13 @@ class Index:
             folder = folder.rpartition("/")[0] or "/"
 
     def network(self, host: str, port: int | None, *, deny: bool) -> Iterable[Rule]:
-        """The network rules that mean a host and port. A port that is not known is every port to a deny rule."""
+        """Return the network rules that match a host and port. To a deny rule an unknown port is every port."""
         name = host.strip("[]").rstrip(".").lower()
         candidates = [*self.hosts.get("*", ()), *self.hosts.get(name, ())]
         address = read_address(name)
         if address is not None:
-            # An allow rule must name the address itself, a deny rule holds for all that the address may mean.
-            for each in forms(address) if deny else (same(address),):
+            # An allow rule must match the address itself; a deny rule may also match an address inside it.
+            for each in forms(address) if deny else (unmapped(address),):
                 candidates += self.addresses(each, port, deny=deny)
         parent = name if address is None or deny else ""
         while "." in parent:
@@ -395,7 +394,7 @@ class Index:
         return _of_port(candidates, port, deny=deny)
 
     def addresses(self, address: Address, port: int | None, *, deny: bool) -> Iterable[Rule]:
-        """The rules with a network that an address lies in."""
+        """Return the rules whose network contains an address."""
         found: list[Rule] = []
         for (version, length), prefixes in self.networks.items():
             if version == address.version:
@@ -403,7 +402,7 @@ class Index:
         return _of_port(found, port, deny=deny)
 
     def mcp(self, server: str, tool: str) -> Iterable[Rule]:
-        """The rules that mean a tool of a server."""
+        """Yield the rules that match a tool of a server."""
         for rule in (*self.servers.get(server, ()), *self.tools):
             if rule.words[0].matches(server) and rule.words[1].matches(tool):
                 yield rule

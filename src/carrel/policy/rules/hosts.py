@@ -1,6 +1,7 @@
-"""Which hosts, ports and addresses a policy lets an agent reach. The door and the wire decide with the same code.
+"""Decides which hosts, ports and addresses an agent may connect to. Admission and the egress proxy use the same code.
 
-Built once of a policy and asked often: domains and networks are looked up, not searched. Looks no name up itself.
+A `HostPolicy` is built once per policy and used often, so it looks domains and networks up in tables. It makes no DNS
+queries.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from carrel.policy.documents.sources import Sources, WebAccess
 from carrel.policy.rules import addresses
 from carrel.policy.rules.addresses import Address
 from carrel.policy.rules.layers import Layer, Policy
-from carrel.policy.rules.remotes import Place, places
+from carrel.policy.rules.remotes import RemoteHost, remote_hosts
 from carrel.policy.rules.rules import Rule, first
 from carrel.policy.verdict import Verdict
 
 PORTS = frozenset({80, 443})
-"""The ports of allowed hosts where nobody says which."""
+"""The open ports of allowed hosts if no layer names ports."""
 
 
 class Domains:
-    """Domains as `sources.json` writes them, laid out for look-ups."""
+    """A table of the domains of `sources.json`."""
 
     def __init__(self, patterns: Iterable[str]):
         self._every = False
@@ -38,8 +39,8 @@ class Domains:
                 self._exact.setdefault(name, text)
 
     def find(self, host: str, *, literal: bool = False) -> str | None:
-        """The pattern that means a host, which is lower-case and without a trailing dot. An address (`literal`) is
-        never below a name, whatever its numbers look like.
+        """Return the pattern that matches a host, which is lower-case and without a trailing dot. With `literal` the
+        host is an IP address, which no `*.` pattern matches.
         """
         if (found := self._exact.get(host)) is not None:
             return found
@@ -53,14 +54,14 @@ class Domains:
 
 @dataclass(frozen=True, slots=True)
 class _Web:
-    """What one layer's `sources.json` says of hosts."""
+    """The part of one layer's `sources.json` that concerns hosts."""
 
     layer: Layer
     enabled: bool
     allowed: Domains | None
     blocked: Domains
     ports: frozenset[int] | None
-    places: tuple[Place, ...]
+    remote_hosts: tuple[RemoteHost, ...]
     registries: dict[tuple[str, int], Verdict]
 
     @classmethod
@@ -72,39 +73,39 @@ class _Web:
             None if web.allowed_domains is None else Domains(web.allowed_domains),
             Domains(web.blocked_domains),
             None if web.allowed_ports is None else frozenset(web.allowed_ports),
-            places(sources.git),
+            remote_hosts(sources.git),
             dict(_named_registries(layer, sources)),
         )
 
-    def say(self, host: str, port: int | None, *, literal: bool) -> Verdict | None:
-        """Allowed or denied by this layer; None when it says nothing."""
+    def decide(self, host: str, port: int | None, *, literal: bool) -> Verdict | None:
+        """Return the verdict of this layer; None if it has none."""
         source = self.layer.sources_name
         if not self.enabled:
-            return Verdict("deny", f"{host} cannot be reached: web access is off", "web_access.enabled: false", source)
+            return Verdict("deny", f"web access is off, so {host} is denied", "web_access.enabled: false", source)
         if blocked := self.blocked.find(host, literal=literal):
             return Verdict(
                 "deny", f"{host} is blocked for this agent", f"web_access.blocked_domains: {blocked}", source
             )
         if self.allowed is not None and (allowed := self.allowed.find(host, literal=literal)):
             return Verdict("allow", f"{host} is allowed", f"web_access.allowed_domains: {allowed}", source)
-        if place := self.remote(host, port, literal=literal):
-            return Verdict("allow", f"{host} is a remote", f"git.allowed_remotes: {place.text}", source)
+        if remote := self.remote(host, port, literal=literal):
+            return Verdict("allow", f"{host} has an allowed git remote", f"git.allowed_remotes: {remote.text}", source)
         if port is not None and (registry := self.registries.get((host, port))):
             return registry
         if self.allowed is None:
             return None
-        return Verdict("deny", f"{host} is not among the domains of this agent", "web_access.allowed_domains", source)
+        return Verdict("deny", f"{host} is not one of this agent's domains", "web_access.allowed_domains", source)
 
-    def remote(self, host: str, port: int | None, *, literal: bool) -> Place | None:
-        """The git remotes that lie on a host."""
-        for each in self.places:
-            if port in {None, each.port} and (each.host == host if literal else each.means(host)):
+    def remote(self, host: str, port: int | None, *, literal: bool) -> RemoteHost | None:
+        """Return the entry that allows git remotes on a host."""
+        for each in self.remote_hosts:
+            if port in {None, each.port} and (each.host == host if literal else each.matches(host)):
                 return each
         return None
 
 
-class Reach:
-    """What a policy says of hosts. `None` from `host` means that nothing is said."""
+class HostPolicy:
+    """The verdicts of a policy on hosts."""
 
     def __init__(
         self,
@@ -114,64 +115,65 @@ class Reach:
         internet: bool = False,
         registries: Iterable[tuple[str, str, int]] = (),
     ):
-        """`indexes` are URLs of package indexes that the front uses although no layer names them. With `internet` every
-        public host is allowed that no layer denies, at every port unless a layer names the ports. `registries` are the
-        places (package manager, host, port) that the host's own package managers use; pip and uv have the front.
+        """`indexes` are URLs of package indexes that the egress proxy uses although no layer names them. With
+        `internet` every public host is allowed that no layer denies, on every port unless a layer names ports.
+        `registries` are those that the host's own package managers use, as (package manager, host, port). Pip and uv do
+        not need them: their requests go through the package index of the egress proxy.
         """
         self._internet = internet
         self._host_registries = dict(_open_registries(policy, registries))
         self._policy = policy
         self._webs = tuple(_Web.of(layer, layer.sources) for layer in policy.layers if layer.sources is not None)
-        self._fronted = dict(_fronted(policy, indexes))
+        self._limited_indexes = dict(_limited_indexes(policy, indexes))
 
     def host(self, host: str, port: int | None = None) -> Verdict | None:
-        """What is said of a name or an address. `port` None: not known yet."""
+        """Decide about a host name or an address; None if the policy has no answer. `port` is None if not known yet."""
         name = host.strip("[]").rstrip(".").lower()
         address = addresses.read(name)
         if address is not None:
-            address = addresses.same(address)
+            address = addresses.unmapped(address)
             name = str(address)
         shown, literal = name[:200], address is not None
-        said = [found for each in self._webs if (found := each.say(name, port, literal=literal))]
-        denied = next((each for each in said if each.verdict == "deny"), None) or self._denied(name, port)
+        verdicts = [found for each in self._webs if (found := each.decide(name, port, literal=literal))]
+        denied = next((each for each in verdicts if each.denies), None) or self._denied(name, port)
         if denied is None and address is not None:
             denied = self._denied_address(address, port)
         if denied is not None:
             return denied
         rules = self._allowed(name, port)
-        if address is not None and (words := addresses.private(address)) and self._naming(address, port) is None:
-            return _private(shown, words)
+        if address is not None and (kind := addresses.why_not_public(address)) and not self._allowed_by(address, port):
+            return _not_public(shown, kind)
         registry = None if port is None else self._registry(name, port)
         if registry is None and port is not None and (refused := self._port(shown, port, rules, literal=literal)):
             return refused
-        if fronted := self._fronted.get(name):
-            return fronted
+        if limited := self._limited_indexes.get(name):
+            return limited
         if rules:
             return Verdict("allow", f"connecting to {shown} is allowed", rules[0].text, rules[0].source)
-        if said:
-            return said[0]
+        if verdicts:
+            return verdicts[0]
         if registry is not None:
             return registry
         return Verdict("allow", f"{shown} is on the internet", "network: internet") if self._internet else None
 
     def _registry(self, name: str, port: int) -> Verdict | None:
-        """The permission to reach a registry: one that a layer names, else one that the host itself uses."""
+        """Return the permission to connect to a registry that a layer names or that the host itself uses."""
         named = (each for web in self._webs if (each := web.registries.get((name, port))) is not None)
         return next(named, None) or self._host_registries.get((name, port))
 
     def address(self, address: Address, port: int, host: str = "") -> Verdict:
-        """What is said of an address that an allowed name, the `host`, turned out to have."""
+        """Decide about an address that an allowed name (`host`) resolved to."""
         if denied := self._denied_address(address, port):
             return denied
-        words = addresses.private(address)
-        if words is None:
+        kind = addresses.why_not_public(address)
+        if kind is None:
             return Verdict("allow", f"{address} is a public address")
-        if (host, port) in self._host_registries and addresses.internal(address):
+        if (host, port) in self._host_registries and addresses.is_internal(address):
             return self._host_registries[host, port]
-        return self._naming(addresses.same(address), port) or _private(str(address), words)
+        return self._allowed_by(addresses.unmapped(address), port) or _not_public(str(address), kind)
 
     def remote(self, host: str, *, literal: bool = False) -> bool:
-        """Whether git remotes that some layer names lie on a host."""
+        """Whether a layer allows git remotes on a host."""
         return any(web.remote(host, None, literal=literal) for web in self._webs)
 
     def _denied(self, name: str, port: int | None) -> Verdict | None:
@@ -179,7 +181,7 @@ class Reach:
         return None if rule is None else _denied(name, port, rule)
 
     def _denied_address(self, address: Address, port: int | None) -> Verdict | None:
-        """The refusal of an address by its network, in whichever of its forms it is named."""
+        """Return the refusal of an address in any of its forms."""
         for form in addresses.forms(address):
             for web in self._webs:
                 if blocked := web.blocked.find(str(form), literal=True):
@@ -189,9 +191,11 @@ class Reach:
                 return _denied(str(form), port, denied)
         return None
 
-    def _naming(self, address: Address, port: int | None) -> Verdict | None:
-        """What names this very address or its network: a rule, or the domains of every layer that has the key."""
-        # Without a port, a rule for any one of them is enough not to refuse yet.
+    def _allowed_by(self, address: Address, port: int | None) -> Verdict | None:
+        """Return the permission that names this address or its network: a rule, or `allowed_domains` of every layer
+        that has this key.
+        """
+        # While the port is unknown, a rule for any port is enough.
         if rule := first(self._policy.allow.addresses(address, port, deny=port is None)):
             return Verdict("allow", f"connecting to {address} is allowed", rule.text, rule.source)
         lists = [(web.allowed.find(str(address), literal=True), web) for web in self._webs if web.allowed is not None]
@@ -204,7 +208,7 @@ class Reach:
         return sorted(self._policy.allow.network(name, port, deny=False), key=lambda rule: rule.order)
 
     def _port(self, host: str, port: int, rules: Iterable[Rule], *, literal: bool) -> Verdict | None:
-        """The refusal of a port that is neither usual nor named."""
+        """Return the refusal of a port that is neither a default nor named by a layer."""
         naming = [rule for rule in rules if rule.port == str(port)]
         given = [web for web in self._webs if web.ports is not None]
         for web in given:
@@ -223,7 +227,7 @@ def _closed(host: str, port: int, ports: frozenset[int], source: str | None) -> 
         f"port {port} of {host} is not open for this agent",
         None if source is None else "web_access.allowed_ports",
         source,
-        f"open ports: {open_ports}; others are opened by web_access.allowed_ports or network(outbound:{host}:{port})",
+        f"open ports: {open_ports}; open others with web_access.allowed_ports or network(outbound:{host}:{port})",
     )
 
 
@@ -232,24 +236,20 @@ def _denied(name: str, port: int | None, rule: Rule) -> Verdict:
     return Verdict("deny", f"connecting to {what} is denied for this agent", rule.text, rule.source)
 
 
-def _private(shown: str, words: str) -> Verdict:
+def _not_public(shown: str, kind: str) -> Verdict:
     return Verdict(
         "deny",
-        f"{shown} is {words}, and no rule names it",
-        hint="such addresses are reached only where a rule allows the address or its network",
+        f"{shown} is {kind}, and no rule allows it",
+        hint="allow such an address with a rule that names the address or its network",
     )
 
 
-_FRONTED = frozenset({"pip", "uv"})
-"""Package managers whose registries the front asks in the place of the sandbox."""
-
-
 def _named_registries(layer: Layer, sources: Sources) -> Iterable[tuple[tuple[str, int], Verdict]]:
-    """The registries that a layer names. Those of limited package managers stay closed: only the front could hold the
-    limits.
+    """Yield the registries that a layer names. Registries of package managers with limits stay closed, because a direct
+    connection would bypass the limits. Pip and uv use the package index of the egress proxy.
     """
     for name, manager in sources.package_managers.named().items():
-        if name in _FRONTED or manager.limited or not manager.enabled:
+        if name in {"pip", "uv"} or manager.limited or not manager.enabled:
             continue
         for each in manager.registries or ():
             parts = urlsplit(each.url)
@@ -262,8 +262,8 @@ def _named_registries(layer: Layer, sources: Sources) -> Iterable[tuple[tuple[st
 def _open_registries(
     policy: Policy, registries: Iterable[tuple[str, str, int]]
 ) -> Iterable[tuple[tuple[str, int], Verdict]]:
-    """Those of the host's registries that are open: no layer switches their package manager off, limits it or names
-    other registries for it.
+    """Yield the host's registries, unless a layer switches their package manager off, limits it or names other
+    registries for it.
     """
     layers = [sources.package_managers.named() for _, sources in policy.sources]
     shut = {
@@ -274,12 +274,14 @@ def _open_registries(
     }
     for name, host, port in registries:
         if name not in shut:
-            words = f"{host} is a registry that {name} on this server's machine is configured with"
-            yield (host, port), Verdict("allow", words, f"package_managers.{name}", "the server's own configuration")
+            reason = f"{host} is a registry in the configuration of {name} on the server's machine"
+            yield (host, port), Verdict("allow", reason, f"package_managers.{name}", "the server's own configuration")
 
 
-def _fronted(policy: Policy, indexes: Iterable[str]) -> Iterable[tuple[str, Verdict]]:
-    """The hosts of package indexes whose rules hold only where the front asks for the sandbox."""
+def _limited_indexes(policy: Policy, indexes: Iterable[str]) -> Iterable[tuple[str, Verdict]]:
+    """Yield refusals for the package indexes of pip and uv if there are limits: a direct connection
+    would bypass them.
+    """
     urls = list(indexes)
     limits: list[tuple[str, str]] = []
     for name, sources in policy.sources:
@@ -295,6 +297,6 @@ def _fronted(policy: Policy, indexes: Iterable[str]) -> Iterable[tuple[str, Verd
             limits += [(f"package_managers.{key}.{limit}", name) for limit, is_given in given.items() if is_given]
     for url in urls if limits else ():
         host = (urlsplit(url).hostname or "").rstrip(".")
-        reason = f"{host} is a package index whose packages are limited for this agent"
-        hint = "install with pip or uv as they are set up here; they go through the index of the sandbox"
+        reason = f"{host} is a package index, and this agent may install only some packages"
+        hint = "install with pip or uv as configured in the sandbox; they use the sandbox's own package index"
         yield host, Verdict("deny", reason, *limits[0], hint)
