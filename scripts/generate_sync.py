@@ -18,6 +18,7 @@ NAMES = {
     "__anext__": "__next__",
     "StopAsyncIteration": "StopIteration",
     "aclose": "close",
+    "aclosing": "closing",
     "aread": "read",
     "aiter_raw": "iter_raw",
     "handle_async_request": "handle_request",

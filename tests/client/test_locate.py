@@ -134,4 +134,4 @@ def test_the_directory_of_another_user_is_told_as_such() -> None:
         }
         command = as_user([os.path.realpath(sys.executable), "-m", "carrel", "ps"])
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
-    assert done.returncode == 1 and "this user may not look into" in done.stderr and "CARREL_TOKEN" in done.stderr
+    assert done.returncode == 1 and "this user may not read" in done.stderr and "CARREL_TOKEN" in done.stderr

@@ -71,7 +71,7 @@ def test_what_failed_is_said() -> None:
     for wrong, words in (
         (result(exit_code=2, stderr="a\nlast\n"), "exited with 2: last"),
         (result(signal="SIGSEGV"), "SIGSEGV"),
-        (result(signal="SIGKILL", timed_out=True), "deadline"),
+        (result(signal="SIGKILL", timed_out=True), "timed out"),
     ):
         with pytest.raises(CommandFailed, match=words):
             checked(wrong)

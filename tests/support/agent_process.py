@@ -62,7 +62,7 @@ class Doom:
 async def agent(job: dict[str, Any]) -> None:
     doom = Doom(job.get("die_at"))
     carrel = job["url"]
-    doom.around(AsyncConnection, "_open")
+    doom.around(AsyncConnection, "send")
     model = resolve_model("scripted", base_url=job["model"]) if "model" in job else "shell"
     config: Any = {"configurable": {"thread_id": job["thread"]}}
     async with AsyncClient(carrel, job["token"]) as client, open_checkpointer(job["database"]) as checkpoints:

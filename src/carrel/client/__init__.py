@@ -1,6 +1,6 @@
-"""The SDK: `Client` and `AsyncClient` with the same names. Talks to the API and knows nothing behind it.
+"""The Python SDK: `Client` and `AsyncClient`, with the same methods. It uses only the public HTTP API.
 
-Each name is imported when first used: who needs one of the clients does not wait for the other.
+Each name is imported when first used, so a program that needs one client does not load the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the two clients differ by more than `await`: local files and sources of bytes, asynchronously."""
+"""Reading of local files for the asynchronous client. `_io_sync` is its blocking counterpart."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CHUNK = 256 * 1024
 
 
 async def blocking(function: Callable[..., T], *arguments: object) -> T:
-    """Run something that blocks, away from the event loop."""
+    """Call a function that blocks in another thread."""
     return await asyncio.to_thread(function, *arguments)
 
 
 async def pieces(source: Source, progress: Progress | None = None) -> AsyncIterator[bytes]:
-    """The bytes of a source in pieces of a fair size; `progress` hears of each."""
+    """Yield the bytes of a source in pieces; `progress` is called with the size of each."""
     async for piece in _pieces(source):
         if not isinstance(piece, bytes | bytearray | memoryview):
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Where the two clients differ by more than `await`: local files and sources of bytes, blocking."""
+"""Reading of local files for the blocking client. `_io_async` is its asynchronous counterpart."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CHUNK = 256 * 1024
 
 
 def blocking(function: Callable[..., T], *arguments: object) -> T:
-    """Run something that blocks; this client blocks anyway."""
+    """Call a function that blocks, as this client does anyway."""
     return function(*arguments)
 
 
 def pieces(source: Source, progress: Progress | None = None) -> Iterator[bytes]:
-    """The bytes of a source in pieces of a fair size; `progress` hears of each."""
+    """Yield the bytes of a source in pieces; `progress` is called with the size of each."""
     for piece in _pieces(source):
         if not isinstance(piece, bytes | bytearray | memoryview):
             raise InvalidRequest(

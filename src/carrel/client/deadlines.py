@@ -1,7 +1,4 @@
-"""Deadlines as callers give them: a number of seconds, None for none, or `default` for that of the sandbox.
-
-Pure: values in, values out.
-"""
+"""Checks the timeouts that callers give, and turns them into fields of requests."""
 
 from __future__ import annotations
 
@@ -11,47 +8,47 @@ from typing import Literal
 from carrel.errors import InvalidRequest
 
 Timeout = float | Literal["default"] | None
-"""Seconds until a command is killed. None, 0 and infinity: no deadline. `default`: the deadline that the sandbox has
-for commands (`limits.timeout_s`, 300 seconds unless set otherwise).
+"""Seconds until a command is killed. None, 0 and infinity mean no timeout. `default` is the timeout of the sandbox
+(`limits.timeout_s`, 300 seconds unless set otherwise).
 """
 
 
 def seconds(timeout: object) -> float | None:
-    """A number of seconds, None where there is no limit. `InvalidRequest` for what is no such number."""
+    """Check a number of seconds; None means no timeout. Raises `InvalidRequest`."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
         raise InvalidRequest(
-            f"timeout must be a number of seconds from 0 on, not {timeout!r}"[:200],
+            f"timeout must be a number of seconds, 0 or more, not {timeout!r}"[:200],
             field="timeout",
-            hint="0 or None means no deadline",
+            hint="0 or None means no timeout",
         )
     return None if timeout in (0, math.inf) else timeout
 
 
 def limited(timeout: object, most: float) -> float | None:
-    """A number of seconds for something that must have a deadline; None leaves it to the server."""
+    """Check the seconds of an operation that must have a timeout; None leaves it to the server."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= most:
         raise InvalidRequest(
             f"timeout must be above 0 and at most {most:.0f} seconds here, not {timeout!r}"[:200],
             field="timeout",
-            hint="start a command for what takes longer",
+            hint="use commands.start for work that takes longer",
         )
     return timeout
 
 
 def attended(timeout: Timeout) -> float | None:
-    """The field of a request whose caller waits for the end; None leaves it out, which is the sandbox's default."""
+    """Return the `timeout` field when the caller waits for the end; None (left out) is the sandbox's default."""
     return None if timeout == "default" else seconds(timeout) or 0
 
 
 def background(timeout: Timeout) -> float | str | None:
-    """The field of a request that starts a command in the background; None leaves it out: no deadline."""
+    """Return the `timeout` field of a command in the background; None (left out) is no timeout."""
     return timeout if timeout == "default" else seconds(timeout)
 
 
 def waited(timeout: Timeout) -> float | None:
-    """How long the answer may take that comes after the command; None: as long as it takes."""
+    """Return how long to wait for an answer that comes after the command; None is no limit."""
     return None if timeout == "default" else seconds(timeout)

@@ -1,4 +1,4 @@
-"""Directory listings as a client sees them, and where a listed file may be put locally. Opens nothing."""
+"""Directory listings, and the safe local path of a listed file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from carrel.models import FileInfo
 
 
 class Listing(list[FileInfo]):
-    """Entries of a directory; `truncated` when there were more than the limit."""
+    """The entries of a directory. `truncated` is true when there were more than the limit."""
 
     def __init__(self, items: Iterable[FileInfo], *, truncated: bool = False):
         super().__init__(items)
@@ -18,7 +18,7 @@ class Listing(list[FileInfo]):
 
 
 def local_target(directory: Path, root: str, path: str) -> Path:
-    """Where the entry `path` of a listing of `root` goes beneath `directory`; never outside of it."""
+    """Return the local path for the entry `path` of a listing of `root`; it is always inside `directory`."""
     try:
         inside = PurePosixPath(path).relative_to(PurePosixPath(root))
     except ValueError:

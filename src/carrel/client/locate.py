@@ -1,6 +1,6 @@
-"""Finds the server to talk to: arguments, `CARREL_URL` and `CARREL_TOKEN`, then the local server's files.
+"""Finds the server: from arguments, `CARREL_URL` and `CARREL_TOKEN`, then the files that a local server wrote.
 
-Reads only; opens no connection.
+Opens no connection.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ LONGEST_TOKEN = 512
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is, and the token it wants. The token is kept out of the printed form.
+    """The URL of a server and a token for it. The token is left out of the printed form.
 
-    `local_agent` says that the token is the one that the server on this machine left for agents.
+    `local_agent` is true for the token that the server on this machine wrote for agents.
     """
 
     url: str
@@ -31,12 +31,12 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Whether the server is on this machine, so that no proxy of the environment may stand between."""
+        """Whether the server is on this machine; then no proxy is used."""
         return is_loopback(urlsplit(self.url).hostname or "")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is for this machine only."""
+    """Return whether a host name or address reaches only this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def data_dir() -> Path:
-    """The data directory of the local server."""
+    """Return the data directory of the local server."""
     if named := os.environ.get("CARREL_DATA_DIR"):
         return Path(named)
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
@@ -52,9 +52,9 @@ def data_dir() -> Path:
 
 
 def local_server(directory: Path | None = None, *, administrator: bool = False) -> Address | None:
-    """The server that left its address in the data directory; None when there is none.
+    """Return the address that a server wrote to the data directory, or None.
 
-    It comes with the token that the server left for agents, or with the administrator's.
+    It has the token for agents, or with `administrator` the administrator's.
     """
     directory = directory or data_dir()
     try:
@@ -69,14 +69,14 @@ def local_server(directory: Path | None = None, *, administrator: bool = False) 
 
 
 def locate(url: str | None = None, token: str | None = None, *, administrator: bool = False) -> Address:
-    """The server to use. Raises `ServerUnreachable` when none is named and none has run here.
+    """Return the server to use. Raises `ServerUnreachable` when none is named and none has run here.
 
-    Without a token, given or in `CARREL_TOKEN`, a server on this machine is shown the token that it left for agents, or
+    Without a token, given or in `CARREL_TOKEN`, the token that a server on this machine wrote for agents is used, or
     with `administrator` the administrator's.
     """
     if token and administrator:
         raise InvalidRequest(
-            "a token was given, and the administrator's asked for", field="administrator", hint="leave one of them out"
+            "give a token or administrator=True, not both", field="administrator", hint="leave one of them out"
         )
     url = url or os.environ.get("CARREL_URL") or None
     token = _usable(token or os.environ.get("CARREL_TOKEN") or "")
@@ -86,7 +86,7 @@ def locate(url: str | None = None, token: str | None = None, *, administrator: b
             raise _none_here(data_dir())
         return local if token is None else Address(local.url, token)
     url = _checked(url)
-    # The local tokens are for the local server alone: sent elsewhere they would be given away.
+    # The local tokens are only for the local server; another server must not receive them.
     if token is None and local is not None and local.url == url:
         return local
     return Address(url, token)
@@ -97,12 +97,12 @@ def _none_here(directory: Path) -> ServerUnreachable:
         (directory / "server.json").stat()
     except PermissionError:
         return ServerUnreachable(
-            f"this user may not look into {directory}, where a server leaves its address",
-            hint="set CARREL_URL and CARREL_TOKEN; whoever runs that server makes tokens with `carrel token create`",
+            f"this user may not read {directory}, where the local server writes its address",
+            hint="set CARREL_URL and CARREL_TOKEN; the operator of that server makes tokens with `carrel token create`",
         )
     except OSError:
         pass
-    return ServerUnreachable(f"no carrel server has left its address in {directory}", hint=START_HINT)
+    return ServerUnreachable(f"no carrel server runs here: there is no address in {directory}", hint=START_HINT)
 
 
 def _local_token(path: Path) -> str | None:
@@ -113,16 +113,16 @@ def _local_token(path: Path) -> str | None:
 
 
 def sendable(token: str) -> bool:
-    """Whether a header can carry a token, and it may be one of carrel."""
+    """Return whether a token has the form of a carrel token, so that it can be sent in a header."""
     return 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() and " " not in token
 
 
 def _usable(token: str) -> str | None:
-    """A token without the end of its line; one that no header can carry is never sent, nor shown."""
+    """Strip the line end of a token. The error does not show the token."""
     token = token.strip()
     if token and not sendable(token):
         raise InvalidRequest(
-            "the token has characters that no token has",
+            "the token has characters that are not allowed in a token",
             field="token",
             hint="it is one line: `carrel_`, then letters, digits, - and _",
         )
@@ -137,7 +137,7 @@ def _checked(url: str) -> str:
         usable = False
     if not usable:
         raise InvalidRequest(
-            f"'{url}' is not the address of a server",
+            f"'{url}' is not the URL of a server",
             field="url",
             hint="use for example http://127.0.0.1:7070",
         )

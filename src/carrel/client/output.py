@@ -22,7 +22,7 @@ MAX_LINE = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of output. The `text` of all chunks is the whole text: a character cut in two is joined."""
+    """A piece of output. A character that was cut in two is whole in `text` of the later chunk."""
 
     stream: str
     data: bytes
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a command has written from one offset on; `offset` is where the next reading starts."""
+    """The output of a command from one offset on. Continue reading at `offset`."""
 
     data: bytes
     stdout: str
@@ -50,7 +50,7 @@ class Output:
 
     @classmethod
     def of(cls, chunks: list[Chunk], offset: int, info: CommandInfo | None) -> Output:
-        """The chunks of one reading, put together."""
+        """Join the chunks of one reading."""
         return cls(
             data=b"".join(chunk.data for chunk in chunks),
             stdout="".join(chunk.text for chunk in chunks if chunk.stream == "stdout"),
@@ -61,7 +61,7 @@ class Output:
 
 
 class OutputDecoder:
-    """Turns the bytes of a newline-delimited event stream into chunks; `info` is set once the end is seen."""
+    """Decodes a stream of events, one JSON object a line, into chunks. The last event sets `info`."""
 
     def __init__(self) -> None:
         self.info: CommandInfo | None = None
@@ -71,8 +71,8 @@ class OutputDecoder:
         self._text = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """The chunks that `data` completes."""
-        # Lines end at b"\n" only: text inside an event may hold other line separators.
+        """Yield the chunks that are complete with `data`."""
+        # Split at b"\n" only: the text of an event may contain other line separators.
         head, newline, rest = data.partition(b"\n")
         while newline:
             self._parts.append(head)
@@ -110,7 +110,7 @@ class OutputDecoder:
 
     @staticmethod
     def _unreadable(line: bytes) -> CarrelError:
-        # A failure after the headers have gone can only travel as a last line.
+        # A failure after the headers were sent arrives as the last line.
         from pydantic_core import from_json
 
         try:
@@ -126,14 +126,14 @@ R = TypeVar("R", bound=CommandResult)
 
 
 def checked(result: R) -> R:
-    """The result itself when the command succeeded; raises `CommandFailed` with the result otherwise."""
+    """Return the result of a command that succeeded; raise `CommandFailed` otherwise."""
     if result.ok:
         return result
     if result.timed_out:
-        what = "the command reached its deadline"
+        what = "the command timed out"
     elif result.signal is not None:
-        what = f"the command was ended by {result.signal}"
+        what = f"the command was killed by {result.signal}"
     else:
         what = f"the command exited with {result.exit_code}"
-    told = (result.stderr.strip() or result.stdout.strip()).splitlines()
-    raise CommandFailed(f"{what}: {told[-1][:500]}" if told else what, result=result)
+    lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+    raise CommandFailed(f"{what}: {lines[-1][:500]}" if lines else what, result=result)

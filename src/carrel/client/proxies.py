@@ -1,4 +1,4 @@
-"""What the environment says about reaching a server elsewhere: through which proxy, and whose certificates to trust."""
+"""Proxy and certificate settings of the environment, for a server on another machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from carrel.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Proxy:
-    """A proxy of the environment."""
+    """A proxy that the environment names. Its login is left out of the printed form."""
 
     url: str
     login: tuple[str, str] | None = field(default=None, repr=False)
 
 
 def proxy_for(scheme: str, host: str) -> Proxy | None:
-    """The proxy that leads to a host, by `HTTPS_PROXY`, `ALL_PROXY`, `NO_PROXY` and the like; None when none does."""
-    # Who talks to a server on this machine does not wait for it.
+    """Return the proxy for a host by `HTTPS_PROXY`, `ALL_PROXY`, `NO_PROXY` and the like, or None."""
+    # Imported here, because a client of a local server does not need it.
     from urllib.request import getproxies, proxy_bypass
 
     named = getproxies()
@@ -44,7 +44,7 @@ def proxy_for(scheme: str, host: str) -> Proxy | None:
 
 
 def trust() -> ssl.SSLContext:
-    """The authorities of this machine, and of `SSL_CERT_FILE`; the usual ones where the machine has none."""
+    """Trust the certificate authorities of this machine or of `SSL_CERT_FILE`, else those of certifi."""
     context = ssl.create_default_context()
     if not context.cert_store_stats()["x509_ca"] and "SSL_CERT_FILE" not in os.environ:
         context.load_verify_locations(certifi.where())

@@ -1,4 +1,4 @@
-"""Request bodies and headers that need more than naming their fields. Pure."""
+"""Request headers and values that need a check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_WAIT_S = 600.0
 
 
 class Unchanged(Enum):
-    """What stands for a value that is left as it is, where None would remove it."""
+    """Stands for "do not change this", where None means "remove this"."""
 
     UNCHANGED = "unchanged"
 
@@ -21,21 +21,23 @@ UNCHANGED = Unchanged.UNCHANGED
 
 
 def approved(approval: ApprovalInfo | str) -> dict[str, str]:
-    """The header of a request that was approved."""
+    """Return the header that names an approval."""
     name = approval if isinstance(approval, str) else approval.id
     if not name.isascii() or not name.isprintable() or not name:
-        raise InvalidRequest("this cannot be an approval", field="approval", hint="take the id of `ApprovalNeeded`")
+        raise InvalidRequest(
+            "this is not the id of an approval", field="approval", hint="use `.approval` of `ApprovalNeeded`"
+        )
     return {"carrel-approval": name}
 
 
 def waiting(seconds: float) -> dict[str, str]:
-    """The header of a request that waits for a person."""
+    """Return the header that says how long to wait for an approval."""
     if not 0 <= seconds <= LONGEST_WAIT_S:
-        raise InvalidRequest(f"how long to wait is 0 to {LONGEST_WAIT_S:.0f} seconds", field="seconds")
+        raise InvalidRequest(f"the time to wait must be 0 to {LONGEST_WAIT_S:.0f} seconds", field="seconds")
     return {"carrel-wait": f"{seconds:g}"}
 
 
 def limits_body(limits: Limits | Mapping[str, float | None]) -> dict[str, object]:
-    """Limits as the API takes them; those not given are left to the server."""
+    """Return the limits that are given; the server sets the others."""
     given: Mapping[str, object] = limits.model_dump() if isinstance(limits, Limits) else limits
     return {name: value for name, value in given.items() if value is not None}

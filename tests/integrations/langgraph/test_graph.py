@@ -215,7 +215,7 @@ async def test_killed_at_any_point_everything_happens_once(ground: Ground, nurse
             return points
 
         points = await through(f"{ground.context}-whole", [])
-        assert points > 20 and kinds == {"_open", "aput", "aput_writes"}
+        assert points > 20 and kinds == {"send", "aput", "aput_writes"}
         for at in range(3, points, 8):
             await through(f"{ground.context}-{at}", [at, at // 2 + 1])
 

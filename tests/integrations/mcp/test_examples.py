@@ -52,4 +52,4 @@ def test_without_a_server_an_example_says_so(name: str, tmp_path: Path) -> None:
         check=False,
     )
     assert "Traceback" not in run.stderr, run.stderr
-    assert "no carrel server has left its address" in run.stdout + run.stderr
+    assert "no carrel server runs here" in run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""The audit log of a server: search it, copy it out, see who signs it. Knows its routes."""
+"""The audit log of a server: search, export, prune, signing key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from carrel.models import AuditKey, AuditPage, AuditPruned, AuditRecord
 
 
 class AsyncAudit:
-    """`client.audit`."""
+    """`client.audit`: who did what, and proof of it."""
 
     def __init__(self, connection: AsyncConnection):
         self._connection = connection
@@ -28,7 +28,11 @@ class AsyncAudit:
         until: datetime | None = None,
         text: str | None = None,
     ) -> AsyncIterator[AuditRecord]:
-        """Operations, newest first, page by page. `text` is looked for in the arguments."""
+        """List records of operations, newest first. `text` is searched for in the arguments of each operation.
+
+        for record in client.audit.search(context_id="conversation-42", decision="deny"):
+            print(record.at, record.name, record.reason)
+        """
         query = {
             "context_id": context_id,
             "actor": actor,
@@ -43,14 +47,14 @@ class AsyncAudit:
         return self._connection.pages(AuditPage, "/v1/audit", query)
 
     def export(self, *, context_id: str | None = None, compress: bool = False) -> AsyncGenerator[bytes, None]:
-        """The log, or the part of one context, as a file that `carrel audit verify` checks, in pieces."""
+        """Yield the bytes of a file that `carrel audit verify` can check: the whole log, or that of one context."""
         query = {"context_id": context_id, "compress": "true" if compress else None}
-        return self._connection.pieces("/v1/audit/export", query, self._connection.patience(None))
+        return self._connection.pieces("/v1/audit/export", query, deadline=None)
 
     async def prune(self) -> AuditPruned:
-        """Remove the records that are older than the server keeps them; it does so by itself every day."""
-        return await self._connection.post(AuditPruned, "/v1/audit/prune", b"", timeout=self._connection.patience(None))
+        """Remove records older than the retention of the server now. The server does so by itself every day."""
+        return await self._connection.post(AuditPruned, "/v1/audit/prune", deadline=None)
 
     async def key(self) -> AuditKey:
-        """Who signs the log."""
+        """Get the public key that the log is signed with."""
         return await self._connection.get(AuditKey, "/v1/audit/key")

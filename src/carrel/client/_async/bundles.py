@@ -1,6 +1,4 @@
-"""Many files in one request or answer, as streams: local files and bytes out, local files in. Knows the form of
-bundles, and no route.
-"""
+"""Bundles: many files in one request or answer, as a stream. Knows the format of bundles and no route."""
 
 from __future__ import annotations
 
@@ -18,20 +16,20 @@ from carrel.models.bundles import END, Part, Unbundling
 
 INLINE = 256 * 1024
 MOST_INLINE = 256
-"""How many bytes and files go with a request; what is more goes as a bundle."""
+"""Up to this many bytes and files are sent inside a JSON request; more are sent as a bundle."""
 GivenFiles = Mapping[str, bytes | str | os.PathLike[str]]
-"""What is to be put where: bytes, or the path of a local file."""
+"""Path in the workspace → its bytes, or the path of a local file."""
 
 
 async def bundled(files: GivenFiles, request: bytes | None = None) -> AsyncGenerator[bytes, None]:
-    """A bundle of files, after the request that they are for."""
+    """Yield a bundle: the JSON request if there is one, then the files."""
     if request is not None:
         yield Part("request", len(request)).head() + request
     for path, given in files.items():
         if isinstance(given, bytes):
             yield Part("file", len(given), path).head() + given
             continue
-        with await blocking(_opened, Path(given)) as file:
+        with await blocking(open_local, Path(given)) as file:
             status = os.fstat(file.fileno())
             left = status.st_size
             yield Part("file", left, path, status.st_mode & 0o777).head()
@@ -45,7 +43,7 @@ async def bundled(files: GivenFiles, request: bytes | None = None) -> AsyncGener
 
 
 class AsyncUnbundled:
-    """A bundle that arrives, part by part."""
+    """A bundle in the answer of the server, read part by part."""
 
     def __init__(self, connection: AsyncConnection, response: AsyncReply):
         self._connection = connection
@@ -54,12 +52,10 @@ class AsyncUnbundled:
         self._next: Part | None = None
 
     async def __aenter__(self) -> AsyncUnbundled:
-        """Begin."""
         await self._advance()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the answer, read or not."""
         await self._items.aclose()
         await self._response.aclose()
 
@@ -73,7 +69,7 @@ class AsyncUnbundled:
         except FAILED as error:
             raise self._connection.unreachable(error) from None
         except InvalidRequest as error:
-            raise PlatformError(f"the answer of the server broke off: {error.detail}", hint="ask again") from None
+            raise PlatformError(f"the server's answer is incomplete: {error.detail}", hint="try again") from None
 
     async def _advance(self) -> bytes | None:
         async for item in self._items:
@@ -85,29 +81,30 @@ class AsyncUnbundled:
         return None
 
     def part(self) -> Part | None:
-        """The part that comes now, whose content is to be taken next; None at the end."""
+        """Return the current part, or None at the end. Read its content before asking for the next."""
         return self._next
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The content of the part that comes now."""
+        """Yield the content of the current part."""
         while (piece := await self._advance()) is not None:
             yield piece
 
     async def whole(self) -> bytes:
-        """All of the content of the part that comes now, which is small."""
+        """Read the content of the current part into memory; for small parts."""
         return b"".join([piece async for piece in self.pieces()])
 
 
 def encoded_files(files: GivenFiles) -> dict[str, str] | None:
-    """Files as they go with a request, in base64; None for what is better sent as it is."""
+    """Encode files in base64 for a JSON request; None when they are too large for that, or local files."""
     given = {path: data for path, data in files.items() if isinstance(data, bytes)}
     if len(given) < len(files) or len(given) > MOST_INLINE or sum(map(len, given.values())) > INLINE:
         return None
     return {path: base64.b64encode(data).decode() for path, data in given.items()}
 
 
-def _opened(source: Path) -> IO[bytes]:
+def open_local(source: Path, field: str = "files") -> IO[bytes]:
+    """Open a local file that the caller named in the argument `field`."""
     try:
         return source.open("rb")
     except OSError as error:
-        raise InvalidRequest(f"cannot read {source}: {error.strerror}", field="files") from None
+        raise InvalidRequest(f"cannot read {source}: {error.strerror}", field=field) from None

@@ -1,4 +1,4 @@
-"""The client: makes, finds and lists sandboxes on one server. Holds the connection and nothing else."""
+"""The client of one server: creates, finds and lists sandboxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from carrel.client._async.approvals import AsyncApprovals
 from carrel.client._async.audit import AsyncAudit
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.envs import AsyncEnvironments
 from carrel.client._async.filespace import AsyncFilespace
 from carrel.client._async.policies import AsyncPolicy
@@ -34,10 +34,15 @@ from carrel.models import (
 
 
 class AsyncClient:
-    """Talks to one carrel server: the named one, that of `CARREL_URL`, or the local one.
+    """A client of one carrel server: the one at `url`, else the one of `CARREL_URL`, else the local one.
 
-    Without a `token` or `CARREL_TOKEN`, the local server is shown the token that it left for agents, who may work but
-    neither decide approvals nor administer; with `administrator` it is shown the administrator's.
+        async with AsyncClient() as client:
+            box = await client.sandbox("conversation-42")
+            print((await box.commands.run("uname -a")).stdout)
+
+    Without a `token` or `CARREL_TOKEN`, the client uses the token that the local server has written for agents. It
+    allows all work in sandboxes, but not to decide approvals or to administer. `administrator=True` uses the
+    administrator's token instead.
     """
 
     def __init__(
@@ -74,60 +79,57 @@ class AsyncClient:
         filespace: bool | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """The sandbox of a context: made, or resumed with its files. Without a context an ephemeral one.
+        """Create the sandbox of a context, or resume it with its files. Without a context it is ephemeral.
 
-        `template` names a recipe of the server; a context keeps the one it was made with.
-        With `filespace` the workspace is kept in sync with the context's filespace: pulled before a start, pushed after
-        operations. The same `idempotency_key` never makes a second sandbox; by default each call has its own.
+        `template` names a recipe of the server; a context keeps its first template. `filespace=True` keeps the
+        workspace in sync with the filespace of the context: pulled before a start, pushed after operations. Calls with
+        the same `idempotency_key` create one sandbox; by default each call has a key of its own.
         """
-        body = encoded(
-            {
-                "context_id": context_id,
-                "template": template,
-                "provider": provider,
-                "trust": trust,
-                "limits": None if limits is None else limits_body(limits),
-                "network": network,
-                "env": None if env is None else {**env},
-                "labels": None if labels is None else {**labels},
-                "filespace": filespace,
-            }
-        )
+        body = {
+            "context_id": context_id,
+            "template": template,
+            "provider": provider,
+            "trust": trust,
+            "limits": None if limits is None else limits_body(limits),
+            "network": network,
+            "env": env,
+            "labels": labels,
+            "filespace": filespace,
+        }
         headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
-        # A workspace may have to come from the archive first, so the server decides how long it takes.
-        patience = self._connection.patience(None)
-        info = await self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers, timeout=patience)
+        # No deadline: the workspace may have to come from the archive first.
+        info = await self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers, deadline=None)
         return self.attach(info)
 
     def attach(self, info: SandboxInfo) -> AsyncSandbox:
-        """A sandbox object for what `sandboxes()` or `find()` gave. Asks nothing of the server."""
+        """Make a sandbox object from the result of `sandboxes()` or `find()`. Sends no request."""
         return AsyncSandbox(self._connection, info)
 
     def filespace(self, context_id: str) -> AsyncFilespace:
-        """The filespace of a context. Asks nothing of the server, and needs no sandbox."""
+        """Return the filespace of a context. Sends no request and needs no sandbox."""
         return AsyncFilespace(self._connection, context_id)
 
     def policy(self, context_id: str) -> AsyncPolicy:
-        """The policy of a context. Asks nothing of the server, and needs no sandbox."""
+        """Return the policy of a context. Sends no request and needs no sandbox."""
         return AsyncPolicy(self._connection, context_id)
 
     def secrets(self, context_id: str | None = None, *, template: str | None = None) -> AsyncSecrets:
-        """The secrets of a context or of a template. Asks nothing of the server, and needs no sandbox."""
+        """Return the secrets of a context or of a template. Sends no request and needs no sandbox."""
         return AsyncSecrets(self._connection, context_id, template)
 
     async def templates(self) -> list[TemplateInfo]:
-        """The templates of the server, by name."""
+        """List the templates of the server, sorted by name."""
         return (await self._connection.get(TemplateList, "/v1/templates")).items
 
     def sandboxes(
         self, *, state: State | str | None = None, context_id: str | None = None
     ) -> AsyncIterator[SandboxInfo]:
-        """The sandboxes the server knows, newest first: those in one state, else all that are not terminated."""
+        """List sandboxes, newest first: those in `state`, else all that are not terminated."""
         query = {"state": None if state is None else str(state), "context_id": context_id}
         return self._connection.pages(SandboxPage, "/v1/sandboxes", query)
 
     async def find(self, name: str) -> SandboxInfo:
-        """The live sandbox of a context id or sandbox id; nothing is made. Raises `NotFound`."""
+        """Find a sandbox that is not terminated, by context id or sandbox id. Creates nothing; raises `NotFound`."""
         try:
             info = await self._connection.get(SandboxInfo, f"/v1/sandboxes/{quote(name, safe='')}")
         except NotFound:
@@ -137,22 +139,21 @@ class AsyncClient:
         return info
 
     async def forget(self, context_id: str) -> None:
-        """End the session of a context and delete everything that is kept of it: files, snapshots, filespace, secrets,
-        MCP servers, template and policy. Only the audit log stays. For administrators.
+        """Delete a context and all its data: files, snapshots, filespace, secrets, MCP servers, template and policy.
+        Only the audit log remains. For administrators.
         """
-        path = f"/v1/contexts/{quote(context_id, safe='')}"
-        await self._connection.call("DELETE", path, timeout=self._connection.patience(None))
+        await self._connection.send("DELETE", f"/v1/contexts/{quote(context_id, safe='')}", deadline=None)
 
     async def disk(self) -> DiskUsage:
-        """What fills the disk of the server. Needs a token that reaches every context."""
+        """Report the disk usage of the server. Needs a token that reaches every context."""
         return await self._connection.get(DiskUsage, "/v1/disk")
 
     async def host(self) -> HostReport:
-        """What the server's host can do."""
+        """Report which isolation the server's host offers."""
         return await self._connection.get(HostReport, "/v1/host")
 
     async def close(self) -> None:
-        """Close the connections. Sandboxes are not touched."""
+        """Close the connections. Sandboxes keep running."""
         await self._connection.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -1,11 +1,12 @@
-"""Commands of one sandbox: run and wait, stream, background, re-attach. Knows only their routes."""
+"""Commands of one sandbox: run and wait, stream, start in the background, re-attach."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.wire import FAILED, AsyncReply
 from carrel.client.deadlines import Timeout, attended, background, waited
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
@@ -14,7 +15,11 @@ from carrel.models import CommandInfo, CommandList, CommandResult
 
 
 class AsyncOutputStream:
-    """A command's output while it is written. Iterate for chunks; afterwards `info` tells how it ended."""
+    """The output of a command while it runs. Iterate over chunks; after the last one, `info` is the exit status.
+
+    async for chunk in box.commands.stream("make test"):
+        print(chunk.text, end="")
+    """
 
     def __init__(
         self,
@@ -23,15 +28,11 @@ class AsyncOutputStream:
         path: str,
         *,
         query: Mapping[str, str | int] | None = None,
-        body: bytes | None = None,
+        body: Mapping[str, object] | None = None,
         deadline: float | None = None,
     ):
         self._connection = connection
-        self._method = method
-        self._path = path
-        self._query = query
-        self._body = body
-        self._deadline = deadline
+        self._send = partial(connection.send, method, path, query=query, body=body, deadline=deadline, stream=True)
         self._decoder = OutputDecoder()
         self._ready: deque[Chunk] = deque()
         self._raw: AsyncIterator[bytes] | None = None
@@ -40,7 +41,7 @@ class AsyncOutputStream:
 
     @property
     def info(self) -> CommandInfo | None:
-        """How the command ended; None while the stream has not been read to its end."""
+        """The exit status; None until the stream has been read to its end."""
         return self._decoder.info
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -54,31 +55,19 @@ class AsyncOutputStream:
         return self._ready.popleft()
 
     async def open(self) -> str | None:
-        """Send the request, as the first step of iterating does: what it asks for has then begun, or it raises. Gives
-        the id of a command that it started.
-        """
-        connection = self._connection
+        """Send the request now instead of at the first iteration. Returns the id of the command that was started."""
         try:
             if self._response is None:
-                self._response = await connection.stream(
-                    self._method,
-                    self._path,
-                    query=self._query,
-                    body=self._body,
-                    timeout=connection.patience(self._deadline),
-                )
+                self._response = await self._send()
                 self._raw = self._response.aiter_raw()
-        except FAILED as error:
-            await self.close()
-            raise connection.unreachable(error) from None
         except CarrelError:
             await self.close()
             raise
         return self._response.headers.get("carrel-command-id")
 
     async def _more(self) -> None:
-        """Read on. No generator of our own: one that knew this object would keep an abandoned stream from being closed
-        at once, and the garbage collector may come to close it while the connection pool is locked.
+        """Read the next bytes. This is no generator: a generator that refers to this object would keep an abandoned
+        stream open until garbage collection, which may run while the connection pool is locked.
         """
         await self.open()
         assert self._raw is not None
@@ -98,7 +87,7 @@ class AsyncOutputStream:
             raise
 
     async def close(self) -> None:
-        """Stop reading; the connection is free again."""
+        """Stop reading and release the connection. The command goes on."""
         self._over = True
         self._raw = None
         if self._response is not None:
@@ -112,7 +101,7 @@ class AsyncOutputStream:
 
 
 class AsyncCommand:
-    """A command in the background. The handle holds its id alone: `commands.get(id)` makes another."""
+    """A command in the background. The handle holds only the id, so `commands.get(id)` makes another one."""
 
     def __init__(self, connection: AsyncConnection, base: str, id: str):
         self.id = id
@@ -123,26 +112,26 @@ class AsyncCommand:
         return f"<{type(self).__name__} {self.id}>"
 
     async def info(self) -> CommandInfo:
-        """The command as it is now."""
+        """Get the state of the command."""
         return await self._connection.get(CommandInfo, self._path)
 
     async def wait(self, *, check: bool = False) -> CommandResult:
-        """Wait for the end. With `check` a failure raises `CommandFailed`."""
-        result = await self._connection.wait(CommandResult, f"{self._path}/result")
+        """Wait until the command ends. With `check` a failure raises `CommandFailed`."""
+        result = await self._connection.get(CommandResult, f"{self._path}/result", deadline=None)
         return checked(result) if check else result
 
     async def output(self, offset: int = 0) -> Output:
-        """What has been written from `offset` on, without waiting for more."""
+        """Get the output from `offset` up to now, without waiting for more."""
         stream = self.written(offset)
         chunks = [chunk async for chunk in stream]
         return Output.of(chunks, offset, stream.info)
 
     def stream(self, offset: int = 0) -> AsyncOutputStream:
-        """The output from `offset` on, until the command ends."""
+        """Stream the output from `offset` until the command ends."""
         return self._stream(offset, follow=True)
 
     def written(self, offset: int = 0) -> AsyncOutputStream:
-        """What has been written so far from `offset` on, in chunks, for output of any size."""
+        """Stream the output from `offset` up to now, in chunks, for output of any size."""
         return self._stream(offset, follow=False)
 
     def _stream(self, offset: int, *, follow: bool) -> AsyncOutputStream:
@@ -151,39 +140,35 @@ class AsyncCommand:
 
     async def signal(self, signal: str = "TERM", *, tree: bool = False) -> None:
         """Send a signal to the command's process group, or with `tree` to every process it started."""
-        body = encoded({"signal": signal, "tree": tree})
-        await self._connection.call("POST", f"{self._path}/signal", body=body)
+        await self._connection.send("POST", f"{self._path}/signal", body={"signal": signal, "tree": tree})
 
     async def kill(self) -> None:
-        """Kill every process of the command; what it wrote stays readable. Harmless when it has ended."""
+        """Kill every process of the command; its output stays readable. Does nothing when it has ended."""
         try:
             await self.signal("KILL", tree=True)
         except NotRunning:
             pass
 
     async def forget(self) -> None:
-        """Kill the command and drop its output."""
-        await self._connection.call("DELETE", self._path)
+        """Kill the command and delete its output."""
+        await self._connection.send("DELETE", self._path)
 
     async def send_input(self, data: bytes | str, *, close: bool = False) -> None:
-        """Write to standard input of a command started with `interactive=True` or a terminal."""
-        body = data.encode() if isinstance(data, str) else data
-        await self._connection.call(
-            "POST", f"{self._path}/stdin", query={"close": 1} if close else None, body=body, json=False
-        )
+        """Write to the standard input of a command started with `interactive=True` or a terminal."""
+        body, query = data.encode() if isinstance(data, str) else data, {"close": 1} if close else None
+        await self._connection.send("POST", f"{self._path}/stdin", query=query, body=body)
 
     async def close_input(self) -> None:
-        """Close standard input: the command reads the end of file."""
+        """Close standard input: the command reads end of file."""
         await self.send_input(b"", close=True)
 
     async def resize(self, rows: int, cols: int) -> None:
-        """Give the command's terminal another size."""
-        body = encoded({"rows": rows, "cols": cols})
-        await self._connection.call("POST", f"{self._path}/resize", body=body)
+        """Resize the terminal of the command."""
+        await self._connection.send("POST", f"{self._path}/resize", body={"rows": rows, "cols": cols})
 
 
 class AsyncCommands:
-    """`box.commands`. A string runs under `/bin/sh -c`, a list of words runs as it is."""
+    """`box.commands`. A string runs under `/bin/sh -c`, a list of words runs without a shell."""
 
     def __init__(self, connection: AsyncConnection, sandbox_path: str):
         self._connection = connection
@@ -200,13 +185,15 @@ class AsyncCommands:
         output_limit: int | None = None,
         check: bool = False,
     ) -> CommandResult:
-        """Run a command and wait. A non-zero exit is a result; with `check` it raises `CommandFailed`.
+        """Run a command and wait for its result. With `check` a non-zero exit raises `CommandFailed`.
 
-        It is killed after `timeout` seconds; by default after those of the sandbox, with None or 0 never.
+            result = await box.commands.run("pytest -q", timeout=600)
+            print(result.exit_code, result.stdout)
+
+        The command is killed after `timeout` seconds: by default the timeout of the sandbox; None or 0 is no timeout.
         """
         body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
-        connection = self._connection
-        result = await connection.post(CommandResult, self._path, body, timeout=connection.patience(waited(timeout)))
+        result = await self._connection.post(CommandResult, self._path, body, deadline=waited(timeout))
         return checked(result) if check else result
 
     def stream(
@@ -219,7 +206,7 @@ class AsyncCommands:
         stdin: str | None = None,
         output_limit: int | None = None,
     ) -> AsyncOutputStream:
-        """Run a command and iterate over its output while it is written. `timeout` means what it means for `run`."""
+        """Run a command and iterate over its output while it runs. `timeout` is the same as for `run`."""
         body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
         return AsyncOutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=waited(timeout))
 
@@ -236,13 +223,11 @@ class AsyncCommands:
         terminal: tuple[int, int] | None = None,
         id: str | None = None,
     ) -> AsyncCommand:
-        """Start in the background. `interactive` keeps its input open; `terminal` is (rows, columns).
+        """Start a command in the background. `interactive` keeps its input open; `terminal` is (rows, columns).
 
-        It runs until it ends, is killed or the sandbox stops, unless a `timeout` is given; `default` is that of the
-        sandbox.
-
-        An `id` of your own (`k` and 7 to 63 letters, digits, `_`, `-`) starts one command only: `AlreadyExists` says
-        that `get(id)` has it.
+        Without a `timeout` it runs until it ends, is killed or the sandbox stops; `default` is the timeout of the
+        sandbox. To retry a start safely, give an `id` (`k` and 7 to 63 letters, digits, `_`, `-`): a second start with
+        the same id raises `AlreadyExists`, and `get(id)` returns the running command.
         """
         body = _body(
             command,
@@ -259,11 +244,11 @@ class AsyncCommands:
         return self.get(info.id)
 
     async def list(self) -> Sequence[CommandInfo]:
-        """The commands the sandbox remembers, newest last."""
+        """List the commands that the sandbox remembers, newest last."""
         return (await self._connection.get(CommandList, self._path)).items
 
     def get(self, id: str) -> AsyncCommand:
-        """A handle of a command by its id. Asks nothing of the server."""
+        """Return the handle of a command by its id. Sends no request."""
         return AsyncCommand(self._connection, self._path, id)
 
 
@@ -278,17 +263,15 @@ def _body(
     interactive: bool = False,
     terminal: tuple[int, int] | None = None,
     id: str | None = None,
-) -> bytes:
-    return encoded(
-        {
-            "command": command if isinstance(command, str) else [*command],
-            "cwd": cwd,
-            "env": None if env is None else {**env},
-            "timeout": timeout,
-            "stdin": stdin,
-            "output_limit": output_limit,
-            "interactive": interactive or None,
-            "terminal": None if terminal is None else {"rows": terminal[0], "cols": terminal[1]},
-            "id": id,
-        }
-    )
+) -> Mapping[str, object]:
+    return {
+        "command": command,
+        "cwd": cwd,
+        "env": env,
+        "timeout": timeout,
+        "stdin": stdin,
+        "output_limit": output_limit,
+        "interactive": interactive or None,
+        "terminal": None if terminal is None else {"rows": terminal[0], "cols": terminal[1]},
+        "id": id,
+    }

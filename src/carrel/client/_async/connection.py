@@ -1,4 +1,4 @@
-"""One HTTP connection pool to a carrel server: sends, maps failures to the error tree, parses answers.
+"""The connection to one carrel server: sends requests, turns failures into carrel's errors, parses answers.
 
 Knows transport and errors; knows no resource.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Literal, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -22,10 +23,13 @@ from carrel.errors import CarrelError, Denied, InvalidRequest, PlatformError, Se
 Model = TypeVar("Model", bound=BaseModel)
 Item_co = TypeVar("Item_co", covariant=True)
 Query = Mapping[str, str | int | None]
+Deadline = float | Literal["usual"] | None
+"""How long the server may take: `usual` is the timeout of the client, None as long as it needs. A number is the
+deadline of a command, to which the time to kill it and to send its output is added.
+"""
 
 PAGE = 200
 CONNECT_S = 10.0
-# What the server needs on top of a command's own deadline: to kill the tree and to send the output.
 GRACE_S = 30.0
 NOT_FOR_AGENTS = frozenset({"scope(approve)", "scope(administer)"})
 """The rules by which a server refuses an agent what only a person or an administrator may do."""
@@ -33,47 +37,54 @@ ADMINISTRATOR_HINT = (
     "this is the agent's token, which programs on the server's machine use; "
     "Client(administrator=True) uses the administrator's"
 )
-_JSON = {"content-type": "application/json"}
 
 
 class Page(Protocol[Item_co]):
-    """A part of a list, and where the next part begins."""
+    """One page of a list. `next` is the cursor of the following page, None on the last."""
 
     @property
-    def items(self) -> Sequence[Item_co]:
-        """The items of this part."""
+    def items(self) -> Sequence[Item_co]: ...
 
     @property
-    def next(self) -> str | None:
-        """What to ask for the next part with; None at the end."""
+    def next(self) -> str | None: ...
 
 
 def encoded(body: Mapping[str, object]) -> bytes:
-    """A request body without the fields that were not given."""
+    """Encode a request body as JSON, without the fields that are None."""
+    given = {key: value for key, value in body.items() if value is not None}
     try:
-        return json.dumps({key: value for key, value in body.items() if value is not None}, allow_nan=False).encode()
+        return json.dumps(given, allow_nan=False, default=_plain).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from None
 
 
+def _plain(value: object) -> object:
+    """Callers may give any mapping or iterable; JSON knows only dict and list."""
+    if isinstance(value, Mapping):
+        return {**value}
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | memoryview):
+        return [*value]
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
 class AsyncConnection:
-    """Shared by everything one client makes."""
+    """A connection pool and the headers of its requests. One client and its sandboxes share it."""
 
     def __init__(self, address: Address, timeout: float):
         self.address = address
-        self.headers = {"user-agent": "carrel-python", "accept-encoding": "identity"}
-        if address.token:
-            self.headers["authorization"] = f"Bearer {address.token}"
         self.carried: dict[str, str] = {}
         self.wait_s = 0.0
         limit = seconds(timeout)
         connect = CONNECT_S if limit is None else min(CONNECT_S, limit)
         self._default: Patience = {"connect": connect, "read": limit, "write": limit, "pool": limit}
-        # A proxy of the environment has no way to a server on this machine.
-        self._wire = AsyncWire(address.url, self.headers, local=address.loopback)
+        headers = {"user-agent": "carrel-python", "accept-encoding": "identity"}
+        if address.token:
+            headers["authorization"] = f"Bearer {address.token}"
+        # A proxy of the environment cannot reach a server on this machine.
+        self._wire = AsyncWire(address.url, headers, local=address.loopback)
 
     def carrying(self, headers: Mapping[str, str], *, wait_s: float = 0.0) -> AsyncConnection:
-        """The same pool for requests that carry these headers too, and may take `wait_s` longer to be answered."""
+        """Return a view of this connection that adds headers and allows `wait_s` more seconds for each answer."""
         view = copy.copy(self)
         view.carried = {**self.carried, **headers}
         view.wait_s = wait_s or self.wait_s
@@ -83,62 +94,52 @@ class AsyncConnection:
         """Close every connection of the pool."""
         await self._wire.close()
 
-    def patience(self, deadline: float | None) -> Patience:
-        """Timeouts for a request that waits for a command; without a deadline the server decides how long."""
-        limit = seconds(deadline)
-        return {**self._default, "read": None if limit is None else limit + GRACE_S + self.wait_s}
+    def patience(self, deadline: Deadline) -> Patience:
+        """Return the transport timeouts for a deadline."""
+        if deadline != "usual":
+            limit = seconds(deadline)
+            return {**self._default, "read": None if limit is None else limit + GRACE_S + self.wait_s}
+        read = self._default["read"]
+        return {**self._default, "read": read + self.wait_s} if self.wait_s and read is not None else self._default
 
-    async def get(self, model: type[Model], path: str, query: Query | None = None) -> Model:
-        """GET a model."""
-        return self._parsed(model, await self._send("GET", path, query=query))
+    async def get(
+        self, model: type[Model], path: str, query: Query | None = None, *, deadline: Deadline = "usual"
+    ) -> Model:
+        """Send GET and parse the answer."""
+        return _parsed(model, await self.send("GET", path, query=query, deadline=deadline))
 
     async def post(
         self,
         model: type[Model],
         path: str,
-        body: bytes,
+        body: Mapping[str, object] | None = None,
         *,
-        timeout: Patience | None = None,
+        deadline: Deadline = "usual",
         headers: Mapping[str, str] | None = None,
     ) -> Model:
-        """POST JSON, get a model."""
-        response = await self._send("POST", path, body=body, timeout=timeout, headers=headers)
-        return self._parsed(model, response)
+        """Send POST with a JSON body and parse the answer."""
+        return _parsed(model, await self.send("POST", path, body=body, deadline=deadline, headers=headers))
 
-    async def put(self, model: type[Model], path: str, body: bytes, *, timeout: Patience | None = None) -> Model:
-        """PUT JSON, get a model."""
-        return self._parsed(model, await self._send("PUT", path, body=body, timeout=timeout))
+    async def put(
+        self, model: type[Model], path: str, body: Mapping[str, object] | bytes, *, deadline: Deadline = "usual"
+    ) -> Model:
+        """Send PUT with a JSON body, which may be encoded already, and parse the answer."""
+        json_type = {"content-type": "application/json"}
+        return _parsed(model, await self.send("PUT", path, body=body, deadline=deadline, headers=json_type))
 
     async def pages(
-        self, model: type[Page[Item_co]], path: str, query: Query, *, limit: int = 200
+        self, model: type[Page[Item_co]], path: str, query: Query | None = None, *, limit: int | None = None
     ) -> AsyncIterator[Item_co]:
-        """The items of a list, page by page."""
+        """Yield the items of a list and fetch the next page when one is used up."""
         cursor: str | None = None
         while True:
-            asked = {**query, "cursor": cursor, "limit": limit or PAGE}
-            page: Page[Item_co] = self._parsed(cast(Any, model), await self._send("GET", path, query=asked))
+            asked = {**(query or {}), "cursor": cursor, "limit": limit or PAGE}
+            page: Page[Item_co] = await self.get(cast(Any, model), path, asked)
             for item in page.items:
                 yield item
             cursor = page.next
             if cursor is None:
                 return
-
-    async def wait(self, model: type[Model], path: str) -> Model:
-        """GET a model that the server gives when something has ended."""
-        return self._parsed(model, await self._send("GET", path, timeout=self.patience(None)))
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Query | None = None,
-        body: bytes | None = None,
-        json: bool = True,
-        timeout: Patience | None = None,
-    ) -> None:
-        """Send a request whose answer does not matter beyond success."""
-        await self._send(method, path, query=query, body=body, json=json, timeout=timeout)
 
     async def upload(
         self,
@@ -146,40 +147,25 @@ class AsyncConnection:
         method: str,
         path: str,
         *,
-        query: Query,
+        query: Query | None = None,
         source: Source,
         progress: Progress | None = None,
     ) -> Model:
-        """Send bytes of any size, get a model."""
-        whole = isinstance(source, bytes) and progress is None
-        content = source if whole else pieces(source, progress)
-        headers = {"content-type": "application/octet-stream", **self.carried}
-        reply = await self._open(method, _target(path, query), headers, content, self._usual(), stream=False)  # type: ignore[arg-type,unused-ignore]
-        return self._parsed(model, reply)
-
-    async def exchange(self, path: str, source: Source, *, timeout: Patience | None = None) -> AsyncReply:
-        """POST bytes of any size and leave the body of the answer to be read; the caller closes it."""
-        headers = {"content-type": "application/octet-stream", **self.carried}
-        return await self._open("POST", path, headers, pieces(source), timeout or self._usual(), stream=True)
-
-    async def stream(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Query | None = None,
-        body: bytes | None = None,
-        timeout: Patience | None = None,
-    ) -> AsyncReply:
-        """Send a request and leave the body of the answer to be read; the caller closes it."""
-        headers = self._with(None, json=body is not None)
-        return await self._open(method, _target(path, query), headers, body, timeout or self._usual(), stream=True)
+        """Send bytes of any size and parse the answer."""
+        content = source if isinstance(source, bytes) and progress is None else pieces(source, progress)
+        return _parsed(model, await self.send(method, path, query=query, body=content))
 
     async def pieces(
-        self, path: str, query: Query | None = None, timeout: Patience | None = None
+        self,
+        path: str,
+        query: Query | None = None,
+        *,
+        method: str = "GET",
+        body: Mapping[str, object] | None = None,
+        deadline: Deadline = "usual",
     ) -> AsyncGenerator[bytes, None]:
-        """GET bytes of any size as they arrive."""
-        response = await self.stream("GET", path, query=query, timeout=timeout)
+        """Yield an answer of any size as it arrives."""
+        response = await self.send(method, path, query=query, body=body, deadline=deadline, stream=True)
         try:
             async for piece in response.aiter_raw():
                 yield piece
@@ -188,64 +174,59 @@ class AsyncConnection:
         finally:
             await response.aclose()
 
-    async def _send(
+    async def lines(
+        self, method: str, path: str, query: Query | None = None, body: Mapping[str, object] | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the lines of an answer that the server goes on writing, as they arrive."""
+        held = b""
+        async with aclosing(self.pieces(path, query, method=method, body=body, deadline=None)) as arriving:
+            async for piece in arriving:
+                *whole, held = (held + piece).split(b"\n")
+                for line in whole:
+                    yield line
+
+    async def send(
         self,
         method: str,
         path: str,
         *,
         query: Query | None = None,
-        body: bytes | None = None,
-        timeout: Patience | None = None,
+        body: Mapping[str, object] | bytes | AsyncIterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
-        json: bool = True,
+        deadline: Deadline = "usual",
+        stream: bool = False,
     ) -> AsyncReply:
-        sent = self._with(headers, json=json and body is not None)
-        return await self._open(method, _target(path, query), sent, body, timeout or self._usual(), stream=False)
+        """Send a request and raise the error that the answer stands for.
 
-    def _with(self, headers: Mapping[str, str] | None, *, json: bool) -> Mapping[str, str]:
-        """The headers of one request, beyond those of all."""
-        if not headers and not self.carried:
-            return _JSON if json else {}
-        return {**(_JSON if json else {}), **(headers or {}), **self.carried}
-
-    def _usual(self) -> Patience:
-        """The timeouts of a request without a deadline of its own, and with the time that it may wait for a person."""
-        read = self._default["read"]
-        if not self.wait_s or read is None:
-            return self._default
-        return {**self._default, "read": read + self.wait_s}
-
-    async def _open(
-        self,
-        method: str,
-        target: str,
-        headers: Mapping[str, str],
-        content: bytes | AsyncIterable[bytes] | None,
-        patience: Patience,
-        *,
-        stream: bool,
-    ) -> AsyncReply:
+        A mapping is sent as JSON, bytes as they are. With `stream` the body of the answer is left to be read, and the
+        caller closes it.
+        """
+        sent = {**(headers or {}), **self.carried}
+        content = encoded(body) if isinstance(body, Mapping) else body
+        if content is not None:
+            sent.setdefault("content-type", "application/octet-stream" if content is body else "application/json")
+        target, patience = _target(path, query), self.patience(deadline)
         try:
             try:
-                reply = await self._wire.send(method, target, headers, content, patience)
+                reply = await self._wire.send(method, target, sent, content, patience)
             except LOST:
                 # The server may close an idle connection just as it is reused; only a GET can be sent twice.
                 if method != "GET":
                     raise
-                reply = await self._wire.send(method, target, headers, content, patience)
+                reply = await self._wire.send(method, target, sent, content, patience)
             if not stream or not 200 <= reply.status < 300:
                 await reply.aread()
         except FAILED as error:
             raise self.unreachable(error) from None
         if 200 <= reply.status < 300:
             return reply
-        problem = refused(reply)
+        problem = problem_of(reply.status, reply.content)
         if self.address.local_agent and isinstance(problem, Denied) and problem.rule in NOT_FOR_AGENTS:
             problem.hint = ADMINISTRATOR_HINT
         raise problem
 
     def unreachable(self, error: Exception) -> CarrelError:
-        """The error for a failed transport, in words that help."""
+        """Return the error for a failed transport."""
         url = self.address.url
         if isinstance(error, (*NOT_REACHED, OSError)):
             return ServerUnreachable(f"no carrel server answers at {url}", hint=START_HINT)
@@ -258,20 +239,20 @@ class AsyncConnection:
             f"the connection to {url} broke: {error}", hint="see the server's own output for the reason"
         )
 
-    @staticmethod
-    def _parsed(model: type[Model], response: AsyncReply) -> Model:
-        try:
-            return model.model_validate_json(response.content)
-        except ValidationError:
-            pass
-        try:
-            # Names that are not UTF-8 come with surrogate escapes, which only this parser takes.
-            return model.model_validate(json.loads(response.content))
-        except (ValueError, RecursionError):
-            raise PlatformError(
-                f"the server's answer is not a {model.__name__}",
-                hint="client and server may be of different versions, or CARREL_URL names something else",
-            ) from None
+
+def _parsed(model: type[Model], response: AsyncReply) -> Model:
+    try:
+        return model.model_validate_json(response.content)
+    except ValidationError:
+        pass
+    try:
+        # Names that are not UTF-8 come with surrogate escapes, which only this parser takes.
+        return model.model_validate(json.loads(response.content))
+    except (ValueError, RecursionError):
+        raise PlatformError(
+            f"the server's answer is not a {model.__name__}",
+            hint="client and server may be of different versions, or CARREL_URL names something else",
+        ) from None
 
 
 def _target(path: str, query: Query | None) -> str:
@@ -282,13 +263,8 @@ def _target(path: str, query: Query | None) -> str:
     return f"{path}?{urlencode(given, errors='surrogateescape', quote_via=quote)}" if given else path
 
 
-def refused(response: AsyncReply) -> CarrelError:
-    """The error a response that is no success stands for."""
-    return problem_of(response.status, response.content)
-
-
 def problem_of(status: int, body: bytes | bytearray) -> CarrelError:
-    """The error of a status and a problem body."""
+    """Return the error that a refused request stands for."""
     try:
         problem = json.loads(body)
     except ValueError:

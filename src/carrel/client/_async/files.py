@@ -1,4 +1,4 @@
-"""Files of one sandbox: whole, in part, or as streams of any size. Knows their routes and local files."""
+"""Files of one sandbox: whole, in part, or as streams of any size; and local files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from carrel.client._async.bundles import AsyncUnbundled, GivenFiles, bundled
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.bundles import AsyncUnbundled, GivenFiles, bundled, open_local
+from carrel.client._async.connection import AsyncConnection, Query
 from carrel.client._io_async import Progress, Source, blocking
 from carrel.client.listing import Listing, local_target
 from carrel.errors import FileMissing, InvalidPath, InvalidRequest, from_problem
@@ -30,11 +30,11 @@ class AsyncFiles:
         self._content = f"{self._path}/content"
 
     async def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        """The bytes of a file, or `length` of them from `offset` on."""
+        """Read a file, or `length` bytes from `offset`."""
         return b"".join([piece async for piece in self.stream(path, offset=offset, length=length)])
 
     async def read_text(self, path: str, *, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """The text of a file."""
+        """Read a text file."""
         data = await self.read(path)
         try:
             return data.decode(encoding, errors)
@@ -46,7 +46,7 @@ class AsyncFiles:
             ) from None
 
     def stream(self, path: str, *, offset: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
-        """The bytes of a file in pieces, for files of any size."""
+        """Read a file of any size in pieces."""
         return self._connection.pieces(self._content, {"path": path, "offset": offset or None, "length": length})
 
     async def write(
@@ -59,9 +59,9 @@ class AsyncFiles:
         exclusive: bool = False,
         progress: Progress | None = None,
     ) -> FileInfo:
-        """Make or replace a file, atomically. `data` is bytes, text, a binary file, or an iterator of bytes.
+        """Create or replace a file, atomically. `data` is bytes, text, a binary file, or an iterator of bytes.
 
-        With `exclusive` an existing file is left as it is and `AlreadyExists` is raised.
+        With `exclusive` an existing file is not replaced; the call raises `AlreadyExists`.
         """
         query = {
             "path": path,
@@ -77,25 +77,25 @@ class AsyncFiles:
     async def edit(
         self, path: str, old: str, new: str, *, replace_all: bool = False, id: str | None = None
     ) -> EditResult:
-        """Replace `old` by `new`. Raises `EditMismatch` unless `old` is there once (or `replace_all`).
+        """Replace the text `old` by `new`. Raises `EditMismatch` unless `old` occurs once (or `replace_all`).
 
-        With an `id` of your own (as of commands) the same edit twice is made once.
+        To retry an edit safely, give an `id` as for commands: two edits with the same id are made once.
         """
-        body = encoded({"path": path, "old": old, "new": new, "replace_all": replace_all, "id": id})
+        body = {"path": path, "old": old, "new": new, "replace_all": replace_all, "id": id}
         return await self._connection.post(EditResult, f"{self._path}/edit", body)
 
     async def list(self, path: str = ".", *, recursive: bool = False, limit: int = 1000) -> Listing:
-        """The entries of a directory; `.truncated` tells whether there are more than `limit`."""
-        query: dict[str, str | int | None] = {"path": path, "recursive": int(recursive), "limit": limit}
+        """List a directory. `.truncated` is true when it has more than `limit` entries."""
+        query: Query = {"path": path, "recursive": int(recursive), "limit": limit}
         found = await self._connection.get(FileList, self._path, query)
         return Listing(found.items, truncated=found.truncated)
 
     async def stat(self, path: str) -> FileInfo:
-        """One file or directory; a symlink is described, not followed."""
+        """Describe a file or directory. A symlink is described, not followed."""
         return await self._connection.get(FileInfo, f"{self._path}/stat", {"path": path})
 
     async def exists(self, path: str) -> bool:
-        """Whether something is at that path."""
+        """Return whether a path exists."""
         try:
             await self.stat(path)
         except FileMissing:
@@ -103,22 +103,22 @@ class AsyncFiles:
         return True
 
     async def move(self, source: str, destination: str, *, overwrite: bool = False) -> FileInfo:
-        """Move or rename inside the workspace."""
-        body = encoded({"source": source, "destination": destination, "overwrite": overwrite})
+        """Move or rename a file or directory inside the workspace."""
+        body = {"source": source, "destination": destination, "overwrite": overwrite}
         return await self._connection.post(FileInfo, f"{self._path}/move", body)
 
     async def mkdir(self, path: str) -> FileInfo:
-        """Make a directory and its parents; an existing one is fine."""
-        return await self._connection.post(FileInfo, f"{self._path}/mkdir", encoded({"path": path}))
+        """Create a directory and its parents; it may exist already."""
+        return await self._connection.post(FileInfo, f"{self._path}/mkdir", {"path": path})
 
     async def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Remove a file or an empty directory, or with `recursive` all that is in it."""
-        await self._connection.call("DELETE", self._path, query={"path": path, "recursive": int(recursive)})
+        """Delete a file or an empty directory, or with `recursive` a directory and its content."""
+        await self._connection.send("DELETE", self._path, query={"path": path, "recursive": int(recursive)})
 
     async def upload(
         self, local: str | os.PathLike[str] | IO[bytes], path: str, *, progress: Progress | None = None
     ) -> FileInfo:
-        """Copy a local file, a whole local directory, or an open binary file to `path`."""
+        """Copy a local file, a local directory, or an open binary file to `path` in the workspace."""
         if not isinstance(local, str | os.PathLike):
             return await self.write(path, local, progress=progress)
         source = Path(local)
@@ -134,18 +134,14 @@ class AsyncFiles:
         return made
 
     async def _upload_file(self, source: Path, path: str, progress: Progress | None) -> FileInfo:
-        try:
-            file = await blocking(_opened, source)
-        except OSError as error:
-            raise InvalidRequest(f"cannot read {source}: {error.strerror}", field="local") from None
-        with file:
+        with await blocking(open_local, source, "local") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
             return await self.write(path, file, mode=mode, progress=progress)
 
     async def download(
         self, path: str, local: str | os.PathLike[str] | IO[bytes], *, progress: Progress | None = None
     ) -> None:
-        """Copy a file or a directory to a local path or an open binary file. Symlinks are not copied."""
+        """Copy a file or directory of the workspace to a local path or an open binary file. Skips symlinks."""
         if not isinstance(local, str | os.PathLike):
             await give(self.stream(path), local, progress)
             return
@@ -162,7 +158,7 @@ class AsyncFiles:
                 hint="copy an archive of it instead",
             )
         await blocking(_make_directory, target)
-        # Names come from inside the sandbox, so each is checked before it names anything here.
+        # The names come from inside the sandbox, so each is checked before it is used as a local path.
         for entry in found:
             place = local_target(target, info.path, entry.path)
             if entry.kind is FileKind.DIRECTORY:
@@ -172,37 +168,39 @@ class AsyncFiles:
                 await save(self.stream(entry.path), place, _local_mode(entry), progress)
 
     async def write_many(self, files: GivenFiles) -> FilesWritten:
-        """Make or replace many files in one request: paths in the workspace to bytes, or to the paths of local files.
+        """Create or replace many files in one request. `files` maps paths in the workspace to bytes or local paths.
 
-        Each is written whole or not at all. When one cannot be written, those before it are.
+            await box.files.write_many({"main.py": b"print(1)", "data.csv": Path("local.csv")})
+
+        Each file is written atomically. When one cannot be written, the files before it have been written.
         """
-        path = f"{self._path}/bundle"
-        return await self._connection.upload(FilesWritten, "POST", path, query={}, source=bundled(files))
+        return await self._connection.upload(FilesWritten, "POST", f"{self._path}/bundle", source=bundled(files))
 
     async def download_many(self, paths: Iterable[str], local: str | os.PathLike[str]) -> Sequence[Path]:
-        """Copy many files beneath a local directory in one request; where each of them is now.
+        """Copy many files into a local directory in one request. Returns their local paths.
 
-        When one cannot be read, the others are copied before that is raised.
+        When one cannot be read, the others are copied before the error is raised.
         """
         wanted = [*paths]
         saved: list[Path] = []
         for start in range(0, len(wanted), MOST_FILES):
-            body = encoded({"paths": wanted[start : start + MOST_FILES]})
-            response = await self._connection.stream("POST", f"{self._path}/read", body=body)
+            body = {"paths": wanted[start : start + MOST_FILES]}
+            response = await self._connection.send("POST", f"{self._path}/read", body=body, stream=True)
             async with AsyncUnbundled(self._connection, response) as incoming:
                 saved += await save_all(incoming, Path(local))
         return saved
 
 
 async def save_as(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
-    """Write what arrives to the local path a person named: as `save` does where a file is or nothing. A device, a pipe
-    or a link is written into, as a shell would: to put a file in its place would take it from everybody.
+    """Write an answer to a local path that the user named.
+
+    A device, a pipe or a link is written into, as a shell does, and not replaced by a file.
     """
     if not await blocking(_is_special, target):
         await save(pieces, target, mode, progress)
         return
     try:
-        special = await blocking(_written_into, target)
+        special = await blocking(_open_special, target)
     except OSError as error:
         raise _unwritable(target, error) from None
     with special as file:
@@ -210,7 +208,7 @@ async def save_as(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, 
 
 
 async def save(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
-    """Write what arrives to a local file, whole or not at all. Follows no link: the name may come from a sandbox."""
+    """Write an answer to a local file, atomically. Follows no link, because the name may come from a sandbox."""
     try:
         descriptor, partial = await blocking(_partial, target)
     except OSError as error:
@@ -225,9 +223,7 @@ async def save(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, pro
 
 
 async def save_all(incoming: AsyncUnbundled, directory: Path) -> Sequence[Path]:
-    """Save every file of a bundle beneath a local directory as it arrives. What one of them could not be read for is
-    raised when all the others are there.
-    """
+    """Save the files of a bundle into a local directory. Raises an error of the bundle after all files are saved."""
     saved: list[Path] = []
     problem: bytes | None = None
     while (part := incoming.part()) is not None:
@@ -244,7 +240,7 @@ async def save_all(incoming: AsyncUnbundled, directory: Path) -> Sequence[Path]:
 
 
 async def give(pieces: AsyncGenerator[bytes, None], file: IO[bytes], progress: Progress | None) -> None:
-    """Write what arrives to an open binary file."""
+    """Write an answer to an open binary file."""
     try:
         async for piece in pieces:
             await blocking(file.write, piece)
@@ -265,16 +261,12 @@ def _is_special(target: Path) -> bool:
         return False
 
 
-def _local_mode(info: FileInfo) -> int:
-    return 0o777 if info.kind is FileKind.FILE and int(info.mode, 8) & 0o100 else 0o666
-
-
-def _written_into(target: Path) -> IO[bytes]:
+def _open_special(target: Path) -> IO[bytes]:
     return target.open("wb")
 
 
-def _opened(source: Path) -> IO[bytes]:
-    return source.open("rb")
+def _local_mode(info: FileInfo) -> int:
+    return 0o777 if info.kind is FileKind.FILE and int(info.mode, 8) & 0o100 else 0o666
 
 
 def _entries(directory: Path) -> Sequence[Path]:
@@ -285,7 +277,7 @@ def _make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequest(f"cannot make {path}: {error.strerror}", field="local") from None
+        raise InvalidRequest(f"cannot create {path}: {error.strerror}", field="local") from None
 
 
 def _partial(target: Path) -> tuple[int, str]:

@@ -1,11 +1,11 @@
-"""`box.mcp`: the MCP servers of a context, and calls of their tools. Knows only their routes."""
+"""`box.mcp`: the MCP servers of a context, and calls to their tools."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.connection import AsyncConnection
 from carrel.client.deadlines import limited
 from carrel.models import (
     MAX_MCP_TIMEOUT_S,
@@ -21,11 +21,15 @@ from carrel.models import (
 Tools = list[McpTool]
 
 START_S = 240.0
-"""What a call may take besides its own time: a sandbox is resumed for it, a server started."""
+"""A call may take this much longer than its own timeout: it may resume a sandbox and start a server."""
 
 
 class AsyncMcp:
-    """`box.mcp`."""
+    """`box.mcp`: MCP servers that run in the sandbox.
+
+    await box.mcp.add("fetch", ["mcp-server-fetch"], requirements=["mcp-server-fetch"])
+    result = await box.mcp.call("fetch", "fetch", url="https://example.org")
+    """
 
     def __init__(self, connection: AsyncConnection, sandbox_path: str, context_id: str | None):
         self._connection = connection
@@ -45,57 +49,54 @@ class AsyncMcp:
         cwd: str | None = None,
         enabled: bool = True,
     ) -> McpServerInfo:
-        """Add a server that speaks over its standard input and output, or replace the one of that name.
+        """Add a server that speaks MCP over standard input and output, or replace the one of that name.
 
-        `requirements` are Python packages and `npm` packages of npm that it needs. `secret_variables` gives it
-        variables whose values are secrets, by their names. Why it could not be asked for its tools is in
-        `.discovery_error`.
+        `requirements` are the Python packages and `npm` the npm packages that it needs. `secret_variables` maps
+        environment variables to names of secrets. When the server does not list its tools, `.discovery_error` of the
+        result says why.
         """
         body = {
-            "command": [*command],
-            "variables": None if variables is None else {**variables},
-            "secret_variables": None if secret_variables is None else {**secret_variables},
-            "requirements": None if requirements is None else [*requirements],
+            "command": command,
+            "variables": variables,
+            "secret_variables": secret_variables,
+            "requirements": requirements,
             "python": python,
-            "npm": None if npm is None else [*npm],
+            "npm": npm,
             "cwd": cwd,
             "enabled": enabled,
         }
-        connection = self._connection
-        return await connection.put(McpServerInfo, self._of(name), encoded(body), timeout=connection.patience(None))
+        return await self._connection.put(McpServerInfo, self._of(name), body, deadline=None)
 
     async def list(self) -> list[McpServerInfo]:
-        """The servers of the context, and those the operator runs for all. Starts nothing."""
+        """List the servers of the context and those that the operator runs for all. Starts nothing."""
         return (await self._connection.get(McpServerList, self._path)).items
 
     async def get(self, name: str) -> McpServerInfo:
-        """One server."""
+        """Get one server."""
         return await self._connection.get(McpServerInfo, self._of(name))
 
     async def remove(self, name: str) -> None:
-        """End a server and forget it."""
-        await self._connection.call("DELETE", self._of(name))
+        """Stop a server and delete it."""
+        await self._connection.send("DELETE", self._of(name))
 
     async def start(self, name: str) -> McpServerInfo:
-        """Start a server now. One that is not stopped is started by the first call anyway."""
-        connection = self._connection
-        patience = connection.patience(START_S)
-        return await connection.post(McpServerInfo, f"{self._of(name)}/start", b"", timeout=patience)
+        """Start a server now. The first call starts it anyway, unless `stop` was called."""
+        return await self._connection.post(McpServerInfo, f"{self._of(name)}/start", deadline=START_S)
 
     async def stop(self, name: str) -> McpServerInfo:
-        """End a server; calls are refused until it is started again."""
-        return await self._connection.post(McpServerInfo, f"{self._of(name)}/stop", b"")
+        """Stop a server; calls are refused until it is started again."""
+        return await self._connection.post(McpServerInfo, f"{self._of(name)}/stop")
 
     async def log(self, name: str, offset: int = 0) -> McpLog:
-        """What a server wrote to its standard error; go on from `.next`."""
+        """Read the standard error of a server; continue from `.next`."""
         return await self._connection.get(McpLog, f"{self._of(name)}/log", {"offset": offset})
 
     async def catalogue(self, name: str) -> McpCatalogue:
-        """What a server offers, as it is known. Starts nothing."""
+        """Get the tools, prompts and resources that are known of a server. Starts nothing."""
         return await self._connection.get(McpCatalogue, f"{self._of(name)}/catalogue")
 
     async def tools(self, name: str | None = None) -> Tools:
-        """The tools of a server, or of all of them, by what is known. Starts nothing."""
+        """List the known tools of one server, or of all. Starts nothing."""
         names = [name] if name is not None else [each.name for each in await self.list()]
         found: Tools = []
         for each in names:
@@ -103,10 +104,8 @@ class AsyncMcp:
         return found
 
     async def refresh(self, name: str) -> McpCatalogue:
-        """Ask a server what it offers now; why it could not be asked is in `.error`."""
-        connection = self._connection
-        patience = connection.patience(None)
-        return await connection.post(McpCatalogue, f"{self._of(name)}/refresh", b"", timeout=patience)
+        """Ask a server again for its tools, prompts and resources. When that fails, `.error` says why."""
+        return await self._connection.post(McpCatalogue, f"{self._of(name)}/refresh", deadline=None)
 
     async def request(
         self,
@@ -116,24 +115,16 @@ class AsyncMcp:
         *,
         timeout: float = MCP_TIMEOUT_S,
     ) -> McpResult:
-        """Call a tool. What the tool complains of is a result with `.is_error`; `McpServerFailed` when its server is
-        of no use.
-        """
-        body = encoded(
-            {"tool": tool, "arguments": {**(arguments or {})}, "timeout": limited(timeout, MAX_MCP_TIMEOUT_S)}
-        )
-        connection = self._connection
-        patience = connection.patience(timeout + START_S)
-        return await connection.post(McpResult, f"{self._of(server)}/request", body, timeout=patience)
+        """Call a tool. An error of the tool is a result with `.is_error`; a broken server raises `McpServerFailed`."""
+        body = {"tool": tool, "arguments": arguments or {}, "timeout": limited(timeout, MAX_MCP_TIMEOUT_S)}
+        return await self._connection.post(McpResult, f"{self._of(server)}/request", body, deadline=timeout + START_S)
 
     async def call(self, server: str, tool: str, /, **arguments: object) -> McpResult:
-        """The same, with the tool's arguments by name."""
+        """Call a tool with its arguments as keywords."""
         return await self.request(server, tool, arguments)
 
     def url(self, name: str) -> str:
-        """Where any MCP client connects to a server, with a token of carrel as its bearer token. It lasts as long as
-        the context.
-        """
+        """Return the URL at which any MCP client reaches a server, with a carrel token as bearer token."""
         context = quote(self._context_id or "", safe="")
         return f"{self._connection.address.url}/v1/sandboxes/{context}/mcp-servers/{quote(name, safe='')}/mcp"
 

@@ -1,4 +1,4 @@
-"""The policy of one context: its documents, and what they say of a command. Knows their routes."""
+"""The policy of one context: its documents, and why it allows or denies a command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.connection import AsyncConnection
 from carrel.client.requests import UNCHANGED, Unchanged
 from carrel.errors import InvalidRequest
 from carrel.models import Explanation, PolicyInfo
@@ -21,7 +21,7 @@ class AsyncPolicy:
         self._path = f"/v1/contexts/{quote(context_id, safe='')}/policy"
 
     async def get(self) -> PolicyInfo:
-        """The documents as they were given; version 0 when there are none."""
+        """Get the policy documents of the context; version 0 when there are none."""
         return await self._connection.get(PolicyInfo, self._path)
 
     async def put(
@@ -32,9 +32,10 @@ class AsyncPolicy:
         version: int | None = None,
         restart: bool = False,
     ) -> PolicyInfo:
-        """Replace a document, or remove it with None; one that is not given is left as it is.
+        """Replace policy documents. None removes a document; one that is not given does not change.
 
-        With `version` only that one is changed, else `Conflict`. `restart` restarts a running sandbox if it must be.
+        With `version`, raises `Conflict` when the policy has another version now. `restart=True` restarts a running
+        sandbox if the new policy needs that.
         """
         body: dict[str, object] = {"restart": restart}
         for name, document in (("settings", settings), ("sources", sources)):
@@ -49,10 +50,9 @@ class AsyncPolicy:
         return await self._connection.put(PolicyInfo, self._path, text)
 
     async def delete(self) -> None:
-        """Forget the documents: the server's own policy holds from now on."""
-        await self._connection.call("DELETE", self._path)
+        """Delete the documents: from now on the server's own policy applies."""
+        await self._connection.send("DELETE", self._path)
 
     async def explain(self, command: str | Sequence[str], *, cwd: str | None = None) -> Explanation:
-        """What the policy says of a command, part by part. Nothing is run."""
-        body = encoded({"command": command if isinstance(command, str) else [*command], "cwd": cwd})
-        return await self._connection.post(Explanation, f"{self._path}/explain", body)
+        """Explain how the policy decides on each part of a command. Runs nothing."""
+        return await self._connection.post(Explanation, f"{self._path}/explain", {"command": command, "cwd": cwd})

@@ -1,4 +1,4 @@
-"""`box.python`: code in fresh processes, and contexts that keep their variables. Knows only their routes."""
+"""`box.python`: Python code in fresh processes, and code contexts that keep their variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from carrel.client._async.bundles import GivenFiles, encoded_files
 from carrel.client._async.commands import AsyncCommand, AsyncOutputStream
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.files import AsyncFiles
 from carrel.client.deadlines import Timeout, attended, limited
 from carrel.client.output import checked
@@ -24,7 +24,13 @@ from carrel.models import (
 
 
 class AsyncPython:
-    """`box.python`."""
+    """`box.python`.
+
+    result = await box.python.run("import pandas; print(pandas.__version__)", requirements=["pandas"])
+    analysis = box.python.context("analysis")
+    await analysis.run("x = 41")
+    print((await analysis.run("x + 1")).results[0].text)
+    """
 
     def __init__(self, connection: AsyncConnection, sandbox_path: str):
         self._connection = connection
@@ -47,18 +53,19 @@ class AsyncPython:
         output_limit: int | None = None,
         check: bool = False,
     ) -> PythonResult:
-        """Run a code in a fresh process and wait. What it raises is a result; with `check` it raises `CommandFailed`.
+        """Run code in a fresh process and wait for its result. With `check` an exception raises `CommandFailed`.
 
-        `env` names an environment, `requirements` make one. `files` are put into the workspace first: bytes, or the
-        paths of local files. What was produced is saved beneath the local directory `into`. Both may be of any size.
+        `env` names an environment; `requirements` builds one. `files` are written to the workspace first: path to
+        bytes, or to the path of a local file. Files that the code produced are saved into the local directory `into`.
+        Both may be of any size.
         """
         inline = await self._put(files)
         body = _body(
             code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), files=inline, args=args,
             variables=variables, cwd=cwd, stdin=stdin, output_limit=output_limit,
         )  # fmt: skip
-        patience = self._connection.patience(None)  # an interpreter or an environment may have to be made first
-        result = await self._connection.post(PythonResult, self._path, body, timeout=patience)
+        # No deadline: an environment may have to be built first.
+        result = await self._connection.post(PythonResult, self._path, body, deadline=None)
         if into is not None and result.files_produced:
             await AsyncFiles(self._connection, self._base).download_many(result.files_produced, into)
         return checked(result) if check else result
@@ -74,7 +81,7 @@ class AsyncPython:
         cwd: str | None = None,
         stdin: str | None = None,
     ) -> AsyncOutputStream:
-        """Run a code and iterate over its output while it is written."""
+        """Run code and iterate over its output while it runs."""
         body = _body(
             code, env, None, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables, cwd=cwd,
             stdin=stdin,
@@ -96,13 +103,12 @@ class AsyncPython:
         interactive: bool = False,
         id: str | None = None,
     ) -> AsyncCommand:
-        """Start a code in the background: a command like any other, also in what an `id` of your own means."""
+        """Start code in the background. It is a command: see `box.commands.start`, also for `id`."""
         body = _body(
             code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables,
             cwd=cwd, stdin=stdin, interactive=interactive or None, id=id,
         )  # fmt: skip
-        patience = self._connection.patience(None)
-        info = await self._connection.post(CommandInfo, f"{self._path}/start", body, timeout=patience)
+        info = await self._connection.post(CommandInfo, f"{self._path}/start", body, deadline=None)
         return AsyncCommand(self._connection, f"{self._base}/commands", info.id)
 
     def context(
@@ -113,11 +119,11 @@ class AsyncPython:
         requirements: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> AsyncCodeContext:
-        """A context that keeps its variables. Asks nothing of the server: it starts with its first cell."""
+        """Return a code context, which keeps its variables. Sends no request: it starts with its first cell."""
         return AsyncCodeContext(self._connection, self._base, name, env, requirements, variables)
 
     async def contexts(self) -> list[CodeContextInfo]:
-        """The code contexts of the sandbox."""
+        """List the code contexts of the sandbox."""
         return (await self._connection.get(CodeContextList, f"{self._base}/code-contexts")).items
 
     async def _put(self, files: GivenFiles | None) -> dict[str, str] | None:
@@ -130,7 +136,7 @@ class AsyncPython:
 
 
 class AsyncCodeContext:
-    """A Python that keeps its variables from cell to cell. The handle holds its name and how it is to start."""
+    """A Python interpreter that keeps its variables from cell to cell."""
 
     def __init__(
         self,
@@ -152,73 +158,63 @@ class AsyncCodeContext:
         return f"<{type(self).__name__} {self.name}>"
 
     async def run(self, code: str, *, timeout: Timeout = "default", figures: Sequence[str] | None = None) -> CellResult:
-        """Run a cell and wait. What it raises is a result. `timeout` means what it means for `box.commands.run`.
+        """Run a cell and wait. An exception is part of the result. `timeout` is the same as for `box.commands.run`.
 
-        `figures` says how figures of matplotlib are drawn: `png`, `svg`, or both.
+        `figures` are the formats of matplotlib figures: `png`, `svg`, or both.
         """
-        body, patience = self._cell(code, timeout, figures), self._connection.patience(None)
-        return await self._connection.post(CellResult, f"{self._path}/cells", body, timeout=patience)
+        body = self._cell(code, timeout, figures)
+        return await self._connection.post(CellResult, f"{self._path}/cells", body, deadline=None)
 
     def stream(
         self, code: str, *, timeout: Timeout = "default", figures: Sequence[str] | None = None
     ) -> AsyncCellStream:
-        """Run a cell and iterate over what it prints; `result()` afterwards has all of it."""
+        """Run a cell and iterate over its output; `result()` waits for the whole result."""
         return AsyncCellStream(self._connection, self._path, self._cell(code, timeout, figures))
 
     async def cell(self, id: str) -> CellResult:
-        """The result of a cell by its id, once there is one."""
-        return await self._connection.wait(CellResult, f"{self._path}/cells/{quote(id, safe='')}")
+        """Get the result of a cell by its id; waits until the cell has ended."""
+        return await self._connection.get(CellResult, f"{self._path}/cells/{quote(id, safe='')}", deadline=None)
 
     async def info(self) -> CodeContextInfo:
-        """The context as it is now."""
+        """Get the state of the code context."""
         return await self._connection.get(CodeContextInfo, self._path)
 
     async def interrupt(self) -> CodeContextInfo:
-        """Interrupt the cell that runs; the variables stay."""
-        return await self._connection.post(CodeContextInfo, f"{self._path}/interrupt", b"")
+        """Interrupt the running cell; the variables stay."""
+        return await self._connection.post(CodeContextInfo, f"{self._path}/interrupt")
 
     async def restart(self) -> CodeContextInfo:
-        """Begin anew without the variables; what runs is ended."""
-        patience = self._connection.patience(None)
-        return await self._connection.post(CodeContextInfo, f"{self._path}/restart", b"", timeout=patience)
+        """Kill the interpreter and start a new one without variables."""
+        return await self._connection.post(CodeContextInfo, f"{self._path}/restart", deadline=None)
 
     async def delete(self) -> None:
-        """End it, with all it started."""
-        await self._connection.call("DELETE", self._path)
+        """Kill the interpreter and every process it started."""
+        await self._connection.send("DELETE", self._path)
 
-    def _cell(self, code: str, timeout: Timeout, figures: Sequence[str] | None) -> bytes:
-        chosen = None if figures is None else [*figures]
+    def _cell(self, code: str, timeout: Timeout, figures: Sequence[str] | None) -> Mapping[str, object]:
         return _body(
-            code, self._env, self._requirements, timeout=attended(timeout), figures=chosen, variables=self._variables
+            code, self._env, self._requirements, timeout=attended(timeout), figures=figures, variables=self._variables
         )
 
 
 class AsyncCellStream(AsyncOutputStream):
-    """What a cell prints, while it does."""
+    """The output of a cell while it runs."""
 
-    def __init__(self, connection: AsyncConnection, path: str, body: bytes):
+    def __init__(self, connection: AsyncConnection, path: str, body: Mapping[str, object]):
         super().__init__(connection, "POST", f"{path}/cells/stream", body=body)
         self._cells = f"{path}/cells"
 
     async def result(self) -> CellResult:
-        """All of the cell, once it has ended."""
+        """Wait until the cell has ended and get its result."""
         async for _ in self:
             pass
         assert self._response is not None
         id = self._response.headers["carrel-cell-id"]
-        return await self._connection.wait(CellResult, f"{self._cells}/{quote(id, safe='')}")
+        return await self._connection.get(CellResult, f"{self._cells}/{quote(id, safe='')}", deadline=None)
 
 
-def _body(code: str, env: str | EnvironmentInfo | None, requirements: Sequence[str] | None, **more: object) -> bytes:
-    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in more.items()}
-    variables = more.get("variables")
-    if isinstance(variables, Mapping):
-        shown["variables"] = {**variables}
-    return encoded(
-        {
-            "code": code,
-            "env": env.name if isinstance(env, EnvironmentInfo) else env,
-            "requirements": None if requirements is None else [*requirements],
-            **shown,
-        }
-    )
+def _body(
+    code: str, env: str | EnvironmentInfo | None, requirements: Sequence[str] | None, **more: object
+) -> Mapping[str, object]:
+    name = env.name if isinstance(env, EnvironmentInfo) else env
+    return {"code": code, "env": name, "requirements": requirements, **more}

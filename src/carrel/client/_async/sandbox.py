@@ -1,4 +1,4 @@
-"""One sandbox as a caller holds it: its commands, files and terminals. Keeps no state but its identity."""
+"""One sandbox: its commands, files, Python, terminals and snapshots. Holds no state but its identity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 from urllib.parse import quote
 
 from carrel.client._async.commands import AsyncCommands
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.envs import AsyncSandboxEnvironments
 from carrel.client._async.files import AsyncFiles, give, save_as
 from carrel.client._async.mcp import AsyncMcp
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class AsyncSandbox:
-    """A sandbox. A `with` block terminates it at its end if it is ephemeral, and leaves a kept one alone."""
+    """A sandbox. The end of a `with` block terminates an ephemeral sandbox; one with a context keeps running."""
 
     def __init__(self, connection: AsyncConnection, info: SandboxInfo):
         self._connection = connection
@@ -69,14 +69,18 @@ class AsyncSandbox:
         return f"<{type(self).__name__} {self.id}{label} on {self.provider}{' UNSAFE' if self.unsafe else ''}>"
 
     def with_approval(self, approval: ApprovalInfo | str) -> AsyncSandbox:
-        """The same sandbox for an operation that was approved: repeat it exactly, and it runs once."""
+        """Return a view that uses an approval: repeat the approved operation exactly, and it runs once.
+
+        try:
+            await box.commands.run("git push")
+        except ApprovalNeeded as needed:
+            ...  # later, after `carrel approve ID`
+            await box.with_approval(needed.approval).commands.run("git push")
+        """
         return self._seen(self._connection.carrying(approved(approval)))
 
     def waiting(self, seconds: float) -> AsyncSandbox:
-        """The same sandbox, whose operations wait so long for a person before they raise `ApprovalNeeded`.
-
-        At most 600 seconds.
-        """
+        """Return a view whose operations wait for approval, at most 600 seconds, before they raise `ApprovalNeeded`."""
         return self._seen(self._connection.carrying(waiting(seconds), wait_s=seconds))
 
     def _seen(self, connection: AsyncConnection) -> AsyncSandbox:
@@ -86,11 +90,11 @@ class AsyncSandbox:
         return view
 
     async def info(self) -> SandboxInfo:
-        """The sandbox as it is now."""
+        """Get the state of the sandbox."""
         return await self._connection.get(SandboxInfo, self._path)
 
     async def health(self) -> SupervisorHealth:
-        """What the sandbox's supervisor says of itself."""
+        """Get the health report of the sandbox's supervisor."""
         return await self._connection.get(SupervisorHealth, f"{self._path}/health")
 
     async def execute(
@@ -101,65 +105,52 @@ class AsyncSandbox:
         timeout: Timeout = "default",
         files: Mapping[str, bytes] | None = None,
     ) -> ExecuteResult:
-        """Run code with files put in place before it; names the files it made."""
+        """Write `files` to the workspace, then run code. The result names the files that it produced."""
         given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
-        body = encoded({"code": code, "language": language, "timeout": attended(timeout), "files": given})
-        connection = self._connection
-        patience = connection.patience(waited(timeout))
-        return await connection.post(ExecuteResult, f"{self._path}/execute", body, timeout=patience)
+        body = {"code": code, "language": language, "timeout": attended(timeout), "files": given}
+        return await self._connection.post(ExecuteResult, f"{self._path}/execute", body, deadline=waited(timeout))
 
     async def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
-        """Call a named tool with its parameters."""
-        body = encoded({"tool_name": tool_name, "params": {**(params or {})}})
-        connection = self._connection
-        return await connection.post(ToolResult, f"{self._path}/tools", body, timeout=connection.patience(None))
+        """Call a tool by name, such as `create_file`, with its parameters."""
+        body = {"tool_name": tool_name, "params": params or {}}
+        return await self._connection.post(ToolResult, f"{self._path}/tools", body, deadline=None)
 
     async def terminal(
         self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None
     ) -> AsyncTerminal:
-        """Open a terminal: a shell, or `command`."""
+        """Open a terminal that runs a shell, or `command`."""
         from carrel.client._async.terminal import AsyncTerminal
 
         words = command if command is None or isinstance(command, str) else shlex.join(command)
         return await AsyncTerminal.open(self._connection, self._path, rows, cols, words)
 
     async def snapshot(self) -> SnapshotInfo:
-        """Take a snapshot of the workspace; what runs goes on meanwhile."""
-        patience = self._connection.patience(None)
-        return await self._connection.post(SnapshotInfo, f"{self._path}/snapshots", b"", timeout=patience)
+        """Take a snapshot of the workspace. Running commands go on."""
+        return await self._connection.post(SnapshotInfo, f"{self._path}/snapshots", deadline=None)
 
     async def snapshots(self) -> list[SnapshotInfo]:
-        """The snapshots of this context, newest first."""
-        found: list[SnapshotInfo] = []
-        cursor: str | None = None
-        while True:
-            page = await self._connection.get(SnapshotPage, f"{self._path}/snapshots", {"cursor": cursor})
-            found += page.items
-            cursor = page.next
-            if cursor is None:
-                return found
+        """List the snapshots of this context, newest first."""
+        return [item async for item in self._connection.pages(SnapshotPage, f"{self._path}/snapshots")]
 
     async def restore(self, snapshot: SnapshotInfo | str) -> SandboxInfo:
-        """Give the workspace the files of a snapshot. What runs is ended."""
-        body = encoded({"snapshot_id": _id(snapshot)})
-        patience = self._connection.patience(None)
-        return await self._connection.post(SandboxInfo, f"{self._path}/restore", body, timeout=patience)
+        """Replace the files of the workspace by those of a snapshot. Running commands are killed."""
+        body = {"snapshot_id": _id(snapshot)}
+        return await self._connection.post(SandboxInfo, f"{self._path}/restore", body, deadline=None)
 
     async def fork(
         self, context_id: str, snapshot: SnapshotInfo | str | None = None, *, secrets: bool = True
     ) -> AsyncSandbox:
-        """A new context with the same files (now, or those of a snapshot) and settings, started at once.
+        """Create a context with the same settings and a copy of the files, of now or of a snapshot, and start it.
 
-        It has the secrets of this one too, unless `secrets` is False; a secret that it was given before stays.
+        `secrets=False` leaves the secrets out. Secrets that the new context already has are not replaced.
         """
         chosen = None if snapshot is None else _id(snapshot)
-        body = encoded({"context_id": context_id, "snapshot_id": chosen, "secrets": secrets})
-        patience = self._connection.patience(None)
-        info = await self._connection.post(SandboxInfo, f"{self._path}/fork", body, timeout=patience)
+        body = {"context_id": context_id, "snapshot_id": chosen, "secrets": secrets}
+        info = await self._connection.post(SandboxInfo, f"{self._path}/fork", body, deadline=None)
         return AsyncSandbox(self._connection, info)
 
     async def diff(self, before: SnapshotInfo | str, after: SnapshotInfo | str) -> list[FileChange]:
-        """What leads from one snapshot to another."""
+        """List the files that differ between two snapshots."""
         query = {"before": _id(before), "after": _id(after)}
         return (await self._connection.get(FileChanges, f"{self._path}/diff", query)).items
 
@@ -172,51 +163,47 @@ class AsyncSandbox:
     ) -> None:
         """Write the files of a snapshot as a tar archive to a local path or an open binary file."""
         path = f"{self._path}/snapshots/{quote(_id(snapshot), safe='')}/tar"
-        arriving = self._connection.pieces(path, timeout=self._connection.patience(None))
+        arriving = self._connection.pieces(path, deadline=None)
         if isinstance(target, str | os.PathLike):
             await save_as(arriving, Path(target), 0o666, progress)
         else:
             await give(arriving, target, progress)
 
     async def usage(self) -> WorkspaceUsage:
-        """What the workspace holds, and what it may."""
+        """Report the size of the workspace and its limit."""
         return await self._connection.get(WorkspaceUsage, f"{self._path}/usage")
 
     async def sync(self, direction: SyncDirection | str = "both") -> SyncSummary:
-        """Bring the workspace and its filespace together: `push`, `pull`, or `both`: a pull, then a push."""
-        body = encoded({"direction": direction})
-        patience = self._connection.patience(None)
-        return await self._connection.post(SyncSummary, f"{self._path}/sync", body, timeout=patience)
+        """Sync the workspace with its filespace: `push`, `pull`, or `both` (pull, then push)."""
+        body = {"direction": direction}
+        return await self._connection.post(SyncSummary, f"{self._path}/sync", body, deadline=None)
 
     async def stop(self) -> SandboxInfo:
-        """End what runs and keep the files; `resume` starts it again."""
-        patience = self._connection.patience(None)
-        return await self._connection.post(SandboxInfo, f"{self._path}/stop", b"", timeout=patience)
+        """Kill what runs and keep the files; `resume` starts the sandbox again."""
+        return await self._connection.post(SandboxInfo, f"{self._path}/stop", deadline=None)
 
     async def resume(self) -> SandboxInfo:
-        """Start a sandbox on the same files again; one that runs is left as it is."""
+        """Start a stopped sandbox with its files. Does nothing when it runs."""
         if self.context_id is None:
             raise InvalidRequest(
-                "an ephemeral sandbox keeps nothing to start again on",
+                "an ephemeral sandbox cannot be resumed: its files are gone",
                 field="context_id",
-                hint="make the sandbox with a context_id",
+                hint="create the sandbox with a context_id",
             )
-        headers = {"idempotency-key": uuid.uuid4().hex}
-        body, patience = encoded({"context_id": self.context_id}), self._connection.patience(None)
-        info = await self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers, timeout=patience)
+        headers, body = {"idempotency-key": uuid.uuid4().hex}, {"context_id": self.context_id}
+        info = await self._connection.post(SandboxInfo, "/v1/sandboxes", body, headers=headers, deadline=None)
         self._identify(info)
         return info
 
     async def terminate(
         self, *, reason: str = "", delete_files: bool = False, snapshot: bool | None = None
     ) -> SandboxInfo:
-        """End the sandbox and everything that runs in it. A kept workspace stays unless `delete_files`.
+        """End the sandbox and everything that runs in it. The workspace of a context stays unless `delete_files`.
 
-        `snapshot` takes a last one before the end, or leaves it; by default it is taken unless the files are deleted.
+        `snapshot` says whether to take a last snapshot; by default yes, unless the files are deleted.
         """
-        body = encoded({"reason": reason, "delete_files": delete_files, "snapshot": snapshot})
-        patience = self._connection.patience(None)
-        return await self._connection.post(SandboxInfo, f"{self._path}/terminate", body, timeout=patience)
+        body = {"reason": reason, "delete_files": delete_files, "snapshot": snapshot}
+        return await self._connection.post(SandboxInfo, f"{self._path}/terminate", body, deadline=None)
 
     async def __aenter__(self) -> AsyncSandbox:
         return self
@@ -229,7 +216,7 @@ class AsyncSandbox:
         except (NotFound, NotRunning):
             pass
         except CarrelError:
-            # The error that is already on its way tells more than the failure to tidy up after it.
+            # An error inside the block matters more than a failure to clean up after it.
             if error is None:
                 raise
 

@@ -1,9 +1,8 @@
-"""The secrets of one context or template. Knows their routes; nothing gives a value back."""
+"""The secrets of one context or template. No call returns a value."""
 
 from __future__ import annotations
 
 import base64
-import json
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection
@@ -12,7 +11,7 @@ from carrel.models import SecretList, SecretName
 
 
 class AsyncSecrets:
-    """`client.secrets(context)`, or `client.secrets(template=name)`."""
+    """`client.secrets(context)`, or `client.secrets(template=name)`. Values can be written but not read."""
 
     def __init__(self, connection: AsyncConnection, context_id: str | None, template: str | None = None):
         if (context_id is None) == (template is None):
@@ -26,15 +25,15 @@ class AsyncSecrets:
         self._path = f"/v1/{owner}/secrets"
 
     async def put(self, name: str, value: str | bytes) -> SecretName:
-        """Keep a secret: the file `/run/secrets/NAME` of the sandboxes it is for, at once where one runs."""
+        """Store a secret. Sandboxes, also running ones, see it as the file `/run/secrets/NAME`."""
         raw = value.encode() if isinstance(value, str) else value
-        body = json.dumps({"value_base64": base64.b64encode(raw).decode()}).encode()
+        body = {"value_base64": base64.b64encode(raw).decode()}
         return await self._connection.put(SecretName, f"{self._path}/{quote(name, safe='')}", body)
 
     async def list(self) -> list[SecretName]:
-        """Names and versions, never values."""
+        """List names and versions, never values."""
         return (await self._connection.get(SecretList, self._path)).items
 
     async def delete(self, name: str) -> None:
-        """Forget a secret; a running sandbox loses it at once."""
-        await self._connection.call("DELETE", f"{self._path}/{quote(name, safe='')}")
+        """Delete a secret, also from running sandboxes."""
+        await self._connection.send("DELETE", f"{self._path}/{quote(name, safe='')}")

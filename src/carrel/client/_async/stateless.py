@@ -1,4 +1,4 @@
-"""`client.python`: code without a sandbox of one's own. Knows only its routes."""
+"""`client.python`: Python code without a sandbox of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_RETURNED = 8 * 1024 * 1024
 
 
 class AsyncStatelessPython:
-    """`client.python`."""
+    """`client.python`: run code once in a pooled sandbox; nothing of it stays."""
 
     def __init__(self, connection: AsyncConnection):
         self._connection = connection
@@ -36,29 +36,29 @@ class AsyncStatelessPython:
         into: str | os.PathLike[str] | None = None,
         index: str | None = None,
     ) -> StatelessResult:
-        """Run a code in some sandbox and wait. Nothing of it stays. Raises `LimitExceeded` when all sandboxes are busy
-        for too long.
+        """Run code and wait for its result. Raises `LimitExceeded` when all pooled sandboxes stay busy for too long.
 
-        `files` are there when it runs: bytes, or the paths of local files. What it produced is saved beneath the local
-        directory `into`. Both may be of any size. Without `into`, `files` of the result has what is small, in base64.
+            print((await client.python.run("print(6 * 7)")).output)
+
+        `files` are present when the code runs: path to bytes, or to the path of a local file. Files that the code
+        produced are saved into the local directory `into`. Both may be of any size. Without `into`, `files` of the
+        result has the small ones in base64.
         """
         given = None if files is None else encoded_files(files)
-        body = encoded(
-            {
-                "code": code,
-                "env_name": env.name if isinstance(env, EnvironmentInfo) else env,
-                "requirements": None if requirements is None else [*requirements],
-                "template": template,
-                "timeout": limited(timeout, MAX_PYTHON_TIMEOUT_S),
-                "files": given,
-                "python_index": index,
-            }
-        )
-        patience = self._connection.patience(None)  # a sandbox or an environment may have to be made first
+        body: dict[str, object] = {
+            "code": code,
+            "env_name": env.name if isinstance(env, EnvironmentInfo) else env,
+            "requirements": requirements,
+            "template": template,
+            "timeout": limited(timeout, MAX_PYTHON_TIMEOUT_S),
+            "files": given,
+            "python_index": index,
+        }
+        # No deadlines: a sandbox or an environment may have to be made first.
         if into is None and (files is None or given is not None):
-            return await self._connection.post(StatelessResult, "/v1/execute", body, timeout=patience)
-        source = bundled({} if files is None or given is not None else files, body)
-        response = await self._connection.exchange("/v1/execute/bundle", source, timeout=patience)
+            return await self._connection.post(StatelessResult, "/v1/execute", body, deadline=None)
+        source = bundled({} if files is None or given is not None else files, encoded(body))
+        response = await self._connection.send("POST", "/v1/execute/bundle", body=source, deadline=None, stream=True)
         async with AsyncUnbundled(self._connection, response) as incoming:
             part = incoming.part()
             if part is None or part.kind != "result":
@@ -71,7 +71,7 @@ class AsyncStatelessPython:
 
 
 async def _small(incoming: AsyncUnbundled) -> dict[str, str]:
-    """What was produced, as far as there is room for it in a result."""
+    """Read the produced files that are small enough for a result, in base64."""
     found: dict[str, str] = {}
     left = MOST_RETURNED
     while (part := incoming.part()) is not None:

@@ -1,4 +1,4 @@
-"""A terminal of a sandbox over a WebSocket: bytes both ways, resizing, and how it ended. Draws nothing."""
+"""A terminal of a sandbox over a WebSocket: bytes in both directions, size, exit status. Draws nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPEN_S = 10.0
 
 
 class AsyncTerminal:
-    """An open terminal. Iterate for the bytes it shows; `exit` tells how its program ended."""
+    """An open terminal. Iterate over its output; afterwards `exit` is the exit status of its program."""
 
     def __init__(self, socket: ClientConnection):
         self.exit: CommandInfo | None = None
@@ -40,7 +40,7 @@ class AsyncTerminal:
         headers = {**({"authorization": f"Bearer {token}"} if token else {}), **connection.carried}
         proxy: Literal[True] | None = None if connection.address.loopback else True
         try:
-            # Entered by hand, because the blocking `connect` is to be used as a context manager only.
+            # `__aenter__` is called directly, because the blocking `connect` works only as a context manager.
             opening = connect(
                 url,
                 additional_headers=headers,
@@ -65,14 +65,14 @@ class AsyncTerminal:
             raise NotRunning("the terminal has ended") from None
 
     async def resize(self, rows: int, cols: int) -> None:
-        """Give the terminal another size."""
+        """Resize the terminal."""
         try:
             await self._socket.send(json.dumps({"resize": {"rows": rows, "cols": cols}}))
         except ConnectionClosed:
             raise NotRunning("the terminal has ended") from None
 
     async def recv(self) -> bytes:
-        """The next bytes the terminal shows; empty once its program has ended."""
+        """Wait for the next output; empty once the program has ended."""
         while True:
             try:
                 message = await self._socket.recv()
@@ -87,21 +87,21 @@ class AsyncTerminal:
                 if message:
                     return message
                 continue
-            self._told(message)
+            self._control(message)
 
-    def _told(self, message: str) -> None:
+    def _control(self, text: str) -> None:
         try:
-            told = json.loads(message)
-            if isinstance(told, dict) and "exit" in told:
-                self.exit = CommandInfo.model_validate(told["exit"])
+            message = json.loads(text)
+            if isinstance(message, dict) and "exit" in message:
+                self.exit = CommandInfo.model_validate(message["exit"])
                 return
         except (ValueError, ValidationError):
             raise PlatformError("the server sent a terminal message that cannot be read") from None
-        if isinstance(told, dict) and isinstance(told.get("error"), dict):
-            raise from_problem(told["error"])
+        if isinstance(message, dict) and isinstance(message.get("error"), dict):
+            raise from_problem(message["error"])
 
     async def close(self) -> None:
-        """Hang up: the terminal's program is ended."""
+        """Close the terminal; its program is killed."""
         await self._socket.close()
 
     def __aiter__(self) -> AsyncIterator[bytes]:

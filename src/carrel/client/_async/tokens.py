@@ -1,4 +1,4 @@
-"""Tokens of a server: make, list, revoke. Knows their routes."""
+"""API tokens of a server: create, list, revoke."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime, timedelta
 from urllib.parse import quote
 
-from carrel.client._async.connection import AsyncConnection, encoded
+from carrel.client._async.connection import AsyncConnection
 from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage
 
 
 class AsyncTokens:
-    """`client.tokens`."""
+    """`client.tokens`: who may do what, and in which contexts."""
 
     def __init__(self, connection: AsyncConnection):
         self._connection = connection
@@ -26,30 +26,34 @@ class AsyncTokens:
         contexts: Sequence[str] | None = None,
         expires: datetime | timedelta | None = None,
     ) -> NewToken:
-        """Make a token; `.token` is shown this once. Scopes are `read`, `operate`, `approve` and `administer`."""
+        """Create a token. Scopes are `read`, `operate`, `approve` and `administer`.
+
+        new = await client.tokens.create("coder", kind="agent", scopes=["operate"], expires=timedelta(days=30))
+        print(new.token)  # the server never returns it again
+        """
         moment = datetime.now(UTC) + expires if isinstance(expires, timedelta) else expires
         body = {
             "name": name,
             "kind": kind,
-            "scopes": [*scopes],
+            "scopes": scopes,
             "namespace": namespace,
-            "contexts": None if contexts is None else [*contexts],
+            "contexts": contexts,
             "expires_at": None if moment is None else moment.astimezone(UTC).isoformat(),
         }
-        return await self._connection.post(NewToken, "/v1/tokens", encoded(body))
+        return await self._connection.post(NewToken, "/v1/tokens", body)
 
     def list(self) -> AsyncIterator[TokenInfo]:
-        """Tokens, newest first, page by page; revoked ones too."""
-        return self._connection.pages(TokenPage, "/v1/tokens", {})
+        """List tokens, newest first, also revoked ones. Pages are fetched as you iterate."""
+        return self._connection.pages(TokenPage, "/v1/tokens")
 
     async def get(self, id: str) -> TokenInfo:
-        """What is known of a token."""
+        """Get the description of a token, without the token itself."""
         return await self._connection.get(TokenInfo, f"/v1/tokens/{quote(id, safe='')}")
 
     async def mine(self) -> IdentityInfo:
-        """Who this client's own token stands for."""
+        """Get the identity of this client's own token."""
         return await self._connection.get(IdentityInfo, "/v1/tokens/me")
 
     async def revoke(self, id: str) -> None:
-        """Make a token worthless."""
-        await self._connection.call("DELETE", f"/v1/tokens/{quote(id, safe='')}")
+        """Revoke a token."""
+        await self._connection.send("DELETE", f"/v1/tokens/{quote(id, safe='')}")

@@ -1,6 +1,6 @@
-"""Requests and answers over a pool of connections to one server. Knows HTTP and nothing of carrel.
+"""HTTP requests and answers over a pool of connections to one server. Knows nothing of carrel.
 
-Stands on httpcore directly: the layer that is usually above it costs a call more than a warm Python takes to answer it.
+Uses httpcore directly: httpx on top of it would take longer than a warm Python interpreter needs to answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import httpcore
 from carrel.client.proxies import proxy_for, trust
 
 Patience = dict[str, float | None]
-"""How long to wait at most to connect, to read, to write, in seconds; None is for ever."""
+"""Timeouts in seconds to connect, read, write; None is no timeout."""
 
 FAILED = (
     httpcore.NetworkError,
@@ -23,9 +23,8 @@ FAILED = (
     httpcore.ProxyError,
     httpcore.UnsupportedProtocol,
 )
-"""What a request or the body of an answer fails with when the server cannot be reached, or is lost on the way."""
+"""Errors of a request, or of reading its answer, when the server cannot be reached or the connection breaks."""
 LOST = (httpcore.RemoteProtocolError, httpcore.ReadError, httpcore.WriteError)
-"""The connection broke."""
 NOT_REACHED = (httpcore.ConnectError, httpcore.ConnectTimeout, httpcore.ProxyError)
 LATE = (httpcore.TimeoutException,)
 
@@ -35,7 +34,7 @@ _PLAIN = re.compile(rf"[A-Za-z0-9{re.escape(_SAFE)}]*")
 
 
 class AsyncReply:
-    """An answer. Its body is read whole with `aread`, or as it comes with `aiter_raw`; then it is closed."""
+    """An answer. Read its body with `aread`, or as it arrives with `aiter_raw` and then `aclose`."""
 
     def __init__(self, response: httpcore.Response):
         self.status = response.status
@@ -44,7 +43,7 @@ class AsyncReply:
         self._response = response
 
     async def aread(self) -> bytes:
-        """The whole body."""
+        """Read the whole body and close the answer."""
         try:
             self.content = await self._response.aread()
         finally:
@@ -52,19 +51,19 @@ class AsyncReply:
         return self.content
 
     async def aiter_raw(self) -> AsyncIterator[bytes]:
-        """The body as it arrives."""
+        """Yield the body as it arrives."""
         stream = self._response.stream
         assert isinstance(stream, AsyncIterable)
         async for piece in stream:
             yield piece
 
     async def aclose(self) -> None:
-        """Want no more of it."""
+        """Close the answer, read or not."""
         await self._response.aclose()
 
 
 class AsyncWire:
-    """A pool of connections. `local`: the server is on this machine, where no proxy leads."""
+    """A pool of connections. `local`: the server is on this machine, so no proxy is used."""
 
     def __init__(self, url: str, headers: Mapping[str, str], *, local: bool):
         parts = urlsplit(url)
@@ -92,7 +91,7 @@ class AsyncWire:
         content: bytes | AsyncIterable[bytes] | None,
         patience: Patience,
     ) -> AsyncReply:
-        """Send a request; the body of the answer is left to be read. Raises one of `FAILED`."""
+        """Send a request and return the answer before its body. Raises one of `FAILED`."""
         sent = [*self._headers, *((name.encode(), value.encode()) for name, value in headers.items())]
         if isinstance(content, bytes):
             sent.append((b"content-length", b"%d" % len(content)))
