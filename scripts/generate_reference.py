@@ -22,7 +22,7 @@ def errors_page() -> str:
     return (
         f"{HEAD}# Errors\n\n"
         "Every failure is a problem object (RFC 9457, `application/problem+json`) with a stable `code`.\n"
-        "`detail` says what happened, `field` where, `hint` what to do. The SDK raises that class.\n\n"
+        "`detail` says what happened, `field` where, `hint` what to do. The SDK raises the class of the code.\n\n"
         + "\n".join(rows)
         + "\n"
     )
@@ -38,10 +38,11 @@ def settings_page() -> str:
         rows.append(f"| `{each.name}` | `{each.env}` | {default} | {_cell(each.description)} |")
     return (
         f"{HEAD}# Settings\n\n"
-        "Defaults, then `carrel.toml` (or the file of `--config` or `CARREL_CONFIG`), then the environment,\n"
-        "then flags: the later one wins. A name with a dot is a key of a table. An unknown name is an error\n"
-        "that names the nearest known one.\n"
-        "Clients read `CARREL_URL` and `CARREL_TOKEN`.\n\n" + "\n".join(rows) + "\n"
+        "A setting is read from these places; a later one wins: the default, `carrel.toml` (or the file of `--config`\n"
+        "or `CARREL_CONFIG`), the environment, the flags of `carrel serve`. In `carrel.toml` the "
+        "part before the dot is\n"
+        "the name of a table. An unknown name is an error that names the most similar known one. Clients read\n"
+        "`CARREL_URL` and `CARREL_TOKEN`.\n\n" + "\n".join(rows) + "\n"
     )
 
 
@@ -55,12 +56,14 @@ def metrics_page() -> str:
         rows.append(f"| `{each.name}` | {each.kind} | {_cell(labels) or 'none'} | {_cell(each.text)} |")
     return (
         f"{HEAD}# Metrics\n\n"
-        "`GET /metrics` gives them in the text format of Prometheus, or as OpenMetrics when the request accepts\n"
-        "`application/openmetrics-text`. It needs the token, like every request. Durations are histograms, in\n"
-        "seconds. Beside these there are `carrel_process_*`: CPU, memory and files of the server itself.\n\n"
-        f"A metric has at most {metrics.MOST_SERIES:,} label sets; what comes after them is counted with every label\n"
-        f"`{metrics.OTHER}`. Metrics with a `context_id` are there for the {metrics.MOST_CONTEXTS:,} workspaces that\n"
-        "were used last, and go with the workspace.\n\n" + "\n".join(rows) + "\n"
+        "`GET /metrics` returns them in the text format of Prometheus, or as OpenMetrics if the request accepts\n"
+        "`application/openmetrics-text`. It needs the token, like every request. Durations are histograms in seconds.\n"
+        "`carrel_process_*` are CPU, memory and files of the server itself.\n\n"
+        f"A metric has at most {metrics.MOST_SERIES:,} label sets; further ones are counted "
+        "together, with every label\n"
+        f"`{metrics.OTHER}`. Metrics with a `context_id` exist for the {metrics.MOST_CONTEXTS:,} "
+        "workspaces that were used\n"
+        "last, and are removed with the workspace.\n\n" + "\n".join(rows) + "\n"
     )
 
 
@@ -78,22 +81,32 @@ def scopes_page() -> str:
         f"{HEAD}# Scopes\n\n"
         "A token has scopes, and a scope covers operations of the API, by their ids. An operation that no scope\n"
         f"names needs `{identity.scope_of('')}`.\n\n" + "\n".join(rows) + "\n\n"
-        "A token may be for one namespace (what a context's id has before its first colon, else\n"
-        f"`{identity.DEFAULT_NAMESPACE}`), for some contexts, or for both; then everything else is out of its\n"
-        "reach, also what belongs to no context, such as ephemeral sandboxes and metrics. These operations it may\n"
-        f"ask for all the same, and sees in their answers what is in its reach: {listed}.\n\n"
-        "The token of an `agent` has neither `approve` nor `administer`: one that asks for them is not made, and a\n"
-        "record that has them all the same gives nothing. Nobody decides their own request, whatever their token.\n"
-        "Two tokens of one kind and name are the same subject.\n\n"
-        "Two tokens lie in the data directory, for the server's user only. `token` is the administrator's: every\n"
-        "scope, every context, no end; the `carrel` command uses it. `agent-token` is that of an agent named `local`\n"
-        "(`local@NODE` where servers share a database) with the scope `operate`; on the server's machine the SDK and\n"
-        "`carrel mcp` use it, and `Client(administrator=True)` uses the other. A server makes it anew at its start\n"
-        "when it was revoked. `CARREL_TOKEN` is used in place of both.\n\n"
-        "A token that is revoked is worthless at once on the server that revoked it, and within\n"
-        f"{identity.CACHE_S:.0f} seconds on others with the same database. Streams, terminals and uploads that\n"
-        "were opened with it are broken off then, and so they are when it expires; what was asked for and is not\n"
-        "answered yet may be done, but its answer is not given.\n"
+        "A token may be restricted to one namespace, to some contexts, or to both. The namespace "
+        "of a context is the part\n"
+        f"of its id before the first colon, otherwise `{identity.DEFAULT_NAMESPACE}`. Everything "
+        "else is then out of the\n"
+        "token's reach, also what belongs to no context, such as ephemeral sandboxes and metrics. "
+        "A restricted token may\n"
+        f"still call these operations, and sees only what it reaches: {listed}.\n\n"
+        "The token of an `agent` never has `approve` or `administer`: carrel refuses to make one, "
+        "and ignores these scopes\n"
+        "in a record. Nobody decides their own request, whatever their token. Two tokens of the "
+        "same kind and name are the\n"
+        "same subject.\n\n"
+        "The data directory has two tokens that only the server's user can read. `CARREL_TOKEN` replaces both.\n\n"
+        "- `token` is the administrator's: every scope, every context, no expiry. The `carrel` command and\n"
+        "  `Client(administrator=True)` use it.\n"
+        "- `agent-token` belongs to an agent named `local` (`local@NODE` where servers share a "
+        "database) with the scope\n"
+        "  `operate`. On the server's machine the SDK and `carrel mcp` use it. If it was revoked, "
+        "the server makes a new one\n"
+        "  at its next start.\n\n"
+        "A revoked token is invalid at once on the server that revoked it, and within\n"
+        f"{identity.CACHE_S:.0f} seconds on other servers with the same database. Then, and also "
+        "when a token expires,\n"
+        "its streams, terminals and uploads are cut. An operation that is under way may still be "
+        "done, but its answer is\n"
+        "not sent.\n"
     )
 
 
@@ -107,9 +120,9 @@ def cli_page() -> str:
         HEAD,
         "# Command line\n\n",
         "Every command exits with 0 on success, 1 on failure, 2 on wrong usage, 130 on Ctrl-C. `run`,\n"
-        "`exec`, `python` and `sh` exit with the code of what they ran, 128+n for a signal, 124 at a deadline.\n"
+        "`exec`, `python` and `sh` exit with the code of the program they ran, 128+n for a signal, 124 at a deadline.\n"
         "Failures are one or two lines on stderr.\n\n",
-        "With `--json` a list is one JSON array, one thing is one object, and what goes on (`--follow`, `--watch`,\n"
+        "With `--json` a list is one JSON array, a single result is one object, and a stream (`--follow`, `--watch`,\n"
         'logs) is one object a line. A removal prints what it removed: `{"removed": "NAME"}`.\n\n',
         "`carrel --install-completion` completes commands, options and contexts in the shell.\n",
     ]

@@ -1,4 +1,4 @@
-"""Every page can be found, every link leads somewhere, and the picture fits its boxes."""
+"""Every page can be found, every link and file it names exists, and the picture fits its boxes."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,15 @@ DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.MULTILINE | re.DOTALL
+FOLDERS = ("src", "tests", "bench", "scripts", "examples")
+PLACEHOLDERS = {"integrations/NAME.py", "providers/NAME.py", "cli/NOUN.py", "tests/cli/test_NOUN.py"}
 SCREEN = 3000  # characters: about 30 lines of 100
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=FENCED)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -29,6 +32,13 @@ def test_links_lead_somewhere(page):
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_exist(page):
+    known = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    for name in re.findall(r"`([\w/.-]+\.py)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=FENCED)):
+        assert any(path.endswith(f"/{name}") for path in known) or name in PLACEHOLDERS, name
 
 
 def test_index_links_every_page():
