@@ -41,6 +41,15 @@ def test_files_that_a_page_names_exist(page):
         assert any(path.endswith(f"/{name}") for path in known) or name in PLACEHOLDERS, name
 
 
+def test_names_on_the_architecture_page_exist():
+    page = (DOCS / "explanation/architecture.md").read_text()
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("test_*.py"), ROOT / "pyproject.toml"]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    named = re.findall(r"`@?(?:\w+\.)*([A-Za-z_]\w+)(?:\([^`]*\))?`", page)
+    assert len(named) > 50
+    assert {name for name in named if name not in words} <= {"CARREL_GROUP_NAME", "checksum"}, "renamed?"
+
+
 def test_index_links_every_page():
     linked = {(DOCS / link.partition("#")[0]).resolve() for link in LINK.findall(INDEX.read_text())}
     pages = {path for path in DOCS.rglob("*") if path.suffix in {".md", ".json"}} - {INDEX}

@@ -78,10 +78,11 @@ def test_code_on_page_runs(page, reader, tmp_path):
     assert not python or "Traceback" not in said.read_text()
 
 
-def test_each_page_uses_contexts_of_its_own():
-    pages_of: dict[str, set[str]] = {}
+def test_each_page_uses_one_context_of_its_own():
+    page_of: dict[str, str] = {}
     for page in PAGES:
-        for names in CONTEXTS.findall(page.read_text()):
-            pages_of.setdefault("".join(names), set()).add(page.stem)
-    assert len(pages_of) > 8, "the pattern does not find the contexts any more"
-    assert {name: pages for name, pages in pages_of.items() if len(pages) > 1} == {}
+        names = {"".join(names) for names in CONTEXTS.findall(page.read_text())}
+        assert len(names) <= 1, f"{page.name} has more than one name for its example: {names}"
+        for name in names:
+            assert page_of.setdefault(name, page.stem) == page.stem, f"two pages use {name}"
+    assert len(page_of) > 8, "the pattern does not find the contexts any more"
