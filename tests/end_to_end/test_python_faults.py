@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
-from tests.support.servers import ROOT, SMALL, Server
+from tests.support.servers import SMALL, Server
 
 from carrel.client import Client, Sandbox
 
@@ -140,13 +140,6 @@ FAULTS: dict[str, tuple[str, float, Judge]] = {
     ),
     "a null pointer": ("import ctypes; ctypes.string_at(0)", 20.0, lambda got: got.signal == "SIGSEGV"),
 }
-
-
-@pytest.fixture(scope="module")
-def scientific(request: pytest.FixtureRequest) -> Server:
-    """Faults of code are the same for root and an ordinary user: one server has them all."""
-    server: Server = request.getfixturevalue("science_as_root" if ROOT else "science_as_user")
-    return server
 
 
 @pytest.fixture(scope="module")
