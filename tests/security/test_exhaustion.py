@@ -52,10 +52,10 @@ def size(path):
 def test_fork_bomb(attacker, bystander):
     """Fill the host's table of processes."""
     box = attacker.with_limits(processes=64)
-    result = box.commands.run("bomb() { bomb | bomb & }; bomb; sleep 2; ls -d /proc/[0-9]* | wc -l", timeout=5)
+    result = box.commands.run("bomb() { bomb | bomb & }; bomb; sleep 1; ls -d /proc/[0-9]* | wc -l", timeout=3)
     assert result.timed_out or result.exit_code is not None
     works(bystander)
-    box.commands.start("bomb() { bomb | bomb & }; while :; do bomb; done", timeout=3)
+    box.commands.start("bomb() { bomb | bomb & }; while :; do bomb; done", timeout=2)
     works(bystander)
     assert until(lambda: not any(command.running for command in box.commands.list()))
 
@@ -290,7 +290,7 @@ def test_huge_output(attacker, bystander):
 
 def test_endless_output_without_newline(attacker, bystander):
     """Keep the server reading for ever."""
-    result = attacker.box.commands.run("cat /dev/zero", output_limit=65536, timeout=2)
+    result = attacker.box.commands.run("cat /dev/zero", output_limit=65536, timeout=1)
     assert result.timed_out
     assert result.truncated
     works(bystander)
