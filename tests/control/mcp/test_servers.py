@@ -13,7 +13,6 @@ from tests.support.sandboxes import until
 from carrel.audit.records import chain_of
 from carrel.audit.search import Filter
 from carrel.config import Settings, load
-from carrel.control.mcp import declarations
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import (
@@ -67,13 +66,11 @@ async def records(plane: ControlPlane, context: str = "c", **wanted: str) -> lis
     return list(reversed(page.items))
 
 
-async def test_what_a_server_elsewhere_was_told_to_stop_is_refused(
-    plane: ControlPlane, box: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(declarations, "FRESH_S", 0.0)
+async def test_what_a_server_elsewhere_was_told_to_stop_is_refused(plane: ControlPlane, box: str) -> None:
     await plane.mcp.add(box, "good", SERVER)
     assert (await call(plane, "count")).text == "1"
-    await plane.mcp._store.enable("c", "good", enabled=False)  # all that one does which has not the sandbox
+    await plane.mcp._store.enable("c", "good", enabled=False)  # as a server without the sandbox does
+    plane.mcp._declarations._seen.clear()
     with pytest.raises(Conflict, match="stopped"):
         await call(plane, "count")
     await plane.mcp.start(box, "good")

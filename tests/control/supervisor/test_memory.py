@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from carrel.control.plane import ControlPlane
-from carrel.control.supervisor import memory
+from carrel.control.sessions import live
 from carrel.control.supervisor.memory import for_memory
 from carrel.models import CommandRequest, Limits, SandboxRequest
 
@@ -45,10 +45,10 @@ async def test_what_a_sandbox_says_of_it_is_not_believed(plane: ControlPlane, mo
 
 
 async def test_not_all_is_kept(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MOST_KEPT", 3)
+    monkeypatch.setattr(live, "MOST_STARVED", 3)
     await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
     box = await plane.sessions.find("c")
     for number in range(9):
         ended = SimpleNamespace(id=str(number), exit_code=137, signal=None, timed_out=False)
         assert not await for_memory(box, ended)
-    assert list(box.starved) == ["6", "7", "8"]
+    assert box.starved.keys() == ["6", "7", "8"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from carrel.policy.documents import sources as sources_document
 from carrel.policy.rules.decide import decide_environment
 from carrel.policy.rules.layers import Layer, Policy
 from carrel.policy.verdict import ALLOWED, Verdict, explained
+from carrel.primitives.cache import Cache
 from carrel.store import SessionRecord
 from carrel.store.policies import PolicyRecord, PolicyStore
 from carrel.threads import run_to_end
@@ -55,9 +55,9 @@ class Policies:
         self._store = store
         self._templates = templates
         self._server = () if server is None else (server,)
-        self._cache: OrderedDict[str, _Compiled] = OrderedDict()
+        self._cache: Cache[str, _Compiled] = Cache(MOST_CACHED)
         self._default = self._compile(None, None, None)
-        self._shared: dict[int, tuple[Layer, Policy]] = {}
+        self._shared: Cache[int, tuple[Layer, Policy]] = Cache(MOST_TEMPLATES)
         self._changes = 0
         self._decider = Decider()
 
@@ -113,10 +113,7 @@ class Policies:
             policy = await run_to_end(lambda: self._compile(context_id, layer, record))
             if changes != self._changes:
                 return await self._of(context_id, template)
-        self._cache[context_id] = _Compiled(version, layer, policy, now)
-        self._cache.move_to_end(context_id)
-        while len(self._cache) > MOST_CACHED:
-            self._cache.popitem(last=False)
+        self._cache.put(context_id, _Compiled(version, layer, policy, now))
         return policy
 
     def _without_documents(self, layer: Layer | None) -> Policy:
@@ -125,9 +122,8 @@ class Policies:
             return self._default
         known = self._shared.get(id(layer))
         if known is None:
-            if len(self._shared) >= MOST_TEMPLATES:
-                self._shared.clear()
-            known = self._shared[id(layer)] = (layer, self._compile(None, layer, None))
+            known = layer, self._compile(None, layer, None)
+            self._shared.put(id(layer), known)
         return known[1]
 
     async def decide(self, call: Call, workspace: str | None = None) -> Verdict:
@@ -244,7 +240,7 @@ class Policies:
     def _forget(self, context_id: str) -> None:
         """Its policy was changed."""
         self._changes += 1
-        self._cache.pop(context_id, None)
+        self._cache.pop(context_id)
 
     async def _layer(self, context_id: str) -> Layer | None:
         return await self._templates.layer(await self._templates.of(context_id))

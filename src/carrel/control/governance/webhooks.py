@@ -16,6 +16,7 @@ import httpx
 
 from carrel.errors import InvalidRequest
 from carrel.models import ApprovalInfo
+from carrel.primitives.backoff import Backoff
 
 log = logging.getLogger("carrel.webhooks")
 
@@ -23,6 +24,7 @@ SIGNATURE = "Carrel-Signature"
 MOST_WAITING = 1000
 TRIES = 5
 TIMEOUT_S = 10.0
+LONGEST_PAUSE_S = 60.0
 
 
 def sign(secret: bytes, body: bytes, at: int) -> str:
@@ -90,10 +92,10 @@ class Webhook:
 
     async def _deliver(self, client: httpx.AsyncClient, approval: ApprovalInfo) -> None:
         body = b'{"event":"approval.created","approval":' + approval.model_dump_json().encode() + b"}"
-        said = ""
+        said, backoff = "", Backoff(self._pause_s, LONGEST_PAUSE_S)
         for attempt in range(TRIES):
             if attempt:
-                await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
+                await asyncio.sleep(backoff.next_pause())
             headers = {"content-type": "application/json", SIGNATURE: sign(self._secret, body, int(self._clock()))}
             try:
                 answer = await client.post(self._url, content=body, headers=headers)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
-from weakref import WeakValueDictionary
 
 from carrel.control.mcp.declarations import declared, launch
 from carrel.control.mcp.links import NoAnswer, Refused, start_conversation
@@ -30,6 +29,7 @@ from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import McpCatalogue, McpLog, McpServerInfo, McpTool, SandboxRequest
+from carrel.primitives.keyed_lock import KeyedLocks
 from carrel.redaction.redact import Redactor
 from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord, McpServerStore
@@ -88,7 +88,7 @@ class McpDiscovery:
         self._start_s = start_s
         self._timeout_s = timeout_s
         self._gate = asyncio.Semaphore(PARALLEL)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns = KeyedLocks()
         self._running: dict[tuple[str, str, str], asyncio.Task[None]] = {}
 
     async def open(self) -> None:
@@ -118,8 +118,7 @@ class McpDiscovery:
         await asyncio.shield(task)
 
     async def _look(self, session: SessionRecord, server: McpServerRecord) -> None:
-        turn = self._turns.setdefault(server.context_id, asyncio.Lock())
-        async with turn, self._gate:
+        async with self._turns.of(server.context_id), self._gate:
             now = await self._store.declared(server.context_id, server.name)
             if now is None or now.generation != server.generation:
                 return  # the declaration changed while this waited: the answer would be for the old one

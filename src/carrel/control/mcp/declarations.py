@@ -4,8 +4,6 @@ workspace. Callers have been admitted.
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,6 +19,7 @@ from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import CommandRequest, EnvironmentRequest, McpServerRequest
 from carrel.models.files import DeleteRequest, StatRequest
 from carrel.models.operations import DELETE_FILE, STAT_FILE
+from carrel.primitives.cache import Cache
 from carrel.providers.base import Capability, Provider
 from carrel.store import SessionRecord
 from carrel.store.environments import EnvironmentRecord
@@ -58,24 +57,20 @@ class McpDeclarations(Attachment):
     def __init__(self, store: McpServerStore, links: McpLinks):
         self._store = store
         self._links = links
-        self._seen: OrderedDict[tuple[str, str], tuple[McpServerRecord, float]] = OrderedDict()
+        self._seen: Cache[tuple[str, str], McpServerRecord] = Cache(MOST_SEEN, FRESH_S)
 
     async def find(self, context: str, server: str) -> McpServerRecord | None:
         """Return a declaration, at most `FRESH_S` old."""
-        key, now = (context, server), time.monotonic()
-        record, seen_at = self._seen.get(key, (None, 0.0))
-        if record is not None and now - seen_at < FRESH_S:
-            return record
-        record = await self._store.declared(context, server)
-        if record is not None:
-            self._seen[key] = (record, now)
-            while len(self._seen) > MOST_SEEN:
-                self._seen.popitem(last=False)
+        record = self._seen.get((context, server))
+        if record is None:
+            record = await self._store.declared(context, server)
+            if record is not None:
+                self._seen.put((context, server), record)
         return record
 
     def changed(self, context: str, server: str) -> None:
         """Make the next `find` read the declaration from the store."""
-        self._seen.pop((context, server), None)
+        self._seen.pop((context, server))
 
     def detach(self, box: LiveSandbox) -> None:
         """End the conversations with the servers of a sandbox that is about to end."""
@@ -89,8 +84,9 @@ class McpDeclarations(Attachment):
     async def forget(self, context_id: str) -> None:
         """Delete the servers of a context."""
         await self._store.forget(context_id)
-        for key in [key for key in self._seen if key[0] == context_id]:
-            del self._seen[key]
+        for key in self._seen.keys():  # noqa: SIM118 - a cache is no mapping
+            if key[0] == context_id:
+                self._seen.pop(key)
 
 
 class McpInstaller:

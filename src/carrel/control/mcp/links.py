@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from carrel.control.supervisor.client import SupervisorClient
 from carrel.control.supervisor.connection import Download, Json
 from carrel.errors import CarrelError, Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
 from carrel.models import Answer
+from carrel.primitives.keyed_lock import KeyedLocks
 
 if TYPE_CHECKING:
     from carrel.control.mcp.session import Conversation
@@ -267,7 +267,7 @@ class McpLinks:
         self._start_s = start_s
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._failed: dict[tuple[str, str], _Failed] = {}
-        self._locks: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks = KeyedLocks()
         self._closing: set[asyncio.Task[None]] = set()
 
     def current(self, box: LiveSandbox, server: str, generation: str) -> Conversation | None:
@@ -284,7 +284,7 @@ class McpLinks:
         a declaration that is no longer valid; it runs under the lock, so that nothing changes between it and the start.
         """
         key, came = (box.record.id, server), time.monotonic()
-        async with self._locks[key]:
+        async with self._locks.of(key):
             await check()
             generation = str(declaration["generation"])
             known = self.current(box, server, generation)
@@ -309,7 +309,7 @@ class McpLinks:
     async def stop(self, box: LiveSandbox, server: str, *, forget: bool = False) -> None:
         """End the process of a server, and with `forget` its declaration in the sandbox too."""
         key = (box.record.id, server)
-        async with self._locks[key]:
+        async with self._locks.of(key):
             self._failed.pop(key, None)
             kept = self._kept.pop(key, None)
             if kept is not None:
@@ -326,7 +326,7 @@ class McpLinks:
             kept = self._kept.get(key)
             if not conversation.alive and kept is not None and kept.conversation is conversation:
                 del self._kept[key]
-                lock = self._locks[key]
+                lock = self._locks.of(key)
                 if not lock.locked():  # else it is being started again or ended, which removes the old process
                     async with lock:
                         with suppress(CarrelError):
@@ -341,8 +341,6 @@ class McpLinks:
             task.add_done_callback(self._closing.discard)
         for key in [key for key in self._failed if key[0] == box.record.id]:
             del self._failed[key]
-        for key in [key for key, lock in self._locks.items() if key[0] == box.record.id and not lock.locked()]:
-            del self._locks[key]
 
     async def close(self) -> None:
         """End every conversation."""

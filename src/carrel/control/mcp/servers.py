@@ -11,7 +11,6 @@ import asyncio
 import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -65,6 +64,7 @@ from carrel.models.operations import (
     START_MCP_SERVER,
     STOP_MCP_SERVER,
 )
+from carrel.primitives.cache import Cache
 from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord, McpServerStore
 
@@ -110,7 +110,7 @@ class McpServers:
         self._platform = platform
         self._redactor = redactor
         self._metrics = metrics
-        self._offered: OrderedDict[tuple[str, str], tuple[McpCatalogue, str | None, float]] = OrderedDict()
+        self._offered: Cache[tuple[str, str], tuple[McpCatalogue, str | None]] = Cache(MOST_OFFERED, OFFERED_S)
 
     # declaring
 
@@ -232,13 +232,10 @@ class McpServers:
         """
         _, context = await self._durable(name)
         known = None if server in self._platform else (await self._declared(context, server)).generation
-        key, now = (context, server), time.monotonic()
-        found, generation, seen_at = self._offered.get(key, (None, None, 0.0))
-        if found is None or generation != known or now - seen_at > OFFERED_S:
+        found, generation = self._offered.get((context, server)) or (None, None)
+        if found is None or generation != known:
             found = await self._catalogue(context, server)
-            self._offered[key] = (found, known, now)
-            while len(self._offered) > MOST_OFFERED:
-                self._offered.popitem(last=False)
+            self._offered.put((context, server), (found, known))
         return found
 
     async def refresh(self, name: str, server: str) -> McpCatalogue:

@@ -202,7 +202,7 @@ class SandboxOperations(ABC):
             found = await box.connection.list_commands()
             redactor = await self._redactor(box.record.owner)
             for info in found.items:
-                info.oom_killed = box.starved.get(info.id, False)
+                info.oom_killed = bool(box.starved.get(info.id))
             return CommandList(items=[clean_info(redactor, info) for info in found.items])
 
     async def get_command(self, name: str, command_id: str) -> CommandInfo:

@@ -5,7 +5,6 @@ interpreter denies this too; the audit log has the code, cut and without secrets
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -30,12 +29,6 @@ from carrel.models import (
 )
 from carrel.models.operations import RUN_PYTHON, START_PYTHON
 from carrel.redaction.redact import Redactor
-
-FRESH_S = 60.0
-"""How long an environment that a sandbox has is not looked up again."""
-
-MOST_REMEMBERED = 256
-"""How much is remembered of one sandbox."""
 
 Redactors = Callable[[str | None], Awaitable[Redactor]]
 """What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
@@ -136,13 +129,11 @@ class PythonOperations:
             await self._packages.ready(box)
             return None
         key = request.env or json.dumps(request.requirements)
-        name, seen_at = box.attached.get(key, ("", 0.0))
-        if not name or time.monotonic() - seen_at > FRESH_S:
+        name = box.attached.get(key)
+        if name is None:
             wanted = EnvironmentAttach(env=request.env, requirements=request.requirements)
             name = (await self._environments.attach(box.record.id, wanted)).name
-            if len(box.attached) >= MOST_REMEMBERED:
-                box.attached.clear()
-            box.attached[key] = (name, time.monotonic())
+            box.attached.put(key, name)
         return name
 
 

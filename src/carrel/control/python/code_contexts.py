@@ -16,7 +16,7 @@ from functools import partial
 from carrel.control.governance.redaction import apart, clean_info
 from carrel.control.operations.checks import deadline_of, require_id, size_of
 from carrel.control.operations.operations import Operations
-from carrel.control.python.calls import MOST_REMEMBERED, Redactors, Wanting
+from carrel.control.python.calls import Redactors, Wanting
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
 from carrel.control.supervisor.frames import Chunk
@@ -46,6 +46,9 @@ from carrel.redaction.redact import Redactor
 from carrel.store.code_contexts import CodeContextStore
 
 _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
+
+MOST_REMEMBERED = 256
+"""Code contexts of one sandbox whose environment is cached."""
 
 FindEnvironment = Callable[[LiveSandbox, Wanting], Awaitable[str | None]]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -36,6 +35,7 @@ from carrel.errors import CarrelError, Conflict, NotFound, PlatformError
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.models import EnvironmentInfo, EnvironmentList, EnvironmentPackage, EnvironmentRequest
 from carrel.policy.rules.layers import Policy
+from carrel.primitives.cache import Cache
 from carrel.store.environments import EnvironmentRecord, EnvironmentStore
 from carrel.workspaces.environments import Shelf
 
@@ -50,6 +50,7 @@ USED_S = 60.0
 """How old the time of the last use may be."""
 LOOKED_S = 10.0
 """How long an interpreter that the host has got or lost may stay unseen."""
+MOST_INTERPRETERS = 64
 PARALLEL = 4
 MOST_SAID = 1000
 DAY_S = 86_400.0
@@ -113,11 +114,11 @@ class Environments:
         self._clean = clean
         self._known: dict[str, EnvironmentRecord] = {}
         self._answers: dict[str, str] = {}
-        self._resolved: OrderedDict[str, tuple[Lock, float]] = OrderedDict()
+        self._resolved: Cache[str, Lock] = Cache(MOST_RESOLVED, RESOLVED_S)
         self._resolving: dict[str, Work[Lock]] = {}
         self._building: dict[str, Work[EnvironmentRecord]] = {}
         self._host: Sequence[Index] | None = None
-        self._interpreters: dict[str | None, tuple[tuple[str, str], float]] = {}
+        self._interpreters: Cache[str | None, tuple[str, str]] = Cache(MOST_INTERPRETERS, LOOKED_S)
         self._gate = asyncio.Semaphore(PARALLEL)
         self.grace_s = GRACE_S
 
@@ -237,16 +238,16 @@ class Environments:
 
     async def _interpreter(self, version: str | None) -> tuple[str, str]:
         known = self._interpreters.get(version)
-        if known is None or time.monotonic() - known[1] > LOOKED_S:
-            known = await asyncio.to_thread(interpreter_of, version), time.monotonic()
-            self._interpreters[version] = known
-        return known[0]
+        if known is None:
+            known = await asyncio.to_thread(interpreter_of, version)
+            self._interpreters.put(version, known)
+        return known
 
     async def _lock(self, asked: Wanted, asker: Asker, say: Say) -> Lock:
         key = asked.key
         known = self._resolved.get(key)
-        if known is not None and time.monotonic() - known[1] < RESOLVED_S:
-            return known[0]
+        if known is not None:
+            return known
         work = self._resolving.get(key)
         if work is None:
             work = self._resolving[key] = Work()
@@ -255,9 +256,7 @@ class Environments:
 
     async def _resolve(self, asked: Wanted, asker: Asker, work: Work[Lock]) -> Lock:
         lock = await self._with_words(asker, work, lambda say: self._builder.resolve(asked, asker, say))
-        self._resolved[asked.key] = (lock, time.monotonic())
-        while len(self._resolved) > MOST_RESOLVED:
-            self._resolved.popitem(last=False)
+        self._resolved.put(asked.key, lock)
         return lock
 
     async def _ready(self, asked: Wanted, lock: Lock, asker: Asker, say: Say) -> EnvironmentRecord:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.sessions.owners import whose
 from carrel.control.sessions.templates import Templates
 from carrel.errors import CarrelError, LimitExceeded, NotFound, PlatformError
+from carrel.primitives.cache import Cache
 from carrel.redaction.redact import Redactor
 from carrel.secrets import OVERHEAD, ScopeKind, Sealed, Vault, checked_name
 from carrel.store import SecretInfo, SecretStore, SessionRecord
@@ -63,7 +63,7 @@ class SecretValues:
         self._live = live
         self._templates = templates
         self._shapes = Redactor()
-        self._redactors: OrderedDict[str, _Made] = OrderedDict()
+        self._redactors: Cache[str, _Made] = Cache(MOST_CACHED)
         self._making: list[_Making] = []
 
     # keeping
@@ -171,10 +171,7 @@ class SecretValues:
                     break
         finally:
             self._making.remove(making)
-        self._redactors[name] = made
-        self._redactors.move_to_end(name)
-        while len(self._redactors) > MOST_CACHED:
-            self._redactors.popitem(last=False)
+        self._redactors.put(name, made)
         return made.redactor
 
     async def _made(self, name: str, known: _Made | None) -> _Made:
@@ -198,7 +195,7 @@ class SecretValues:
         if name is None:
             self._redactors.clear()
         else:
-            self._redactors.pop(name, None)
+            self._redactors.pop(name)
         for each in self._making:
             each.stale = each.stale or name is None or each.name == name
 

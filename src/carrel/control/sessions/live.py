@@ -13,9 +13,15 @@ from blake3 import blake3
 
 from carrel.control.supervisor.client import SupervisorClient
 from carrel.errors import PlatformError
+from carrel.primitives.cache import Cache
 from carrel.providers import Masks
 from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord
+
+ATTACHED_S = 60.0
+"""How long an environment that a sandbox has is not looked up again."""
+MOST_ATTACHED = 256
+MOST_STARVED = 1000
 
 
 class LiveSandbox:
@@ -89,12 +95,12 @@ class LiveSandbox:
         """The environment of its template, once its Python has it; empty when there is none."""
         self.refused: tuple[PlatformError, float] | None = None
         """Why it could not have it, and until when that is not tried again."""
-        self.attached: dict[str, tuple[str, float]] = {}
-        """The environments that calls asked for: their names here, and when that was last looked up."""
+        self.attached: Cache[str, str] = Cache(MOST_ATTACHED, ATTACHED_S)
+        """The names of environments, by what calls asked for."""
         self.code_contexts: dict[str, str | None] = {}
         """The environment of each code context that was asked for."""
         self.oom_kills = 0
-        self.starved: dict[str, bool] = {}
+        self.starved: Cache[str, bool] = Cache(MOST_STARVED)
         """Of commands that were killed: whether it was for want of memory."""
         self.over_quota: str | None = None
         self.on_end: list[Callable[[LiveSandbox], None]] = []

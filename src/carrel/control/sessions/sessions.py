@@ -10,9 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from weakref import WeakValueDictionary
 
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.leases import Leases
@@ -31,6 +30,7 @@ from carrel.errors import (
 )
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.policy.shell import changes_what_runs
+from carrel.primitives.keyed_lock import KeyedLocks
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
 
@@ -61,7 +61,7 @@ class Sessions:
         self._providers = dict(providers)
         self._live = live
         self._attachments = attachments
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks = KeyedLocks()
 
     # finding
 
@@ -441,14 +441,9 @@ class Sessions:
             )
         return record
 
-    def _own_lock(self, record: SessionRecord) -> AbstractAsyncContextManager[None]:
+    def _own_lock(self, record: SessionRecord) -> asyncio.Lock:
         return self.lock(f"context {record.context_id}" if record.context_id else f"id {record.id}")
 
-    @asynccontextmanager
-    async def lock(self, key: str) -> AsyncIterator[None]:
-        """Only one at a time has it on this server; `context …`, `id …` and `key …` are taken by what is done here."""
-        lock = self._locks.get(key)
-        if lock is None:
-            lock = self._locks[key] = asyncio.Lock()
-        async with lock:
-            yield
+    def lock(self, key: str) -> asyncio.Lock:
+        """Return the lock of a key on this server. This class uses the keys `context …`, `id …` and `key …`."""
+        return self._locks.of(key)

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from carrel.control.sessions.live import LiveSandbox
 
-MOST_KEPT = 1000
-
 
 class Ended(Protocol):
     """A command, a call or a cell that has ended."""
@@ -34,10 +32,9 @@ async def for_memory(box: LiveSandbox, ended: Ended) -> bool:
     killed = ended.signal in {"SIGKILL", "KILL"} or ended.exit_code == 137  # the shell's name for it
     if not killed or ended.timed_out:
         return False
-    if ended.id not in box.starved:
+    if box.starved.get(ended.id) is None:
         count = await box.provider.out_of_memory_kills(box.handle)
-        box.starved.setdefault(ended.id, count > box.oom_kills)
+        if box.starved.get(ended.id) is None:  # else another request has just asked
+            box.starved.put(ended.id, count > box.oom_kills)
         box.oom_kills = max(count, box.oom_kills)
-        while len(box.starved) > MOST_KEPT:
-            del box.starved[next(iter(box.starved))]
-    return box.starved.get(ended.id, False)
+    return bool(box.starved.get(ended.id))

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from weakref import WeakValueDictionary
 
 from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, PlatformError, SnapshotDamaged
 from carrel.metrics import OK, Metrics, outcome_of
+from carrel.primitives.keyed_lock import KeyedLocks
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive
@@ -51,7 +51,7 @@ class Keeping:
     ):
         self._store = store
         self._archive = archive
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks = KeyedLocks()
         self._users: Counter[str] = Counter()
         self._awaited: dict[str, SnapshotRecord] = {}
         self._bases = os.path.join(layout.cache, "bases")
@@ -74,14 +74,11 @@ class Keeping:
         """A snapshot is gone. Blocking."""
         _unlink(os.path.join(self._bases, snapshot_id))
 
-    @asynccontextmanager
-    async def still(self, context: str) -> AsyncIterator[None]:
-        """Neither a sync nor a snapshot of this context happens meanwhile: each sees the other whole or not at all."""
-        lock = self._locks.get(context)
-        if lock is None:
-            lock = self._locks[context] = asyncio.Lock()
-        async with lock:
-            yield
+    def still(self, context: str) -> asyncio.Lock:
+        """Return the lock that keeps syncs and snapshots of a context apart: each sees the other
+        whole or not at all.
+        """
+        return self._locks.of(context)
 
     @asynccontextmanager
     async def using(self, *snapshot_ids: str) -> AsyncIterator[None]:
