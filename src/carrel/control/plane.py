@@ -43,9 +43,8 @@ from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.forgetting import Forgetting
 from carrel.control.sessions.leases import Leases, LeaseUpkeep
-from carrel.control.sessions.live import LiveSandboxes
+from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
-from carrel.control.sessions.notes import SessionNotes
 from carrel.control.sessions.recovery import Recovered, recover
 from carrel.control.sessions.retention import Retention
 from carrel.control.sessions.sessions import Sessions

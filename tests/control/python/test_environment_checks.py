@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.control.governance.building import building_layer
+from carrel.control.governance.policies import building_layer
 from carrel.control.python.environment_checks import (
     Asker,
     Lock,

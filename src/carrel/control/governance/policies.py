@@ -13,19 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from carrel.control.governance.building import INDEX_LABEL, building_layer
 from carrel.control.governance.deciding import Decider
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import caller
 from carrel.control.sessions.masks import unmasked
 from carrel.control.sessions.owners import discovers, whose
 from carrel.control.sessions.templates import Templates
+from carrel.egress.outbound.rules import Rules
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, PlatformError
 from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import Explanation, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy.documents import settings as settings_document
 from carrel.policy.documents import sources as sources_document
+from carrel.policy.documents.sources import Git, PackageManager, PackageManagers, Registry, Sources, WebAccess
 from carrel.policy.rules.decide import decide_environment
 from carrel.policy.rules.layers import Layer, Policy
 from carrel.policy.verdict import ALLOWED, Verdict, explained
@@ -38,6 +39,8 @@ FRESH_S = 5.0
 """How long a change made by another server may stay unseen."""
 MOST_CACHED, MOST_TEMPLATES = 4096, 1024
 TRIES = 10
+INDEX_LABEL = "index"
+"""The label of a sandbox that builds packages; it names the one index that the sandbox may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,3 +300,18 @@ def _with_rule(context_id: str, before: PolicyRecord | None, rule: str) -> Polic
     if rule not in allow:
         allow.append(rule)
     return replace(record, settings=settings)
+
+
+def building_layer(policy: Policy, index: str | None) -> Layer:
+    """Return the layer for a sandbox that builds an environment: it reaches only the package index, and of that one
+    registry when one was chosen.
+    """
+    registries: tuple[Registry, ...] | None = None
+    if index is not None:
+        named = Rules(policy).packages.registries
+        registries = None if named is None else tuple(each for each in named if each.name == index)
+    pip = None if registries is None else PackageManager(registries=registries)
+    sources = Sources(
+        package_managers=PackageManagers(pip=pip), web_access=WebAccess(allowed_domains=()), git=Git(enabled=False)
+    )
+    return Layer("environment", None, sources, "environment")

@@ -33,6 +33,7 @@ from carrel.primitives.keyed_lock import KeyedLocks
 from carrel.redaction.redact import Redactor
 from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord, McpServerStore
+from carrel.threads import run_to_end
 
 log = logging.getLogger("carrel.mcp")
 
@@ -183,14 +184,9 @@ class McpDiscovery:
         """Copy the files of the context into the sandbox. A thread cannot be cancelled: a cancelled caller waits for
         it, or it would create files again that were already removed.
         """
-        copying = asyncio.ensure_future(asyncio.to_thread(self._copied, session, own))
-        try:
-            await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            await asyncio.gather(copying, return_exceptions=True)
-            raise
+        await run_to_end(lambda: self._copy_files(session, own))
 
-    def _copied(self, session: SessionRecord, own: SessionRecord) -> None:
+    def _copy_files(self, session: SessionRecord, own: SessionRecord) -> None:
         driver, source = self._workspaces.driver, self._workspaces.volume(session)
         if not driver.exists(source):
             return

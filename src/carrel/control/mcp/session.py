@@ -55,9 +55,9 @@ class Lines(Protocol):
 
     ended: str | None
 
-    def lines(self) -> AsyncIterator[bytes]: ...  # noqa: D102
-    async def send(self, line: bytes) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+    def lines(self) -> AsyncIterator[bytes]: ...
+    async def send(self, line: bytes) -> None: ...
+    def close(self) -> None: ...
 
 
 class Speaker:

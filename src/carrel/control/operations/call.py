@@ -77,7 +77,7 @@ class Traffic:
         self.bytes_out = size if self.bytes_out is None else self.bytes_out + size
 
 
-def refusal(kind: Kind, verdict: Verdict) -> Denied:
+def refusal(kind: Kind, verdict: Verdict, *, field: str | None = None) -> Denied:
     """The refusal of an operation of a kind, as every protocol shows it."""
     reason = verdict.reason or (
         "this needs a person's approval, and nobody can give it here"
@@ -86,6 +86,7 @@ def refusal(kind: Kind, verdict: Verdict) -> Denied:
     )
     return Denied(
         reason,
+        field=field,
         hint=verdict.hint,
         operation=kind,
         rule=verdict.rule,

@@ -38,9 +38,9 @@ class Wanting(Protocol):
     """A request that may name an environment."""
 
     @property
-    def env(self) -> str | None: ...  # noqa: D102
+    def env(self) -> str | None: ...
     @property
-    def requirements(self) -> list[str] | None: ...  # noqa: D102
+    def requirements(self) -> list[str] | None: ...
 
 
 class PythonOperations:

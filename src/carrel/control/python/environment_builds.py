@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from packaging.utils import canonicalize_name
 
-from carrel.control.governance.building import INDEX_LABEL
+from carrel.control.governance.policies import INDEX_LABEL
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.python.environment_checks import Asker, Lock, Wanted, lock_of
 from carrel.control.sessions.sessions import Sessions

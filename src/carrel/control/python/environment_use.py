@@ -80,8 +80,8 @@ class EnvironmentUse:
             )
             return await self._environments.ensure(wanted, asker, say)
 
-        record, door = box.record, self._operations.admit
-        async with door(ATTACH_ENV, arguments, record.id, record.context_id):
+        record = box.record
+        async with self._operations.admit(ATTACH_ENV, arguments, record.id, record.context_id):
             box.in_flight += 1  # a sandbox that waits for its environment is not idle
             try:
                 found = await self._environments.hold(find, holder)
@@ -104,8 +104,7 @@ class EnvironmentUse:
         running = [each for each in self._sessions.live() if each.record.id == record.id]
         for box in running:
             self._operations.require_open(box)
-        door = self._operations.admit(DETACH_ENV, {"env": env}, record.id, record.context_id)
-        async with door:
+        async with self._operations.admit(DETACH_ENV, {"env": env}, record.id, record.context_id):
             await self._environments.release(env, record.owner)
             for box in running:
                 box.attached.clear()

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from blake3 import blake3
@@ -16,7 +17,7 @@ from carrel.errors import PlatformError
 from carrel.primitives.cache import Cache
 from carrel.providers import Masks
 from carrel.providers.base import Handle, Provider
-from carrel.store import SessionRecord
+from carrel.store import SessionRecord, SessionStore
 
 ATTACHED_S = 60.0
 """How long an environment that a sandbox has is not looked up again."""
@@ -125,7 +126,7 @@ class LiveSandbox:
 class Detach(Protocol):
     """Detaches everything from a sandbox that is about to end."""
 
-    def detach(self, box: LiveSandbox) -> None: ...  # noqa: D102
+    def detach(self, box: LiveSandbox) -> None: ...
 
 
 class LiveSandboxes:
@@ -171,3 +172,18 @@ class LiveSandboxes:
             del self._by_id[box.record.id]
             if box.record.context_id is not None:
                 self._by_context.pop(box.record.context_id, None)
+
+
+class SessionNotes:
+    """The notes of every session of this server."""
+
+    def __init__(self, live: LiveSandboxes, store: SessionStore):
+        self._live = live
+        self._store = store
+
+    async def write(self, record: SessionRecord, **values: str | None) -> None:
+        """Change fields of a session's record, of a running one too."""
+        box = self._live.get(record.id)
+        if box is not None:
+            box.record = replace(box.record, **values)  # type: ignore[arg-type]
+        await self._store.update(record.id, values, fence=box.record.fence if box else None)

@@ -10,13 +10,15 @@ from dataclasses import replace
 from carrel.config import EgressSettings
 from carrel.control.egress.plans import inspects, web_access
 from carrel.control.governance.policies import Policies
+from carrel.control.operations.call import refusal
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import is_agent
-from carrel.errors import Denied, InvalidRequest
+from carrel.errors import InvalidRequest
 from carrel.models import Network
 from carrel.policy.documents.sources import Sources
 from carrel.policy.rules.layers import Policy
+from carrel.policy.verdict import Verdict
 from carrel.providers.base import NETWORK_CAPABILITY, Provider
 from carrel.store import SessionRecord
 
@@ -101,17 +103,9 @@ def fit_network(
     if off is not None and record.network is not Network.NONE:
         if asked is None:
             return replace(record, network=Network.NONE)
-        raise Denied(
-            "the policy of this context allows no network",
-            field="network",
-            hint="leave the network out",
-            operation="network",
-            rule="web_access.enabled: false",
-            source=off,
-            reason="the policy of this context allows no network",
-            retry=False,
-            approval=None,
-        )
+        reason = "the policy of this context allows no network"
+        verdict = Verdict("deny", reason, "web_access.enabled: false", off, "leave the network out")
+        raise refusal("network", verdict, field="network")
     if record.network is Network.INTERNET and not (settings.allow_internet or default is Network.INTERNET):
         raise InvalidRequest(
             "the network 'internet' reaches every public host and is switched off on this server",
@@ -133,14 +127,4 @@ def _refuse_around(network: Network, policy: Policy, settings: EgressSettings) -
         )
     if names_hosts(policy):
         reason = f"the policy of this context names hosts, and nothing would hold that in the network '{network}'"
-        raise Denied(
-            reason,
-            field="network",
-            hint="choose 'allowlist'",
-            operation="network",
-            rule=None,
-            source=None,
-            reason=reason,
-            retry=False,
-            approval=None,
-        )
+        raise refusal("network", Verdict("deny", reason, hint="choose 'allowlist'"), field="network")

@@ -19,8 +19,7 @@ from carrel.audit import AuditLog
 from carrel.config import Settings
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.sessions.leases import LeaseUpkeep
-from carrel.control.sessions.live import LiveSandbox
-from carrel.control.sessions.notes import SessionNotes
+from carrel.control.sessions.live import LiveSandbox, SessionNotes
 from carrel.control.sessions.retention import Retention
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.filespace_files import FilespaceFiles

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from carrel.control.sessions.live import LiveSandbox
+from carrel.models import CellResult, CommandInfo, CommandResult
 
-
-class Ended(Protocol):
-    """A command, a call or a cell that has ended."""
-
-    @property
-    def id(self) -> str:
-        """Its name, once for each sandbox."""
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code, if it has one."""
-
-    @property
-    def signal(self) -> str | None:
-        """The signal that ended it."""
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether it was ended at its deadline."""
+Ended = CommandInfo | CommandResult | CellResult
 
 
 async def for_memory(box: LiveSandbox, ended: Ended) -> bool:

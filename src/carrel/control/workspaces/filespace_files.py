@@ -16,13 +16,14 @@ from typing import TypeVar
 
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
-from carrel.control.sessions.notes import SessionNotes
+from carrel.control.sessions.live import SessionNotes
 from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import ArchiveUnavailable, CarrelError, LimitExceeded, PlatformError
 from carrel.metrics import OK, outcome_of
 from carrel.models import SyncDirection, SyncSummary
 from carrel.store import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore, SessionRecord
+from carrel.threads import run_to_end
 from carrel.workspaces.filespace_contents import Contents
 from carrel.workspaces.filespace_sync import TOMBSTONE_S, Change, FilespaceSync, Mark, Stored, Synced
 from carrel.workspaces.layout import encode
@@ -118,8 +119,8 @@ class FilespaceFiles(Attachment):
     async def sync(
         self, record: SessionRecord, path: str, direction: SyncDirection, hidden: Callable[[str], bool] | None = None
     ) -> SyncSummary:
-        """Bring a workspace and its filespace together. Tried twice; a failure is told by the session too.
-        A file whose path is `hidden` from the sandbox is not replaced.
+        """Bring a workspace and its filespace together. Tried twice; a failure is told by the session too. A file whose
+        path is `hidden` from the sandbox is not replaced.
         """
         context = record.context_id or ""
         began = time.monotonic()
@@ -154,14 +155,14 @@ class FilespaceFiles(Attachment):
     ) -> Synced:
         entries = _Entries(self._store, context, asyncio.get_running_loop())
         engine = FilespaceSync(path, self._bases.path(context), entries, self.contents(context), hidden=hidden)
-        return await to_its_end(lambda: engine.run(direction, cap), engine.stop)
+        return await run_to_end(lambda: engine.run(direction, cap), stop=engine.stop)
 
     async def collect(self, context: str) -> int:
         """Remove contents that no file has any more and what was deleted long ago; says how many contents."""
         entries = _Entries(self._store, context, asyncio.get_running_loop())
         async with self._workspaces.keeping.still(context):
             await self._store.forget_tombstones(context, TOMBSTONE_S)
-            return await to_its_end(lambda: self.contents(context).collect(entries.hashes))
+            return await run_to_end(lambda: self.contents(context).collect(entries.hashes))
 
     async def holds(self, context: str) -> bool:
         """Whether a filespace has any file."""
@@ -173,23 +174,11 @@ class FilespaceFiles(Attachment):
         async with self._workspaces.keeping.still(context):
             await self._store.forget(context)
             await self._bases.forget(context)
-            await to_its_end(contents.forget)
+            await run_to_end(contents.forget)
 
     def contents(self, context: str) -> Contents:
         """The stored contents of a filespace."""
         return Contents(self._remote, encode(context, ephemeral=False), self._spool)
-
-
-async def to_its_end(work: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
-    """Run in a thread, and wait for it even when nobody waits for us: a thread goes on, and must not meet another."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        if stop is not None:
-            stop()
-        await asyncio.gather(running, return_exceptions=True)
-        raise
 
 
 def _summary(direction: SyncDirection, done: Synced, seconds: float) -> SyncSummary:

@@ -7,10 +7,8 @@ keeps nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from carrel.control.governance.policy_attachments import PolicyMasks
 from carrel.control.operations.operations import Operations
@@ -40,16 +38,8 @@ from carrel.workspaces.filespace_contents import Contents, Draft
 from carrel.workspaces.layout import encode
 from carrel.workspaces.synced_tree import MOST_FILES
 
-log = logging.getLogger("carrel.filespaces")
-
-NOTICE = "the filespace could not be synced: "
-"""How the notice of a session begins whose sync failed."""
-MOST_CONFLICTS = 100
-_PAGE = 1000
 _LONGEST_PATH = 4096
 _LONGEST_NAME = 255
-
-T = TypeVar("T")
 
 
 class Filespaces:
@@ -77,10 +67,8 @@ class Filespaces:
     async def sync(self, name: str, direction: SyncDirection = SyncDirection.BOTH) -> SyncSummary:
         """Bring the workspace of a running sandbox and its filespace together."""
         box = await self._sessions.find(name)
-        arguments = {"direction": direction.value}
-        context = box.record.context_id
-        door = self._operations.admit(SYNC_FILESPACE, arguments, box.record.id, context)
-        async with door as traffic:
+        arguments, record = {"direction": direction.value}, box.record
+        async with self._operations.admit(SYNC_FILESPACE, arguments, record.id, record.context_id) as traffic:
             if box.record.context_id is None:
                 raise Conflict(
                     "an ephemeral sandbox keeps nothing, so it has no filespace",
@@ -108,8 +96,7 @@ class Filespaces:
     async def read(self, context: str, path: str) -> AsyncIterator[int | bytes]:
         """First the number of bytes, then the bytes of a file."""
         contents = self._files.contents(context)
-        door = self._operations.admit(READ_FILESPACE, {"path": path}, context_id=context)
-        async with door as traffic:
+        async with self._operations.admit(READ_FILESPACE, {"path": path}, context_id=context) as traffic:
             entry = await self._store.get(context, _checked(path))
             if entry is None or entry.deleted or entry.hash is None:
                 raise _missing(path)
@@ -129,8 +116,7 @@ class Filespaces:
     ) -> FilespaceFile:
         """A file from bytes or from a stream of any length, whole or not at all. It is the last write of its path."""
         contents = self._files.contents(context)
-        door = self._operations.admit(WRITE_FILESPACE, {"path": path}, context_id=context)
-        async with door as traffic:
+        async with self._operations.admit(WRITE_FILESPACE, {"path": path}, context_id=context) as traffic:
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
             traffic.took(draft.size)

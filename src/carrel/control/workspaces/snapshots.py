@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.attachments import Attachments, Fork
-from carrel.control.sessions.notes import SessionNotes
+from carrel.control.sessions.live import SessionNotes
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.stopping import context_of
 from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
@@ -168,8 +168,8 @@ class Snapshots:
         arguments = {"snapshot_id": snapshot_id}
         # A snapshot has every file: also those that the context's agent may not read.
         row = EXPORT_BY_ADMINISTRATOR if caller.get().identity.has(Scope.ADMINISTER) else EXPORT
-        door = self._operations.admit(row, arguments, record.id, context)
-        async with door as traffic, self._workspaces.keeping.using(snapshot_id):
+        admitted = self._operations.admit(row, arguments, record.id, context)
+        async with admitted as traffic, self._workspaces.keeping.using(snapshot_id):
             snapshot = await self._ready(snapshot_id, context)
             chunks = self._workspaces.stored.tar(snapshot)
             try:
@@ -193,13 +193,7 @@ class Snapshots:
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:
         record = await self._sessions.record(name)
-        if record.context_id is None:
-            raise Conflict(
-                "an ephemeral sandbox keeps nothing, so it has no snapshots",
-                field="id",
-                hint="make the sandbox with a context_id",
-            )
-        return record, record.context_id
+        return record, context_of(record)
 
     async def _known(self, snapshot_id: str, context: str) -> SnapshotRecord:
         record = await self._store.get(snapshot_id)
