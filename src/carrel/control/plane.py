@@ -1,4 +1,4 @@
-"""The control plane as one thing: opens its parts in order, runs the upkeep, closes them in reverse."""
+"""The control plane: builds its parts, opens them in order, runs the upkeep, and closes them in reverse order."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ EVICT_EVERY_S = 60.0
 class ControlPlane:
     """Everything of a server behind its API. `open` one, `close` it when done.
 
-    The constructor is the table of what is connected to what: every part gets what it needs when it is made.
+    The constructor shows how the parts are connected: every part gets what it needs when it is made.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ControlPlane:
         platform: PlatformServers,
         token: str | None,
     ):
-        # what it stands on
+        # foundations
         self.settings = settings
         self.layout = layout
         self.providers = dict(providers)
@@ -131,7 +131,7 @@ class ControlPlane:
         self.tokens = Tokens(TokenStore(database), token, self.requests.revoked)
         remote = Remote.open(settings.archive_url)
 
-        # admission: who may do what
+        # admission
         templates_dir = settings.templates_dir or os.path.join(layout.data_dir, "templates")
         self.templates = templates = Templates(templates_dir, settings.sandbox.template, store, live)
         self.policies = policies = Policies(PolicyStore(database), policy, templates)
@@ -149,7 +149,7 @@ class ControlPlane:
         )
         admission = Admission(policies, approvals, audit, metrics, values, live)
 
-        # attachments: what makes a workspace of a bare sandbox
+        # attachments: they turn a bare sandbox into a workspace
         snapshot_store, filespace_store = SnapshotStore(database), FilespaceStore(database)
         mcp_store, environment_store = McpServerStore(database), EnvironmentStore(database, node)
         filespaces_dir = os.path.join(layout.data_dir, "filespaces")
@@ -274,8 +274,8 @@ class ControlPlane:
         providers: Mapping[str, Provider] | None = None,
         token: str | None = None,
     ) -> ControlPlane:
-        """Open the data directory, take over what runs, start the upkeep. `token` is the administrator's; None when
-        none is asked for.
+        """Open the data directory, take over running sandboxes, start the upkeep. `token` is the token of the
+        administrator; None when the API asks for none.
         """
         layout = Layout(settings.data_dir)
         await asyncio.to_thread(layout.prepare)
@@ -322,7 +322,7 @@ class ControlPlane:
         return plane
 
     async def _begin(self) -> None:
-        """Take over what a server before this one left, and start what runs in the background."""
+        """Take over what the previous process left, and start the background work."""
         for left in await self.audit.open():
             log.warning("the server ended before this did: %s", left)
         await asyncio.gather(*(provider.warm() for provider in self.providers.values() if not provider.unsafe))
@@ -338,12 +338,11 @@ class ControlPlane:
         self._upkeep = asyncio.get_running_loop().create_task(self.janitor.run())
 
     async def end_revoked(self) -> None:
-        """Break off what stays open with a token that another server revoked."""
+        """End open requests whose token another server revoked."""
         for token_id in await self.tokens.revoked(self.requests.tokens()):
             self.requests.revoked(token_id)
 
     async def host_report(self) -> HostReport:
-        """What this host can do."""
         from carrel.providers.doctor import host_report
 
         report = await asyncio.to_thread(host_report, self.providers)
@@ -352,7 +351,7 @@ class ControlPlane:
         return report.model_copy(update={"checks": [*report.checks, quota, kept]})
 
     async def ready(self) -> None:
-        """Raise unless the store answers and some provider can be used."""
+        """Raise unless the store answers and at least one provider is usable."""
         await self.store.get("-")
         if all(provider.missing() is not None for provider in self.providers.values()):
             raise ProviderUnavailable(
@@ -394,7 +393,6 @@ class ControlPlane:
 
 
 def _webhook(settings: ApprovalSettings) -> Webhook | None:
-    """The operator's web hook for approvals, if there is one."""
     if settings.webhook is None:
         return None
     secret = settings.webhook_secret
@@ -403,7 +401,6 @@ def _webhook(settings: ApprovalSettings) -> Webhook | None:
 
 
 def _egress_arguments(settings: Settings, layout: Layout) -> list[str]:
-    """How the egress process is started."""
     given = settings.egress
     arguments = ["--cache", os.path.join(layout.cache, "packages"), "--cache-mb", str(given.cache_mb)]
     for each in filter(None, given.nameservers.split(",")):

@@ -1,7 +1,7 @@
-"""Admission: the one function that every operation passes, whichever way it came.
+"""Admission: the one function that every operation passes, whichever protocol it came by.
 
 Policy decides, a person approves where policy says so, and the audit log gets a record before the operation is
-dispatched and when it has ended. What cannot be recorded is not dispatched.
+dispatched and when it has ended. An operation that cannot be recorded is not dispatched.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from carrel.policy.verdict import Verdict, strictest
 log = logging.getLogger("carrel.admission")
 
 Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]]
-"""Takes the secrets of a context, or of an ephemeral sandbox, out of the arguments of an operation."""
+"""Removes the secrets of a context, or of an ephemeral sandbox, from the arguments of an operation."""
 
 
 class Admission:
-    """Decides, asks, records and counts."""
+    """Decides on operations, asks for approvals, records and counts."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Admission:
 
     @asynccontextmanager
     async def admit(self, call: Call) -> AsyncIterator[Traffic]:
-        """Let a call in for as long as the block lasts, or raise `Denied`. What the block raises and counts is
-        recorded; the secrets of the call's owner are taken out of what it raises.
+        """Admit a call for the length of the block, or raise `Denied`. The audit record gets the error and the bytes of
+        the block; secrets of the call's owner are removed from the error.
         """
         traffic, began, outcome, outer_run = Traffic(), time.monotonic(), OK, run.get()
         verdict: Verdict | None = None
@@ -68,7 +68,7 @@ class Admission:
                     leave = await self._approvals.leave(call, verdict)
                     traffic.approval = leave.approval
                     now = await self._decide(call)
-                    if now.denies:  # a rule that was changed while a person was asked is stronger than the approval
+                    if now.denies:  # a rule that changed while a person was asked overrides the approval
                         verdict = now
                 if verdict.denies:
                     raise refusal(call.kind, verdict)
@@ -76,7 +76,7 @@ class Admission:
                     ticket = await self._audit.begin(await self._entry(call, verdict, traffic.approval))
                 admitted = True
                 if leave is not None and leave.run is not None:
-                    run.set(leave.run)  # every request to a supervisor from now on is part of it
+                    run.set(leave.run)  # marks every request to a supervisor from now on
             yield traffic
         except BaseException as error:
             outcome = outcome_of(error)
@@ -113,7 +113,7 @@ class Admission:
         self._audit.record(await self._entry(call, verdict, approval if isinstance(approval, str) else None), ending)
 
     async def _entry(self, call: Call, verdict: Verdict, approval: str | None) -> Entry:
-        # A rule may quote what it is about, and a caller may name its request as it likes.
+        # A rule may quote a secret, and a caller chooses the id of its request.
         request_id = None if call.caller is None else call.caller.request_id
         shown = await self._secrets.clean(
             call.owner, {"arguments": call.arguments, "rule": verdict.rule, "request": request_id}

@@ -1,4 +1,4 @@
-"""A call: one operation that somebody asks for, as policy, approvals and the audit log see it. Pure."""
+"""A call: one operation with its arguments and its caller, as policy, approvals and the audit log see it. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SELF = "carrel"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operation. `caller` is who asks; None for carrel's own upkeep."""
+    """One call of an operation. `caller` is None for carrel's own work."""
 
     operation: Operation
     arguments: Mapping[str, object]
@@ -24,41 +24,39 @@ class Call:
     sandbox_id: str = ""
     context_id: str | None = None
     asks_as: str = ""
-    """Under which name a person is asked, when neither the context nor the sandbox is what an approval is for."""
+    """The name that an approval is for, when that is neither the context nor the sandbox."""
     runs_in: str = ""
-    """Which very sandbox it is dispatched to, by requests to its supervisor alone; empty for what goes other ways."""
+    """The sandbox instance whose supervisor performs it; empty for operations that need no supervisor."""
 
     proxy_verdict: Verdict | None = None
-    """Of an outbound connection: the verdict of the proxy, by the plan that it has. Admission is never milder, and
-    leaves the audit record to the proxy's log: only the proxy knows when the connection opens and how it ends.
+    """For an outbound connection: the verdict of the proxy. Admission is never milder, and leaves the audit record to
+    the log of the proxy: only the proxy knows when the connection opens and how it ends.
     """
 
     @property
     def kind(self) -> Kind:
-        """The kind of the operation."""
         assert self.operation.kind is not None, f"{self.operation.name} is no operation by itself"
         return self.operation.kind
 
     @property
     def name(self) -> str:
-        """The name of the operation."""
         return self.operation.name
 
     @property
     def owner(self) -> str | None:
-        """The context it is for, or the sandbox that has none; None for what belongs to neither."""
+        """The context, or the sandbox if it has no context; None for an operation on neither."""
         return self.context_id or self.sandbox_id or None
 
     @property
     def subject(self) -> str:
-        """The name of who asks."""
+        """The name of the caller."""
         return SELF if self.caller is None else self.caller.identity.subject
 
 
 class Traffic:
-    """How many bytes an operation put into a sandbox or workspace, and how many it took out; None where none were.
+    """Bytes that an operation put into a sandbox or workspace, and bytes that it took out; None for none.
 
-    Counted as they were before secrets were taken out of them. `approval` is the one that the operation runs under.
+    Counted before secrets are removed. `approval` is the approval that the operation runs under.
     """
 
     __slots__ = ("approval", "bytes_in", "bytes_out")
@@ -69,16 +67,14 @@ class Traffic:
         self.bytes_out: int | None = None
 
     def took(self, size: int) -> None:
-        """Bytes went in."""
         self.bytes_in = size if self.bytes_in is None else self.bytes_in + size
 
     def gave(self, size: int) -> None:
-        """Bytes came out."""
         self.bytes_out = size if self.bytes_out is None else self.bytes_out + size
 
 
 def refusal(kind: Kind, verdict: Verdict, *, field: str | None = None) -> Denied:
-    """The refusal of an operation of a kind, as every protocol shows it."""
+    """Return the refusal of an operation, as every protocol shows it."""
     reason = verdict.reason or (
         "this needs a person's approval, and nobody can give it here"
         if verdict.asks

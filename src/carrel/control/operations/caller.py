@@ -1,6 +1,6 @@
-"""Who asks for what is being done right now, and how they want to be answered when a person has to decide.
+"""The caller of the current request, and how it wants to be answered when a person has to decide.
 
-Set where a request comes in, read by admission; it follows the request through every task it starts.
+The API sets it, admission reads it; it follows the request through every task that the request starts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def _there() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One request. `approval` is the handle of one that was given; `wait_s` is how long to wait for one, unless the
-    caller is `gone` meanwhile.
+    """One request. `approval` is the id of an approval; `wait_s` says how long to wait for a decision, unless the
+    caller has `gone` meanwhile.
     """
 
     identity: Identity = ROOT
@@ -31,7 +31,7 @@ class Caller:
     gone: Callable[[], bool] = _there
 
     def own(self, key: str | None) -> str | None:
-        """A key that the caller chose, as one that nobody else's can be: another's is another, whatever it says."""
+        """Return a key that the caller chose as one that no other caller can have, even with the same text."""
         if key is None:
             return None
         said = [self.identity.subject, self.identity.namespace, key]
@@ -39,4 +39,4 @@ class Caller:
 
 
 caller: ContextVar[Caller] = ContextVar("carrel_caller", default=Caller())  # noqa: B039 - it is frozen
-"""Without a request it is the server itself."""
+"""Without a request it is the server itself, as an administrator."""

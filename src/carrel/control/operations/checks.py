@@ -1,6 +1,6 @@
-"""How operations are put to a supervisor, and how its answers are believed. Pure: no I/O.
+"""The form of requests to a supervisor, and the checks of its answers. Pure: no I/O.
 
-What comes back is written by hostile code: an answer that is not what was asked for is `SandboxLost`.
+Answers come from hostile code: one that does not have the form that was asked for is `SandboxLost`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from carrel.models import CommandRequest, CommandResult
 from carrel.models.operations import SMALL
 
 GRACE = 15.0
-"""How long after its own deadline a command's answer may take: the supervisor kills the tree and gathers the
+"""How long the answer may take after the deadline of a command: the supervisor kills the process tree and collects the
 output.
 """
 
@@ -28,7 +28,7 @@ R = TypeVar("R", bound=CommandResult)
 
 
 class Emptied(BaseModel):
-    """What a sandbox says when it was made as new: whether it is, and how much it still holds."""
+    """The answer of a sandbox that was emptied: whether it is in its first state, and how much memory it still uses."""
 
     clean: bool
     reason: str | None = Field(default=None, max_length=4096)
@@ -36,14 +36,14 @@ class Emptied(BaseModel):
 
 
 def asked(request: CommandRequest) -> dict[str, object]:
-    """Everything of a command that decides what it does."""
+    """Return everything that policy decides of a command."""
     return request.model_dump(
         include={"command", "cwd", "env", "stdin", "interactive", "timeout"}, exclude_defaults=True
     )
 
 
 def brought(files: Mapping[str, str]) -> dict[str, object]:
-    """The names of the files that come with a call, and a digest of all they hold."""
+    """Return the names of the files that come with a call, and a digest of their contents."""
     held = blake3()
     for name, text in sorted(files.items()):
         held.update(json.dumps([name, len(text)]).encode() + text.encode("utf-8", "surrogatepass"))
@@ -51,14 +51,14 @@ def brought(files: Mapping[str, str]) -> dict[str, object]:
 
 
 def deadline_of(given: float | Literal["default"] | None, default: float | None) -> float | None:
-    """The deadline of a request in seconds; None means that there is none."""
+    """Return the deadline of a request in seconds; None for no deadline."""
     if given is None or given == "default":
         return default
     return given or None
 
 
 def command_body(request: CommandRequest, default: float | None) -> tuple[bytes, float | None]:
-    """A command as the supervisor takes it, and its deadline. `default` is for a request without one."""
+    """Return a command as the body of a request, and its deadline. `default` is for a request without one."""
     timeout = deadline_of(request.timeout, default)
     body = request.model_dump()
     body["timeout"] = timeout
@@ -74,7 +74,7 @@ def require_id(value: str) -> None:
 
 
 def query_of(**values: str | int | bool | None) -> str:
-    """A query string; what is None is left out. A path goes as its bytes, whatever they are."""
+    """Return a query string without the values that are None. A path is sent as its bytes, which may not be UTF-8."""
     pairs = []
     for key, value in values.items():
         if value is not None:
@@ -84,7 +84,7 @@ def query_of(**values: str | int | bool | None) -> str:
 
 
 def checked_path(path: str, name: str = "path") -> str:
-    """A path that can be a file name; `InvalidPath`. Where it leads is for the supervisor to say."""
+    """Return a path that can be a file name; `InvalidPath`. The supervisor checks that it stays in the workspace."""
     if not path or "\0" in path or len(path) > 4096:
         raise InvalidPath(
             "a path has 1 to 4096 characters and no NUL",
@@ -99,7 +99,7 @@ def checked_path(path: str, name: str = "path") -> str:
 
 
 def check(model: type[M], answer: object) -> M:
-    """An answer as the model it should be."""
+    """Return an answer as a model; `SandboxLost` when it does not fit."""
     try:
         return model.model_validate(answer)
     except (ValidationError, ValueError, OverflowError, RecursionError):
@@ -107,7 +107,7 @@ def check(model: type[M], answer: object) -> M:
 
 
 def json_object(answer: bytes) -> object:
-    """An answer as JSON."""
+    """Parse an answer as JSON; `SandboxLost` when it is not."""
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
@@ -115,24 +115,24 @@ def json_object(answer: bytes) -> object:
 
 
 def checked_result(answer: bytes, model: type[R]) -> R:
-    """The result of a command. What only the control plane can know is never taken from inside."""
+    """Return the result of a command. `oom_killed` is reset: only the provider knows it."""
     try:
         result = model.model_validate_json(answer)
     except ValidationError:
-        # Names of files that are not UTF-8 come with surrogate escapes, which only this parser takes.
+        # File names that are not UTF-8 come with surrogate escapes, which only the parser of `json` accepts.
         result = check(model, json_object(answer))
     result.oom_killed = False
     return result
 
 
 def result_size(output_limit: int) -> int:
-    """The most bytes the result of a command may have."""
-    # A control character costs six bytes as JSON, and bytes that are not UTF-8 come as base64 besides.
+    """Return the largest size that the result of a command may have."""
+    # A control character takes six bytes in JSON, and bytes that are not UTF-8 come as base64 too.
     return 8 * output_limit + SMALL
 
 
 def size_of(text: str | None, exact: str | None = None) -> int:
-    """How many bytes a text stands for; `exact` has them in base64 when they are not UTF-8."""
+    """Return the size of a text in bytes; `exact` has the bytes in base64 when they are not UTF-8."""
     if exact is not None:
         try:
             return len(b64decode(exact))

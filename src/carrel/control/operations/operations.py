@@ -76,11 +76,11 @@ from carrel.models.operations import (
 from carrel.store import SessionRecord
 
 Longest = Callable[[SessionRecord], Awaitable[float | None]]
-"""The longest that a command of a session may take by its policy; None where the policy has no such limit."""
+"""Returns the longest time that the policy allows a command of a session; None for no limit."""
 
 
 class Packages(Protocol):
-    """The packages of templates."""
+    """Knows the packages of templates."""
 
     async def settled(self, box: LiveSandbox) -> None:
         """Wait a short time for packages that are being built: the next command may need them."""
@@ -142,7 +142,7 @@ class SandboxOperations(ABC):
     async def deploy_or_resume(
         self, request: SandboxRequest, idempotency_key: str | None = None
     ) -> tuple[SandboxInfo, bool]:
-        """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
+        """Return the running sandbox of a context, started if necessary, and whether it was started."""
         arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
         if variables := await self._sessions.new_variables(request):
             arguments["env"] = variables
@@ -151,7 +151,6 @@ class SandboxOperations(ABC):
             return await self._sessions.deploy_or_resume(request, None if who is None else who.own(idempotency_key))
 
     async def terminate(self, name: str, request: TerminateRequest) -> SandboxInfo:
-        """End a session for good."""
         record = await self._sessions.record(name)
         async with self.admit(TERMINATE, request.model_dump(), record.id, record.context_id):
             return await self._sessions.terminate(
@@ -159,7 +158,7 @@ class SandboxOperations(ABC):
             )
 
     async def stop(self, name: str) -> SandboxInfo:
-        """End the sandbox, keep its workspace; `deploy_or_resume` starts it again."""
+        """End the sandbox and keep its workspace; `deploy_or_resume` starts it again."""
         record = await self._sessions.record(name)
         async with self.admit(STOP, {}, record.id, record.context_id):
             return await self._sessions.stop(name, "stopped on request")
@@ -167,7 +166,6 @@ class SandboxOperations(ABC):
     # commands
 
     async def run_command(self, name: str, request: CommandRequest) -> CommandResult:
-        """Run a command to its end."""
         if request.interactive:
             raise InvalidRequest(
                 "an interactive command runs in the background",
@@ -183,8 +181,8 @@ class SandboxOperations(ABC):
             return await self.conclude(box, traffic, result)
 
     async def start_command(self, name: str, request: CommandRequest, *, attended: bool = False) -> CommandInfo:
-        """Start a command in the background. `attended` says that the caller reads its output until it ends: a request
-        without a deadline then gets that of the sandbox, and else none but the policy's.
+        """Start a command in the background. `attended`: the caller reads the output until the end. Then a request
+        without a deadline gets the deadline of the sandbox; otherwise only the one of the policy.
         """
         async with self.enter(name, START_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
@@ -194,10 +192,9 @@ class SandboxOperations(ABC):
             body, _ = command_body(request, default)
             if request.stdin is not None:
                 traffic.took(size_of(request.stdin))
-            return await self._told(box, await box.connection.start_command(body))
+            return await self._clean_info(box, await box.connection.start_command(body))
 
     async def list_commands(self, name: str) -> CommandList:
-        """The commands the sandbox remembers."""
         async with self.enter(name, LIST_COMMANDS, {}) as (box, _):
             found = await box.connection.list_commands()
             redactor = await self._redactor(box.record.owner)
@@ -206,13 +203,11 @@ class SandboxOperations(ABC):
             return CommandList(items=[clean_info(redactor, info) for info in found.items])
 
     async def get_command(self, name: str, command_id: str) -> CommandInfo:
-        """One command."""
         require_id(command_id)
         async with self.enter(name, GET_COMMAND, {"id": command_id}) as (box, _):
-            return await self._told(box, await box.connection.get_command(command_id))
+            return await self._clean_info(box, await box.connection.get_command(command_id))
 
     async def command_result(self, name: str, command_id: str) -> CommandResult:
-        """Wait for the end of a command."""
         require_id(command_id)
         async with self.enter(name, COMMAND_RESULT, {"id": command_id}) as (box, traffic):
             return await self.conclude(box, traffic, await box.connection.command_result(command_id))
@@ -220,7 +215,7 @@ class SandboxOperations(ABC):
     async def command_output(
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True
     ) -> AsyncIterator[Chunk]:
-        """Output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
+        """Yield the output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         require_id(command_id)
         arguments = {"id": command_id, "offset": offset}
         async with self.enter(name, COMMAND_OUTPUT, arguments) as (box, traffic):
@@ -232,7 +227,6 @@ class SandboxOperations(ABC):
                     yield chunk
 
     async def send_input(self, name: str, command_id: str, data: bytes, *, close: bool = False) -> None:
-        """Bytes for the standard input of a command."""
         require_id(command_id)
         arguments = {"id": command_id, "bytes": len(data)}
         async with self.enter(name, SEND_INPUT, arguments) as (box, traffic):
@@ -240,26 +234,24 @@ class SandboxOperations(ABC):
             await box.connection.send_input(command_id, data, close=close)
 
     async def signal_command(self, name: str, command_id: str, request: SignalRequest) -> None:
-        """A signal for a command."""
         require_id(command_id)
         arguments = {"id": command_id, "signal": request.signal}
         async with self.enter(name, SIGNAL_COMMAND, arguments) as (box, _):
             await box.connection.signal_command(command_id, request.model_dump())
 
     async def resize_terminal(self, name: str, command_id: str, size: TerminalSize) -> None:
-        """A new size for the terminal of a command."""
         require_id(command_id)
         async with self.enter(name, RESIZE_TERMINAL, {"id": command_id}) as (box, _):
             await box.connection.resize_terminal(command_id, size.model_dump())
 
     async def delete_command(self, name: str, command_id: str) -> None:
-        """Kill a command with its whole tree and forget it."""
+        """Kill a command with its whole process tree, and forget it."""
         require_id(command_id)
         async with self.enter(name, DELETE_COMMAND, {"id": command_id}) as (box, _):
             await box.connection.delete_command(command_id)
 
     async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
-        """Shell text, with files in and the names of files produced out."""
+        """Run shell text with files; the result has the names of the files that it produced."""
         if request.env_name is not None or request.requirements is not None:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments: dict[str, object] = {"command": request.code} | brought(request.files)
@@ -283,7 +275,7 @@ class SandboxOperations(ABC):
     async def read_file(
         self, name: str, path: str, *, offset: int = 0, length: int | None = None
     ) -> AsyncIterator[int | bytes | None]:
-        """First the number of bytes to come (None when unknown), then the bytes of a file."""
+        """Yield the number of bytes to come (None if unknown), then the bytes of the file."""
         checked_path(path)
         async with self.enter(name, READ_FILE, {"path": path}) as (box, traffic):
             stream = await box.connection.read_file(path, offset or None, length)
@@ -305,7 +297,7 @@ class SandboxOperations(ABC):
         parents: bool = True,
         exclusive: bool = False,
     ) -> FileInfo:
-        """A file from bytes or from a stream of any length, atomically."""
+        """Write a file atomically, from bytes or from a stream of any length."""
         if mode is not None and not (0 < len(mode) <= 4 and set(mode) <= set("01234567")):
             raise InvalidRequest(
                 "the mode is octal permissions such as 644", field="mode", hint="use 3 or 4 digits 0-7"
@@ -321,7 +313,7 @@ class SandboxOperations(ABC):
             return await box.connection.write_file(path, content, mode=mode, parents=parents, exclusive=exclusive)
 
     async def forward(self, operation: ForwardedOperation[Q, A], name: str, request: Q) -> A:
-        """Perform an operation that is one request to the supervisor, as its row says."""
+        """Perform an operation that is one request to the supervisor, as its row in the table describes."""
         for field in operation.paths:
             checked_path(getattr(request, field), field)
         async with self.enter(name, operation, operation.arguments(request)) as (box, traffic):
@@ -337,18 +329,17 @@ class SandboxOperations(ABC):
     # tools and health
 
     async def health(self, name: str) -> SupervisorHealth:
-        """What the supervisor says of itself."""
         async with self.enter(name, HEALTH, {}) as (box, _):
             return await box.connection.health()
 
     # inner
 
-    async def _told(self, box: LiveSandbox, info: CommandInfo) -> CommandInfo:
+    async def _clean_info(self, box: LiveSandbox, info: CommandInfo) -> CommandInfo:
         info.oom_killed = await for_memory(box, info)
         return clean_info(await self._redactor(box.record.owner), info)
 
     async def conclude(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
-        """Count a result, and take the secrets out of it."""
+        """Count the bytes of a result and remove secrets from it."""
         size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
         traffic.gave(size)
         result.oom_killed = await for_memory(box, result)

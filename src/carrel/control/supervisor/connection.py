@@ -1,7 +1,7 @@
-"""HTTP to one supervisor over its Unix socket: pooled, streaming, with back-pressure both ways.
+"""HTTP to one supervisor over its Unix socket: pooled, streaming, with back-pressure in both directions.
 
-What comes back is written by hostile code: sizes, times and forms are bounded, and nonsense is `SandboxLost`.
-Knows nothing of what is asked.
+Answers come from hostile code: sizes and times are bounded, and an answer that is not HTTP is `SandboxLost`. Knows no
+route.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEADS = {method: f"{method} ".encode() for method in ("GET", "POST", "PUT", "DE
 _HOST = b" HTTP/1.1\r\nhost: supervisor\r\n"
 
 run: ContextVar[str | None] = ContextVar("carrel_run", default=None)
-"""Of what everything that is asked here now is a part; the supervisor remembers that it was begun."""
+"""The approved run that every request of this task belongs to; the supervisor remembers that it was begun."""
 
 
 def _host() -> bytes:
@@ -45,7 +45,7 @@ def _lost(why: str) -> SandboxLost:
 
 
 def problem_from(status: int, body: bytes) -> CarrelError:
-    """The error a supervisor's problem answer stands for; everything it may add is bounded."""
+    """Return the error of a problem answer; its contents are bounded."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -61,12 +61,12 @@ def problem_from(status: int, body: bytes) -> CarrelError:
         elif isinstance(each, list) and len(each) <= 64:
             bounded[key[:64]] = [str(item)[:256] for item in each]
     error = from_problem(bounded, status)
-    # A sandbox speaks for its own commands and files; what only the control plane can say, it may not.
+    # A sandbox may report failures of its own commands and files, not those that only the control plane can know.
     return _lost("claimed a failure it cannot know of") if error.status in {401, 403, 503} else error
 
 
 class _Wire(asyncio.Protocol):
-    """One connection, one exchange at a time."""
+    """One connection, with one exchange at a time."""
 
     def __init__(self, owner: SupervisorConnection):
         self._owner = owner
@@ -82,7 +82,7 @@ class _Wire(asyncio.Protocol):
         self.reset(0)
 
     def reset(self, limit: int) -> None:
-        """Make ready for the next exchange; `limit` bounds the answer that is buffered, 0 means a stream."""
+        """Prepare for the next exchange; `limit` bounds an answer that is buffered, 0 means a stream."""
         self.limit = limit
         self.status = 0
         self.length: int | None = None
@@ -95,7 +95,6 @@ class _Wire(asyncio.Protocol):
         self._body = 0
 
     def begin(self, limit: int) -> None:
-        """Start an exchange."""
         self.reset(limit)
         self._parser = httptools.HttpResponseParser(self)
         self._busy = True
@@ -179,7 +178,6 @@ class _Wire(asyncio.Protocol):
     # the caller's side
 
     def fail(self, error: CarrelError) -> None:
-        """End the exchange and the connection with an error."""
         if self.failure is None:
             self.failure = error
         if self.transport is not None and not self.closed:
@@ -206,12 +204,12 @@ class _Wire(asyncio.Protocol):
                 timer.cancel()
 
     def duplicate(self) -> int:
-        """A second descriptor of the socket, for `finish`; the caller closes it."""
+        """Return a second descriptor of the socket, for `finish`; the caller closes it."""
         assert self.transport is not None
         return os.dup(self.transport.get_extra_info("socket").fileno())
 
     def _rescue(self, spare: int) -> None:
-        """A refusal sent before the body was taken still lies in the socket, behind the write that failed."""
+        """Read a refusal that was sent before the body was taken: it is still in the socket after the write failed."""
         failure, self.failure = self.failure, None
         try:
             self._parser.feed_data(os.read(spare, MAX_HEAD + MAX_PROBLEM))
@@ -221,7 +219,7 @@ class _Wire(asyncio.Protocol):
             self.failure = failure
 
     async def finish(self, deadline: float | None, spare: int = -1) -> bytes:
-        """The whole answer."""
+        """Wait for the whole answer."""
         while not self.complete and self.failure is None:
             await self._wait(deadline)
         if self.failure is not None and not self.complete and self.closed and spare >= 0:
@@ -231,14 +229,13 @@ class _Wire(asyncio.Protocol):
         return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
 
     async def head(self, deadline: float) -> None:
-        """Wait for the status."""
         while not self.headers_done and self.failure is None:
             await self._wait(deadline)
         if self.failure is not None:
             raise self.failure
 
     async def body(self, idle: float | None) -> AsyncIterator[bytes]:
-        """The body as it comes; reading pauses while the caller is behind."""
+        """Yield the body as it comes; reading pauses while the caller is behind."""
         while True:
             while self.chunks:
                 chunk = self.chunks.popleft()
@@ -255,7 +252,7 @@ class _Wire(asyncio.Protocol):
                 await self._wait(idle)
 
     async def drain(self, deadline: float) -> None:
-        """Wait until the supervisor has taken enough of what was written."""
+        """Wait until the supervisor has read enough of what was written."""
         while not self._can_write and not self.closed and not self.complete:
             self._drained = self._loop.create_future()
             timer = self._loop.call_later(deadline, self._late)
@@ -266,7 +263,7 @@ class _Wire(asyncio.Protocol):
                 self._drained = None
 
     def release(self) -> None:
-        """Give the connection back when the exchange ended well, else end it."""
+        """Return the connection to the pool if the exchange ended well, else close it."""
         self._busy = False
         self._parser = None
         if self.complete and self.failure is None and not self.closed and not self._paused and self._can_write:
@@ -277,7 +274,7 @@ class _Wire(asyncio.Protocol):
 
 
 class Download:
-    """An answer that is being read: `length` when the supervisor gave it, then the bytes."""
+    """An answer that is being read. `length` is None if the supervisor did not give it."""
 
     def __init__(self, wire: _Wire, idle: float | None):
         self._wire = wire
@@ -295,7 +292,6 @@ class Download:
             self.close()
 
     def close(self) -> None:
-        """Stop reading. May be called twice."""
         wire, self._wire = self._wire, _CLOSED
         if wire is not _CLOSED:
             wire.release()
@@ -320,7 +316,7 @@ class SupervisorConnection:
         deadline: float | None = 30.0,
         max_bytes: int = MAX_JSON,
     ) -> Json:
-        """Ask for a JSON object. An answer without a body is an empty one."""
+        """Send a request with a JSON body; return the JSON object of the answer, empty for an answer without a body."""
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         answer = await self.request(method, path, data, deadline=deadline, max_bytes=max_bytes)
         return self._object(answer)
@@ -334,8 +330,8 @@ class SupervisorConnection:
         deadline: float | None = 30.0,
         max_bytes: int = MAX_JSON,
     ) -> bytes:
-        """Send a body, get the body of a successful answer; a problem answer becomes its error. Without a deadline it
-        waits until the sandbox answers or ends.
+        """Send a request, return the body of a successful answer; a problem answer is raised as its error. Without a
+        deadline it waits until the sandbox answers or ends.
         """
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(max_bytes)
@@ -366,7 +362,7 @@ class SupervisorConnection:
         stall: float = 60.0,
         max_bytes: int = MAX_JSON,
     ) -> Json:
-        """Send a body of any length as it comes; `stall` bounds how long the supervisor may take nothing."""
+        """Send a body of any length as it comes; `stall` bounds how long the supervisor may read nothing."""
         first = bytearray()
         async for chunk in chunks:
             first += chunk
@@ -407,9 +403,7 @@ class SupervisorConnection:
     async def download(
         self, path: str, *, method: str = "GET", deadline: float = 30.0, idle: float | None = 60.0
     ) -> Download:
-        """Open a stream. The caller reads it to the end or closes it; `idle` bounds the silence between
-        chunks.
-        """
+        """Open a stream. The caller reads it to the end or closes it; `idle` bounds the time between two chunks."""
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(0)
         try:
@@ -463,7 +457,6 @@ class SupervisorConnection:
         return wire
 
     def keep(self, wire: _Wire) -> None:
-        """Take back a connection after a clean exchange."""
         if self._closed or len(self._idle) >= MAX_IDLE:
             self._open.discard(wire)
             if wire.transport is not None:
@@ -472,13 +465,12 @@ class SupervisorConnection:
             self._idle.append(wire)
 
     def forget(self, wire: _Wire) -> None:
-        """A connection is gone."""
         self._open.discard(wire)
         if wire in self._idle:
             self._idle.remove(wire)
 
     def close(self) -> None:
-        """End every connection; whoever waits on one gets `SandboxLost`."""
+        """Close every connection; a request that waits gets `SandboxLost`."""
         self._closed = True
         self._idle.clear()
         for wire in list(self._open):
@@ -487,8 +479,8 @@ class SupervisorConnection:
 
 
 def _short(path: str) -> str:
-    """A Unix socket address holds 107 bytes: a longer path inside the working directory is given relative to
-    it.
+    """Return a path that fits into a Unix socket address of 107 bytes: a longer one is given relative to the working
+    directory.
     """
     if len(os.fsencode(path)) <= 107:
         return path

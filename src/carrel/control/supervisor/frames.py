@@ -1,6 +1,6 @@
-"""Output frames of a supervisor, read piece by piece, and their form as output events. Pure: no I/O.
+"""Output frames of a supervisor: read piece by piece, and turned into output events. Pure: no I/O.
 
-The bytes come from inside a sandbox: whatever they are, the reader keeps no more than one end frame of them.
+The bytes come from inside a sandbox: the reader never stores more than one end frame.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STREAMS = {0: "end", 1: "stdout", 2: "stderr"}
 class Chunk:
     """A piece of one stream; for `end` the whole payload of the end frame.
 
-    `raw` is how many bytes of the output it stands for, when that is not its length.
+    `raw` is the number of bytes before redaction, if that is not the length of `data`.
     """
 
     stream: str
@@ -28,7 +28,7 @@ class Chunk:
 
 
 class FrameReader:
-    """Cuts bytes into chunks. Payloads are handed on as they come, only an end frame is gathered."""
+    """Splits bytes into chunks. Payloads are passed on as they come; only an end frame is collected."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -37,7 +37,7 @@ class FrameReader:
         self.ended = False
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """The chunks that `data` completes; `SandboxLost` when it is not frames."""
+        """Return the chunks in `data`; `SandboxLost` when these are not frames."""
         chunks: list[Chunk] = []
         view = memoryview(data)
         while view or (self._kind == -1 and self._left == 0):
@@ -79,8 +79,8 @@ class FrameReader:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of output for a caller: text where the bytes are UTF-8, else base64; `offset` is the place
-    after it.
+    """A piece of output for a caller: text where the bytes are UTF-8, else base64. `offset` is the
+    position after it.
     """
 
     stream: str
@@ -90,10 +90,10 @@ class Piece:
 
 
 class TextCutter:
-    """Turns chunks into pieces, cutting text only between characters.
+    """Turns chunks into pieces, and splits text only between characters.
 
-    The rest of a character waits for the next chunk of its stream. When the other stream comes first it is
-    given as bytes, so that every offset handed out is a place from which nothing is lost.
+    The first bytes of a character wait for the next chunk of their stream. When the other stream comes first, they are
+    given as bytes, so that a reader who continues from any offset loses nothing.
     """
 
     def __init__(self, offset: int = 0):
@@ -102,7 +102,6 @@ class TextCutter:
         self._rest = b""
 
     def feed(self, chunk: Chunk) -> list[Piece]:
-        """The pieces a chunk of output gives."""
         pieces = [] if chunk.stream == self._stream else self.flush()
         self._stream = chunk.stream
         data = self._rest + chunk.data if self._rest else chunk.data
@@ -122,7 +121,7 @@ class TextCutter:
         return pieces
 
     def flush(self) -> list[Piece]:
-        """What still waits, as bytes."""
+        """Return the bytes that still wait."""
         if not self._rest:
             return []
         data, self._rest = self._rest, b""

@@ -1,4 +1,6 @@
-"""Whether something was killed for want of memory. Only the provider knows: what a sandbox says of it is not asked."""
+"""Whether a command was killed because memory ran out. Only the provider knows: a sandbox cannot be
+trusted with this.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ Ended = CommandInfo | CommandResult | CellResult
 
 
 async def for_memory(box: LiveSandbox, ended: Ended) -> bool:
-    """Whether the kernel has killed something of it for want of memory; the same however often it is asked."""
+    """Whether the kernel killed a process of it because memory ran out. The answer stays the same for each id."""
     killed = ended.signal in {"SIGKILL", "KILL"} or ended.exit_code == 137  # the shell's name for it
     if not killed or ended.timed_out:
         return False
