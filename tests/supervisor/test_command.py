@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.command import Command, Order, signal_name
+from carrel.supervisor.command import Command, Order, exit_of, signal_name
 from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
 
 
@@ -43,7 +43,7 @@ async def test_while_it_runs(command: Command) -> None:
 async def test_how_it_ended(command: Command, status: int, code: int | None, name: str | None) -> None:
     command.status, command.ended = status, command.started + 0.25
     assert not command.running
-    assert command.exit() == (code, name)
+    assert exit_of(command.status) == (code, name)
     info = command.info()
     assert (info["running"], info["exit_code"], info["signal"], info["duration_ms"]) == (False, code, name, 250.0)
 

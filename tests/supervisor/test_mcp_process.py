@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from carrel.errors import LimitExceeded, McpServerFailed, NotRunning
-from carrel.supervisor.command import Order
+from carrel.supervisor.answers import frame
+from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.mcp_log import Log
-from carrel.supervisor.mcp_process import END, MESSAGE, NO_ROOM, OPENED, Process, frame
+from carrel.supervisor.mcp_process import END, MESSAGE, NO_ROOM, OPENED, Process
 from carrel.supervisor.output import Budget
 
 ROOM = 4 * 1024 * 1024
@@ -74,7 +75,7 @@ def test_frames() -> None:
 async def test_from_start_to_end(ground: Ground) -> None:
     process = ground.start("sh", "-c", 'read line; echo "$line"; echo words >&2; exit 3')
     await process.begun
-    assert process.exit() == (None, None)
+    assert exit_of(process.status) == (None, None)
     messages = process.messages()  # before there is a reason to end: of one that is over, nothing is kept for nobody
     await process.send(b'{"a": 1}\n', 5)
     (opened, which), (kind, message), (end, how) = await frames(messages)

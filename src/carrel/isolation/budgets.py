@@ -11,11 +11,11 @@ What neither limits nor namespaces can hold is refused by the system call filter
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Mapping
 
 from carrel.isolation import linux
+from carrel.primitives.kernel_files import write
 
 LIMITS: Mapping[int, int] = {
     resource.RLIMIT_SIGPENDING: 1024,  # queued signals and POSIX timers
@@ -63,22 +63,14 @@ def sandbox_notifications() -> dict[str, int]:
 
 def limit_tcp_buffers() -> None:
     """Hold the buffers of TCP sockets of this network namespace to what other sockets have: no cgroup counts them."""
-    _write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992")
-    _write("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992")
+    write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992")
+    write("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992")
 
 
 def hold_notifications(most: Mapping[str, int]) -> None:
     """Set the inotify limits of this process's user namespace, over which it has every capability."""
     for name, value in most.items():
-        _write(f"/proc/sys/user/{name}", str(value))
-
-
-def _write(path: str, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+        write(f"/proc/sys/user/{name}", str(value))
 
 
 def _read(name: str) -> int:

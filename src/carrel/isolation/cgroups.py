@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from carrel.errors import PlatformError
+from carrel.primitives.kernel_files import read, write
 
 _OWN = re.compile(r"^carrel-(\d+)-(\d+)$")
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # how mountinfo writes white space and backslashes
@@ -89,6 +90,11 @@ def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
     return found
 
 
+def _of_this_process() -> list[Hierarchy]:
+    with open("/proc/self/mountinfo", encoding="utf-8") as mounts, open("/proc/self/cgroup", encoding="utf-8") as own:
+        return hierarchies(mounts.read(), own.read())
+
+
 def _nearest_writable(point: str, own: str) -> str:
     """The top of a version 2 tree for root; for others the highest ancestor of their group they may write to."""
     if os.geteuid() == 0:
@@ -105,11 +111,7 @@ def host_memory_mb() -> int:
     """
     with open("/proc/meminfo", encoding="utf-8") as file:
         total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal:"))
-    with open("/proc/self/mountinfo", encoding="utf-8") as file:
-        mounts = file.read()
-    with open("/proc/self/cgroup", encoding="utf-8") as file:
-        own = file.read()
-    return min([total, *memory_limits(hierarchies(mounts, own))]) // (1024 * 1024)
+    return min([total, *memory_limits(_of_this_process())]) // (1024 * 1024)
 
 
 def memory_limits(found: Iterable[Hierarchy]) -> list[int]:
@@ -148,13 +150,9 @@ class Cgroups:
     def open(cls) -> Cgroups:
         """Find what the host offers and make our own directories; never raises for what the host lacks."""
         groups = cls()
-        with open("/proc/self/mountinfo", encoding="utf-8") as file:
-            mounts = file.read()
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            own = file.read()
         name = f"carrel-{os.getpid()}-{start_time(os.getpid())}"
         reasons = []
-        for hierarchy in sorted(hierarchies(mounts, own), key=lambda found: found.version):
+        for hierarchy in sorted(_of_this_process(), key=lambda found: found.version):
             try:
                 groups._adopt(hierarchy, name)
             except OSError as error:
@@ -170,14 +168,14 @@ class Cgroups:
             wanted = [controller for controller in hierarchy.controllers if controller in present]
             if not wanted:
                 return
-            _write(f"{hierarchy.path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
+            write(f"{hierarchy.path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
         else:
             wanted = [c for c in hierarchy.controllers if c not in self._directories]
         path = f"{hierarchy.path}/{name}"
         if wanted:
             os.mkdir(path, 0o755)
             if hierarchy.version == 2:
-                _write(f"{path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
+                write(f"{path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
             self._parents.append((os.open(hierarchy.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name))
             directory = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             for controller in wanted:
@@ -209,7 +207,7 @@ class Cgroups:
         for controller, (version, directory) in self._directories.items():
             for name, value in settings(version, controller, memory_mb, cpus).items():
                 try:
-                    _write(f"{group}/{name}", value, directory)
+                    write(f"{group}/{name}", value, dir_fd=directory)
                 except OSError as error:
                     if name not in _OPTIONAL:
                         raise PlatformError(f"{name} of cgroup {group} could not be set: {error}") from error
@@ -236,8 +234,8 @@ class Cgroups:
         )
         answer: dict[str, int] = {}
         try:
-            answer["memory_bytes"] = int(_read(f"{group}/{current}", directory))
-            for line in _read(f"{group}/{events}", directory).splitlines():
+            answer["memory_bytes"] = int(read(f"{group}/{current}", dir_fd=directory))
+            for line in read(f"{group}/{events}", dir_fd=directory).decode().splitlines():
                 key, _, value = line.partition(" ")
                 if key == "oom_kill":
                     answer["oom_kills"] = int(value)
@@ -271,12 +269,8 @@ def start_time(pid: int, proc: str = "/proc") -> int:
 
 def sweep() -> bool:
     """Remove the empty groups of zygotes that are gone; False when one that is all but empty is still held."""
-    with open("/proc/self/mountinfo", encoding="utf-8") as file:
-        mounts = file.read()
-    with open("/proc/self/cgroup", encoding="utf-8") as file:
-        own = file.read()
     done = True
-    for hierarchy in hierarchies(mounts, own):
+    for hierarchy in _of_this_process():
         try:
             done = _sweep(hierarchy.path) and done
         except OSError:
@@ -312,19 +306,3 @@ def _has_processes(path: str) -> bool:
             return bool(file.read(1))
     except OSError:
         return False
-
-
-def _write(path: str, value: str, directory: int | None = None) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
-    try:
-        os.write(descriptor, value.encode())
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: str, directory: int) -> str:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
-    try:
-        return os.read(descriptor, 65536).decode()
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 
-from carrel.primitives import libc
+from carrel.primitives import kernel_files, libc
 
 ARCH = platform.machine()
 _NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -165,11 +165,7 @@ def bring_up_loopback() -> None:
 def write_id_maps(proc: str, lines: str) -> None:
     """Map the user and group ids of the process at `proc` (a `/proc/PID` path): `inside outside count` a line."""
     for name in ("uid_map", "gid_map"):
-        descriptor = os.open(f"{proc}/{name}", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(descriptor, lines.encode())
-        finally:
-            os.close(descriptor)
+        kernel_files.write(f"{proc}/{name}", lines)
 
 
 def lower_limit(which: int, wanted: int) -> None:

@@ -46,9 +46,9 @@ class Spec:
     resolver: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Born:
-    """What the supervisor gets to know of the sandbox it runs in."""
+    """The facts about its sandbox that the supervisor gets."""
 
     id: str
     listener: socket.socket

@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from carrel.isolation import linux
+from carrel.primitives.kernel_files import read_if_there
 
 INTERVAL_S = 0.1
 COUNT_INTERVAL_S = 5.0
@@ -122,7 +123,7 @@ def look(watched: Sequence[Watched], proc: str = "/proc") -> bool:
 
 def _lives(proc: str, pid: int) -> bool:
     """Whether a process is there and no zombie: a zombie has given back all it had."""
-    state = _read(f"{proc}/{pid}/stat").rpartition(b")")[2].split(None, 1)[:1]
+    state = read_if_there(f"{proc}/{pid}/stat").rpartition(b")")[2].split(None, 1)[:1]
     return bool(state) and state[0] not in {b"Z", b"X"}
 
 
@@ -136,7 +137,7 @@ def _kill(pid: int) -> bool:
 
 def machine_shared(proc: str = "/proc") -> int:
     """Bytes of shared memory on the whole machine: one read that tells whether counting is worth its while."""
-    told = _read(f"{proc}/meminfo").partition(b"\nShmem:")[2].split(None, 1)
+    told = read_if_there(f"{proc}/meminfo").partition(b"\nShmem:")[2].split(None, 1)
     return int(told[0]) * 1024 if told else 0
 
 
@@ -266,7 +267,7 @@ def _segments(descriptor: int) -> int:
 
 def _sockets(proc: str, pid: int) -> int:
     """How many sockets there are in a process's network, those included that are closed but still hold data."""
-    told = _read(f"{proc}/{pid}/net/sockstat").split(None, 3)
+    told = read_if_there(f"{proc}/{pid}/net/sockstat").split(None, 3)
     return int(told[2]) if len(told) > 2 else 0
 
 
@@ -326,7 +327,7 @@ def _children(proc: str) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for name in os.listdir(proc):
         if name.isdigit():
-            fields = _read(f"{proc}/{name}/stat").rpartition(b")")[2].split()
+            fields = read_if_there(f"{proc}/{name}/stat").rpartition(b")")[2].split()
             if len(fields) > 1:
                 found.setdefault(int(fields[1]), []).append(int(name))
     return found
@@ -347,7 +348,7 @@ def _private_bytes(proc: str, pid: int) -> int:
 
 
 def _private(place: str) -> int:
-    fields = _read(f"{place}/statm").split()
+    fields = read_if_there(f"{place}/statm").split()
     return max(0, int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
 
 
@@ -356,16 +357,3 @@ def _threads(process: str) -> list[str]:
         return [f"{process}/task/{name}" for name in os.listdir(f"{process}/task")]
     except OSError:
         return []
-
-
-def _read(path: str) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.read(descriptor, 4096)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from carrel.isolation import budgets, launchers, linux, rootfs
 from carrel.isolation.sandbox import BASE, COVERS
+from carrel.primitives.kernel_files import write
 
 WORKSPACES = "/workspaces"
 _STAGE = "/tmp"  # only a mount point, in a namespace of our own
@@ -29,9 +30,9 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
         linux.unshare(linux.CLONE_NEWNS)
     else:
         budgets.enter_user_namespace(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"0 {uid} 1\n")
-        _write("/proc/self/gid_map", f"0 {gid} 1\n")
+        write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", f"0 {uid} 1\n")
+        write("/proc/self/gid_map", f"0 {gid} 1\n")
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     # Taken before the stage is set: they may lie below it.
     tree = linux.open_tree(workspaces)
@@ -61,8 +62,3 @@ def _cover_pips(base: str) -> None:
     for target in (found for pattern in launchers.MAINS for found in glob.glob(base + pattern)):
         linux.mount(base + launchers.MAIN_PLACE, target, None, linux.MS_BIND)
         linux.mount("none", target, None, flags)
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)

@@ -1,4 +1,4 @@
-"""How the supervisor tells of a command: its result, and its output in frames. Starts and changes nothing."""
+"""The result of a command as JSON, and its output as a stream of frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from carrel.supervisor.command import Command
+from carrel.supervisor.command import Command, exit_of
 from carrel.supervisor.http import Json
 from carrel.supervisor.output import END, Output
 
@@ -15,19 +15,19 @@ FRAME = 256 * 1024
 
 
 class Written(Protocol):
-    """What writes output."""
+    """Something that writes output: a command or a cell."""
 
     @property
     def output(self) -> Output:
-        """What it has written."""
+        """Its output."""
 
     def info(self) -> Json:
         """The info object of the protocol."""
 
 
 def result_of(command: Command) -> Json:
-    """The result of a command that has ended."""
-    code, name = command.exit()
+    """Return the result of a command that has ended."""
+    code, name = exit_of(command.status)
     result: Json = {
         "id": command.id,
         "exit_code": code,
@@ -47,16 +47,20 @@ def result_of(command: Command) -> Json:
 
 
 async def frames_of(command: Written, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
-    """Output from an offset on as frames; the last has the info."""
+    """Yield the output from an offset on as frames. The last frame has the info object."""
     output = command.output
     while True:
         stream, data = output.read(offset, FRAME)
         if stream != END:
             offset += len(data)
-            yield stream.to_bytes(1, "big") + len(data).to_bytes(4, "big") + data
+            yield frame(stream, data)
         elif not follow or output.ended:
             break
         else:
             await output.changed()
-    info = json.dumps(command.info()).encode()
-    yield END.to_bytes(1, "big") + len(info).to_bytes(4, "big") + info
+    yield frame(END, json.dumps(command.info()).encode())
+
+
+def frame(kind: int, data: bytes) -> bytes:
+    """Return a frame as it is sent: the kind, the length and the data."""
+    return kind.to_bytes(1, "big") + len(data).to_bytes(4, "big") + data

@@ -38,41 +38,30 @@ from carrel.supervisor.secrets import Secrets
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
 ROUNDS = 8
-"""How often `warm` runs a command. The interpreter looks at a function after 8 calls."""
+"""How often `warm` runs a command. The interpreter specializes a function after 8 calls."""
 _OWN_ID = re.compile(r"k[A-Za-z0-9_-]{7,63}")
 
 
 class Born(Protocol):
-    """What the supervisor is told of its sandbox (see `carrel.isolation.sandbox.Born`)."""
+    """The facts about its sandbox that the supervisor gets (see `carrel.isolation.sandbox.Born`)."""
 
-    @property
-    def listener(self) -> socket.socket: ...  # noqa: D102
-    @property
-    def workspace(self) -> str: ...  # noqa: D102
-    @property
-    def home(self) -> str: ...  # noqa: D102
-    @property
-    def env(self) -> dict[str, str]: ...  # noqa: D102
-    @property
-    def isolated(self) -> bool: ...  # noqa: D102
-    @property
-    def memory_mb(self) -> int | None: ...  # noqa: D102
-    @property
-    def oom_score_fd(self) -> int: ...  # noqa: D102
-    @property
-    def secrets_fd(self) -> int: ...  # noqa: D102
-    @property
-    def way_out_port(self) -> int | None: ...  # noqa: D102
-    @property
-    def refusing(self) -> socket.socket | None: ...  # noqa: D102
-    @property
-    def trust(self) -> bool: ...  # noqa: D102
+    listener: socket.socket
+    workspace: str
+    home: str
+    env: dict[str, str]
+    isolated: bool
+    memory_mb: int | None
+    oom_score_fd: int
+    secrets_fd: int
+    way_out_port: int | None
+    refusing: socket.socket | None
+    trust: bool
 
 
 class Supervisor:
-    """Routes to commands and files of one sandbox. Made before the sandbox is known; `settle` gives it one.
+    """The routes of one sandbox. It is created before the sandbox exists; `configure` gives it one.
 
-    All parts and routes are made before the fork: every object that is made after it costs each sandbox memory.
+    All parts and routes are created before the fork: every object that is created later costs each sandbox memory.
     """
 
     def __init__(self) -> None:
@@ -108,7 +97,7 @@ class Supervisor:
             part.routes(self.router)
 
     def settle(self, loop: asyncio.AbstractEventLoop, born: Born) -> None:
-        """Take charge of a sandbox."""
+        """Take charge of a sandbox, which exists only now."""
         budget = min(OUTPUT_BUDGET, (born.memory_mb or 1024) * 1024 * 1024 // 4)
         self.commands.settle(loop, born.oom_score_fd, budget)
         self.files.settle(born.workspace)
@@ -132,7 +121,7 @@ class Supervisor:
         self.python.settle(self._env, isolated=born.isolated)
 
     def close(self) -> None:
-        """Let go of what `settle` took."""
+        """Release what `configure` took."""
         self.commands.close()
         self.produced.close()
         self.files.close()
@@ -176,7 +165,7 @@ class Supervisor:
         terminal = None if size is None else _size(size)
         return Order(
             command=command,
-            # Opened last: after it nothing is refused, so its descriptor cannot be forgotten.
+            # Opened last: nothing after it can raise, so the descriptor cannot leak.
             directory=self.files.open_directory(cwd, "cwd") if cwd else self._directory,
             env=merged,
             timeout=timeout,
@@ -250,7 +239,7 @@ class Supervisor:
     # the rest
 
     async def _health(self, _request: Request) -> Response:
-        if self._directory < 0:  # rehearsed before there is a sandbox
+        if self._directory < 0:  # a rehearsal, before there is a sandbox
             return json_response({"status": "ok"})
         running, load = self.commands.running + self.contexts.busy, self._load()
         return json_response(
@@ -318,20 +307,20 @@ def _encode(field: str, text: str) -> bytes:
 
 
 def _passable(field: str, text: str) -> None:
-    """Refuse what the kernel cannot take as an argument or a variable."""
+    """Check that the kernel can take a text as an argument or a variable."""
     if b"\0" in _encode(field, text):
         raise InvalidRequest(f"'{field}' has a NUL character", field=field)
 
 
 def end_below(pid: int) -> None:
-    """End every process below a supervisor that has no PID namespace of its own."""
+    """Kill every process below a supervisor that has no PID namespace of its own."""
     until = time.monotonic() + 5
     while kill_below(pid) and time.monotonic() < until:
         time.sleep(0.001)
 
 
 class Prepared:
-    """The loop and the supervisor, made before any fork: what a child does not write to, it shares."""
+    """The loop and the supervisor, created before any fork: a child shares the memory that it does not write to."""
 
     def __init__(self) -> None:
         self.loop = InheritedLoop()
@@ -340,15 +329,15 @@ class Prepared:
 
 
 def prepare() -> Prepared:
-    """In the zygote, once."""
+    """Create the loop and the supervisor. Called once, in the zygote."""
     return Prepared()
 
 
 def take_over(prepared: object, *, rehearse: bool) -> set[int]:
-    """In a new process, before its sandbox is known: make the loop its own, and with `rehearse` run it once.
+    """Make the inherited loop this process's own, before its sandbox is known. With `rehearse`, also run it once.
 
-    The run makes the pages that every request writes to this process's own now and not when a caller waits. Returns the
-    descriptors that must stay open.
+    The first run copies the memory pages that every request writes to, so no caller has to wait for that later. Returns
+    the descriptors that must stay open.
     """
     assert isinstance(prepared, Prepared)
     kept = prepared.loop.take_over()
@@ -386,9 +375,12 @@ def _serve(born: Born, prepared: Prepared, connections: set[asyncio.Task[None]])
 
 
 class _Rehearsal:
-    """A stand-in sandbox for `warm`."""
+    """A stand-in for a sandbox, for `warm`."""
 
-    isolated, memory_mb, way_out_port, refusing, trust = False, 64, None, None, False
+    isolated, trust = False, False
+    memory_mb: int | None = 64
+    way_out_port: int | None = None
+    refusing: socket.socket | None = None
 
     def __init__(self, folder: str):
         self.workspace = self.home = folder
@@ -401,10 +393,10 @@ class _Rehearsal:
 
 
 def warm() -> None:
-    """Run one of everything, so that what Python loads late is loaded before the first fork.
+    """Make one request of each kind, so that modules which Python loads late are loaded before the first fork.
 
-    Then run a command in a few more stand-ins: the interpreter replaces instructions that it has met often by faster
-    ones, which also write to fewer objects. Done here, no sandbox has to do it again in memory of its own.
+    Then run a command several times more: the interpreter replaces instructions that it has executed often with faster
+    ones, which also write to fewer objects. If that happens here, no sandbox has to do it again in its own memory.
     """
     for encoding in ("utf-8", "latin-1", "ascii", "idna", "unicode_escape"):
         codecs.lookup(encoding)
@@ -414,7 +406,7 @@ def warm() -> None:
 
 
 def _rehearse_all(exchange: _Exchange) -> None:
-    """Everything from `prepare` to the end of these requests, in this process."""
+    """Start a supervisor in this process, make these requests, and close it."""
     with tempfile.TemporaryDirectory(prefix="carrel-warm-") as folder:
         born, prepared = _Rehearsal(folder), prepare()
         connections: set[asyncio.Task[None]] = set()

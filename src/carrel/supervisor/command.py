@@ -1,4 +1,4 @@
-"""One command: what was asked for, and what became of it. Knows nothing of how processes are started or found."""
+"""One command: the request and its state. Knows nothing about how processes are started or found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from carrel.supervisor.reaper import Reaper
 
 @dataclass(frozen=True)
 class Order:
-    """What to run, with everything already resolved."""
+    """A command to run, with everything already resolved."""
 
     command: str | list[str]
     directory: int
@@ -32,7 +32,7 @@ class Order:
 
 @dataclass(eq=False)
 class Command:
-    """One command, from its start until it is forgotten."""
+    """A command, from its start until it is forgotten."""
 
     id: str
     order: Order
@@ -56,29 +56,22 @@ class Command:
 
     @property
     def running(self) -> bool:
-        """Whether the command itself (not what it left behind) still runs."""
+        """Whether the command itself still runs; processes that it left behind do not count."""
         return self.ended is None
 
     def close_slave(self) -> None:
-        """Let go of the terminal's other side, once the program has it."""
+        """Close the slave side of the terminal, once the program has it."""
         if self.slave_fd >= 0:
             os.close(self.slave_fd)
             self.slave_fd = -1
 
-    def exit(self) -> tuple[int | None, str | None]:
-        """Exit code or the name of the signal; both None while running."""
-        if self.status is None:
-            return None, None
-        code = os.waitstatus_to_exitcode(self.status)
-        return (code, None) if code >= 0 else (None, signal_name(-code))
-
     def duration_ms(self) -> float:
-        """Milliseconds from start to end, or until now."""
+        """Return the milliseconds from start to end, or until now."""
         return round(((self.ended or time.monotonic()) - self.started) * 1000, 3)
 
     def info(self) -> dict[str, Any]:
-        """The info object of the protocol."""
-        code, name = self.exit()
+        """Return the info object of the protocol."""
+        code, name = exit_of(self.status)
         return {
             "id": self.id,
             "command": self.order.command,
@@ -95,11 +88,19 @@ class Command:
         }
 
 
+def exit_of(status: int | None) -> tuple[int | None, str | None]:
+    """Return the exit code or the name of the signal of a wait status; both None while there is no status."""
+    if status is None:
+        return None, None
+    code = os.waitstatus_to_exitcode(status)
+    return (code, None) if code >= 0 else (None, signal_name(-code))
+
+
 _SIGNALS = {number.name: number.value for number in signal.Signals}
 
 
 def signal_number(name: str) -> int:
-    """9 for `KILL`, `sigkill` or `9`."""
+    """Return the number of a signal: 9 for `KILL`, `sigkill` or `9`."""
     text = name.upper()
     number = _SIGNALS.get(text if text.startswith("SIG") else f"SIG{text}")
     if number is None and text.isascii() and text.isdigit() and 0 < int(text) < 65:
@@ -112,7 +113,7 @@ def signal_number(name: str) -> int:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; `SIG34` for one without a name."""
+    """Return the name of a signal: `SIGKILL` for 9, `SIG34` for one without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

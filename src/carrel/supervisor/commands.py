@@ -1,6 +1,6 @@
-"""Commands and terminals of one sandbox: start, stream, signal, end at a deadline, remember.
+"""Commands and terminals of one sandbox: start, stream, signal, kill at a deadline, remember.
 
-A command's process tree is whatever lives below its reaper (see `reaper`). Runs on one event loop, without threads.
+The process tree of a command is everything below its reaper (see `reaper`). Runs on one event loop, without threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from carrel.errors import AlreadyExists, LimitExceeded, NotFound, NotRunning
 from carrel.supervisor import feeding
 from carrel.supervisor.command import Command, Order, signal_number
-from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
+from carrel.supervisor.output import STDERR, STDOUT, Budget, Output, read_some
 from carrel.supervisor.reaper import (
     OOM_SCORE_OF_COMMANDS,
     Program,
@@ -55,23 +55,23 @@ class Commands:
         self._commands: dict[str, Command] = {}
         self._count = 0
         self._pid = 0
-        self._direct: Command | None = None  # runs with the supervisor itself as reaper of its processes
-        self._last_direct: Command | None = None  # whose leftovers the supervisor may still have
+        self._direct: Command | None = None  # runs with the supervisor itself as its reaper
+        self._last_direct: Command | None = None  # may have left processes below the supervisor
         self._by_pid: dict[int, Command] = {}
         self._runners: dict[int, Reaper] = {}
         self._idle: list[Reaper] = []
         self._hosting: dict[Reaper, Command] = {}
         self._rest: asyncio.TimerHandle | None = None
         self._null = -1
-        self._sweeps = 0  # under way: nothing may be started directly below the supervisor meanwhile
+        self._sweeps = 0  # while one is running, nothing may be started directly below the supervisor
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hear of ended processes. Done before the fork: it is a thing of the loop, and not cheap."""
+        """Handle the end of child processes. Done before the fork, because it is not cheap."""
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
     def settle(self, loop: asyncio.AbstractEventLoop, oom_score_fd: int, budget: int) -> None:
-        """Take charge of a sandbox: its loop, its PID and its files are known only now."""
+        """Take charge of a sandbox: its loop, its PID and its descriptors are known only now."""
         self._loop = loop
         self.oom_score_fd = oom_score_fd
         self._budget = Budget(budget)
@@ -79,13 +79,13 @@ class Commands:
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Let go of what `settle` took."""
+        """Release what `configure` took."""
         os.close(self._null)
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
     @property
     def running(self) -> int:
-        """How many commands run."""
+        """The number of running commands."""
         return sum(command.running for command in self._commands.values())
 
     @property
@@ -94,11 +94,11 @@ class Commands:
         return bool(self._hosting or self._sweeps) or self._leftovers()
 
     def all(self) -> list[Command]:
-        """The remembered commands, oldest first."""
+        """Return the remembered commands, oldest first."""
         return list(self._commands.values())
 
     def get(self, name: str) -> Command:
-        """A command by id."""
+        """Return a command by its id."""
         try:
             return self._commands[name]
         except KeyError:
@@ -108,17 +108,17 @@ class Commands:
             ) from None
 
     def require_new(self, name: str | None) -> None:
-        """Refuse the id of a command that there is."""
+        """Raise `AlreadyExists` if a command has this id."""
         if name in self._commands:
             raise AlreadyExists(f"there is a command '{name}'", field="id", hint="ask for its result by its id")
 
     # starting
 
     async def make_room(self) -> None:
-        """End what ended commands left behind, when it takes most of the processes that the sandbox may have.
+        """Kill the processes that ended commands left behind, if they use most of the sandbox's process limit.
 
-        Call this before a new command is started: else a fork bomb that was left behind would keep every later command
-        from starting. Commands that run are left alone, and so is what was left behind as long as there is room.
+        Call this before starting a command: otherwise a fork bomb that was left behind would keep every later command
+        from starting. Running commands are never touched.
         """
         if not self._crowded():
             return
@@ -128,9 +128,9 @@ class Commands:
                 while any(command.killing for command in doomed) or (doomed := self._ended_hosts()):
                     for command in doomed:
                         self.kill(command)
-                    await asyncio.sleep(0.005)  # until all of it has gone: half a bomb is soon a whole one again
+                    await asyncio.sleep(0.005)  # until all are gone: half a fork bomb soon grows again
         except TimeoutError:
-            pass  # the new command says why it cannot be started
+            pass  # the new command reports why it cannot start
 
     def _crowded(self) -> bool:
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -142,7 +142,7 @@ class Commands:
         return total > limit * 3 // 4 and sum(left) > total // 2
 
     def _ended_hosts(self) -> list[Command]:
-        """The commands that have ended and may have left processes behind."""
+        """Return the commands that have ended and may have left processes behind."""
         found = [command for command in self._hosting.values() if not command.running]
         direct = self._last_direct
         if direct is not None and not direct.running and direct.runner is None and self._leftovers():
@@ -150,7 +150,7 @@ class Commands:
         return found
 
     def start(self, order: Order) -> Command:
-        """Start a command. Failing to find or execute the program is a result (127, 126), as in a shell."""
+        """Start a command. A program that cannot be found or executed is a result (127, 126), as in a shell."""
         argv = ["/bin/sh", "-c", order.command] if isinstance(order.command, str) else list(order.command)
         program = find_program(argv[0], order.env.get("PATH", ""), order.directory)
 
@@ -163,7 +163,7 @@ class Commands:
         return self._begin(order, argv[0], launch)
 
     def start_on(self, order: Order, reaper: Reaper, hand_over: Callable[[Stdio], None]) -> Command:
-        """Start a command in a process that waits for work below an adopted reaper; `hand_over` gives it that."""
+        """Start a command in a process that waits below an adopted reaper; `hand_over` gives the work to it."""
 
         def launch(command: Command, stdio: Stdio | None) -> None:
             assert stdio is not None
@@ -207,7 +207,7 @@ class Commands:
         return command
 
     def new_output(self, limit: int) -> Output:
-        """An output that counts with those of the commands."""
+        """Create an output that shares the budget of the commands."""
         return Output(limit, self._budget)
 
     def _plumb(self, command: Command, theirs: list[int]) -> Stdio | None:
@@ -237,7 +237,7 @@ class Commands:
         return given, ends[0], ends[1]
 
     def _launch(self, command: Command, program: Program) -> None:
-        # The kernel's list of children can miss some while others end, so what is being ended counts as there.
+        # The kernel's list of children can be incomplete while some of them end, so a command being killed counts.
         ending = self._last_direct is not None and self._last_direct.killing
         if self._direct is None and not self._sweeps and not ending and not self._leftovers():
             command.pid = self.spawn(program, command.order.directory)
@@ -253,7 +253,7 @@ class Commands:
         runner.start(program, command.order.directory)
 
     def spawn(self, program: Program, directory: int) -> int:
-        """Start a program that the kernel may end before it ends the supervisor."""
+        """Start a program with an OOM score that lets the kernel kill it before the supervisor."""
         os.pwrite(self.oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
         try:
             return spawn(program, directory)
@@ -266,7 +266,7 @@ class Commands:
         return runner
 
     def adopt(self, reaper: Reaper) -> None:
-        """Hear of a reaper, and take neither it nor what is below it for what a command left behind."""
+        """Handle the events of a reaper. Neither it nor its descendants count as left behind by a command."""
         self._runners[reaper.pid] = reaper
         self._loop.add_reader(reaper.socket, reaper.on_readable)
 
@@ -276,11 +276,11 @@ class Commands:
             self._lost(reaper)
 
     def _leftovers(self) -> bool:
-        """Whether the supervisor itself still has processes of an earlier command below it."""
+        """Whether processes of an earlier command are still directly below the supervisor."""
         try:
             return any(pid not in self._runners for pid in children(self._pid))
         except OSError:
-            return True  # not knowable: a runner is always right
+            return True  # unknown: then a runner is used, which is always correct
 
     def _never_started(self, command: Command, code: int, name: str) -> None:
         words = f"carrel: {name}: {'command not found' if code == errno.ENOENT else os.strerror(code)}\n"
@@ -295,12 +295,9 @@ class Commands:
         self._loop.add_reader(descriptor, self._read, command, descriptor)
 
     def _read(self, command: Command, descriptor: int) -> int:
-        try:
-            data = os.read(descriptor, READ_SIZE)
-        except BlockingIOError:
+        data = read_some(descriptor, READ_SIZE)
+        if data is None:
             return 0
-        except OSError:  # a terminal nobody holds any more
-            data = b""
         if data:
             command.output.add(command.readers[descriptor], data)
         else:
@@ -327,14 +324,14 @@ class Commands:
             if command is not None:
                 self._finish(command, status)
             elif (reaper := self._runners.get(pid)) is not None:
-                reaper.on_readable()  # what it said before
+                reaper.on_readable()  # its last messages
                 if self._runners.get(pid) is reaper:
-                    reaper.on_event(reaper, "dead", 0)  # its command may be known to another
+                    reaper.on_event(reaper, "dead", 0)  # another object may handle its events
 
     def _finish(self, command: Command, status: int) -> None:
         if not command.running:
             return
-        # What it wrote before it ended is in the pipes; what its leftovers write later must not hold this up.
+        # The last output of the command is still in the pipes. Processes that it left behind must not delay its end.
         for descriptor in list(command.readers):
             left = LAST_DRAIN
             while descriptor in command.readers and left > 0 and (got := self._read(command, descriptor)) > 0:
@@ -362,7 +359,7 @@ class Commands:
             self.kill(command)
 
     def kill(self, command: Command) -> None:
-        """End the whole tree of a command, also what it left behind when it ended."""
+        """Kill the whole process tree of a command, including what it left behind."""
         if not command.killing:
             command.killing = True
             self._in_background(self._kill(command))
@@ -378,7 +375,7 @@ class Commands:
             while True:
                 runner = command.runner
                 if runner is not None and self._hosting.get(runner) is not command:
-                    return  # clean already, and perhaps with another command by now
+                    return  # nothing is left; the runner may have another command already
                 if runner is None and self._last_direct is not command:
                     return
                 left = runner.kill_below() if runner else kill_below(self._pid, tuple(self._runners))
@@ -390,7 +387,7 @@ class Commands:
             command.killing = False
 
     def signal(self, command: Command, name: str, *, tree: bool) -> None:
-        """Send a signal to the command's process group, or with `tree` to every process of it."""
+        """Send a signal to the process group of a command, or with `tree` to all its processes."""
         number = signal_number(name)
         if tree and number == signal.SIGKILL:
             self.kill(command)
@@ -408,7 +405,7 @@ class Commands:
     # forgetting
 
     def forget(self, command: Command) -> None:
-        """Drop a command and its output; what still runs of it is ended first."""
+        """Kill what still runs of a command, and drop its output."""
         self._commands.pop(command.id, None)
         self.kill(command)
         for descriptor in list(command.readers):
@@ -425,13 +422,13 @@ class Commands:
             spare -= 1
             del self._commands[command.id]
             for descriptor in list(command.readers):
-                command.readers[descriptor] = STDOUT  # still drained, so that what it left behind can write
+                command.readers[descriptor] = STDOUT  # still drained, so that processes left behind do not block
             command.output.release()
 
     # runners
 
     def on_reaper(self, reaper: Reaper, event: str, value: int) -> None:
-        """What a reaper tells of the command it has, or of itself."""
+        """Handle an event of a reaper, about its command or itself."""
         command = self._hosting.get(reaper)
         if event == "dead":
             self._lost(reaper)
@@ -470,7 +467,7 @@ class Commands:
         runner.close()
 
     def _lost(self, runner: Reaper) -> None:
-        """A reaper is gone: dismissed, or killed by an agent's process together with what it looked after."""
+        """Handle the end of a reaper: dismissed, or killed by an agent's process."""
         if self._runners.pop(runner.pid, None) is None:
             return
         if runner in self._idle:
@@ -482,18 +479,18 @@ class Commands:
             command.runner = None
             if command.running:
                 self._finish(command, signal.SIGKILL)
-            # Its processes are now below the supervisor and cannot be told from others left there: end them all.
+            # Its processes are now below the supervisor and look like any others left there: kill them all.
             self.sweep(runner)
         runner.gone()
 
     def sweep(self, lost: Reaper) -> None:
-        """End what is below the supervisor and has no reaper of its own, once it has all that a lost one had."""
+        """Kill the processes below the supervisor that have no reaper, including those of a reaper that was lost."""
         self._sweeps += 1
         self._in_background(self._sweep(lost.pid))
 
     async def _sweep(self, lost: int) -> None:
-        # Asked in this order: what it had comes to the supervisor while it ends, perhaps right after a look for it.
-        # A command that runs below the supervisor itself, and all that still is below that, cannot be what it had.
+        # In this order: while the reaper ends, its processes move to the supervisor, perhaps right after a scan.
+        # The direct command and its descendants were never below the reaper.
         while lost in processes() or kill_below(self._pid, (*self._runners, *self._by_pid)):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.001)
         self._sweeps -= 1

@@ -1,7 +1,7 @@
-"""The conditions that a process runs under and hands to what it forks: limits, priorities, processors.
+"""Limits, priorities and processors of a process, which its children inherit.
 
-Any process of the same user can change them for another, and nothing tells. So whoever waits to run something that must
-not know of what ran before is looked at again.
+Any process of the same user can change them for another one, without notice. So they are compared again before a
+waiting process runs code that must not be affected by earlier code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if nam
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What was found."""
+    """Everything that a child inherits and another process can change."""
 
     limits: tuple[tuple[int, int], ...]
     priority: int
@@ -27,7 +27,7 @@ class Conditions:
 
 
 def conditions(pid: int = 0) -> Conditions | None:
-    """Those of a process, or of this one; None when it has ended."""
+    """Return the conditions of a process (0: of this one), or None when it has ended."""
     try:
         return Conditions(
             tuple(resource.prlimit(pid, each) for each in _LIMITS),

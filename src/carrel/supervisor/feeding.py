@@ -1,7 +1,4 @@
-"""What goes into a command while it runs: bytes for its standard input or its terminal, and the terminal's size.
-
-Knows nothing of how a command started or how it ends.
-"""
+"""Input for a running command: bytes for its standard input or its terminal, and the size of the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from carrel.supervisor.command import Command
 
 
 async def send(command: Command, data: bytes) -> None:
-    """Write to standard input or to the terminal; waits while the program does not read."""
+    """Write to standard input or to the terminal, and wait while the program does not read."""
     descriptor = command.terminal_fd if command.order.terminal else command.stdin_fd
     if not command.running:
         raise NotRunning(f"command {command.id} has ended")
@@ -51,13 +48,13 @@ async def _writable(command: Command, descriptor: int) -> None:
 def close_stdin(command: Command, loop: asyncio.AbstractEventLoop) -> None:
     """Close standard input, so that the program sees its end."""
     if command.stdin_fd >= 0:
-        loop.remove_writer(command.stdin_fd)  # its number may soon be another's
+        loop.remove_writer(command.stdin_fd)  # the number of the descriptor may be used again soon
         os.close(command.stdin_fd)
         command.stdin_fd = -1
 
 
 def resize(command: Command, rows: int, cols: int) -> None:
-    """Tell a terminal its size; the programs in it get SIGWINCH."""
+    """Set the size of a terminal. The programs in it get SIGWINCH."""
     if command.order.terminal is None:
         raise InvalidRequest(f"command {command.id} has no terminal", field="terminal")
     if command.terminal_fd < 0:

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Request:
-    """One request: read the body with `json`, `read` or by iterating `chunks`. `run` names what it is a part of."""
+    """One request. Read the body with `json`, `read` or by iterating over `chunks`. `run` is the run it belongs to."""
 
     method: str
     path: str
@@ -40,7 +40,7 @@ class Request:
     _complete: bool = False
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives; reading from the socket pauses while the caller is behind."""
+        """Yield the body as it arrives. Reading from the socket pauses while the caller is behind."""
         connection = self._connection
         while True:
             while self._chunks:
@@ -56,7 +56,7 @@ class Request:
             await self._waiter
 
     async def read(self, limit: int = MAX_JSON) -> bytes:
-        """The whole body, at most `limit` bytes."""
+        """Return the whole body, at most `limit` bytes."""
         if self._complete and len(self._chunks) <= 1:
             body = self._chunks[0] if self._chunks else b""
             if len(body) > limit:
@@ -71,7 +71,7 @@ class Request:
         return b"".join(parts)
 
     async def json(self) -> Json:
-        """The body as a JSON object."""
+        """Return the body as a JSON object."""
         try:
             value = json.loads(await self.read())
         except (ValueError, RecursionError) as error:
@@ -81,11 +81,11 @@ class Request:
         return value
 
     def flag(self, name: str) -> bool:
-        """A query parameter that is 0 or 1."""
+        """Return a query parameter that is 0 or 1."""
         return self.query.get(name, "0") not in {"0", "", "false"}
 
     def number(self, name: str, default: int) -> int:
-        """A query parameter that is a number of at least 0."""
+        """Return a query parameter that is a number of at least 0."""
         text = self.query.get(name)
         if text is None:
             return default
@@ -108,7 +108,7 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """One answer: JSON, bytes, or a stream of chunks (with `length` when it is known beforehand)."""
+    """One response: JSON, bytes, or a stream of chunks (with `length` if that is known in advance)."""
 
     status: int = 200
     body: bytes = b""
@@ -119,12 +119,12 @@ class Response:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """A JSON answer."""
+    """Return a JSON response."""
     return Response(status, json.dumps(value, separators=(",", ":")).encode())
 
 
 def problem_response(error: CarrelError) -> Response:
-    """The problem answer of an error."""
+    """Return the problem response (RFC 9457) of an error."""
     response = json_response(error.problem(), error.status)
     response.content_type = b"application/problem+json"
     return response
@@ -144,7 +144,7 @@ class Router:
         self._exact: dict[tuple[str, str], Handler] = {}
         self._patterns: list[tuple[str, list[str], Handler]] = []
         self.on_run: Callable[[str], None] = _nothing
-        """Told of each request that is part of a run before it is handled; may refuse it."""
+        """Called with the run of each request before it is handled; may refuse it by raising."""
 
     def add(self, method: str, pattern: str, handler: Handler) -> None:
         """Add a route."""
@@ -154,7 +154,7 @@ class Router:
             self._exact[method, pattern] = handler
 
     def find(self, request: Request) -> Handler:
-        """The handler of a request, or `NotFound`."""
+        """Return the handler of a request, or raise `NotFound`."""
         handler = self._exact.get((request.method, request.path))
         if handler is not None:
             return handler
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=HIGH_WATER)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio: whoever waits on this connection is woken and told."""
+        """Called by asyncio: wake every handler that waits for this connection."""
         self.closed = True
         self._can_write.set()
         for request in [self._request, *self._queue]:
@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
             cause = error.__context__  # the parser wraps what its callbacks raise
             self._refuse(cause if isinstance(cause, CarrelError) else InvalidRequest(f"not HTTP: {error}"))
         else:
-            # A header is reported only when it is whole: one that never ends would be kept by the parser for ever.
+            # The parser reports a header only when it is complete, so it would buffer one that never ends.
             self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
             if self._head_bytes > 4 * MAX_HEADERS:
                 self._refuse(TooLarge(f"the headers are longer than {MAX_HEADERS} bytes"))
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
             raise TooLarge(f"the request line is longer than {MAX_HEADERS} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser: one header means something here, and the size of all is bounded."""
+        """Called by the parser: one header has a meaning here; the size of all is limited."""
         self._header_bytes += len(name) + len(value)
         if name == RUN:
             self._run = value.decode("latin-1")
@@ -287,7 +287,7 @@ class Connection(asyncio.Protocol):
             self._request._finish()
 
     def consumed(self, size: int) -> None:
-        """A handler has taken `size` body bytes: reading may go on."""
+        """Resume reading, if a handler has taken enough of the body."""
         self._buffered -= size
         if self._paused and self._buffered <= HIGH_WATER and self._transport is not None and not self.closed:
             self._paused = False
@@ -356,7 +356,7 @@ class Connection(asyncio.Protocol):
                 if not self._can_write.is_set():
                     await self._can_write.wait()
         except Exception as error:
-            transport.abort()  # the status is already sent: only a broken body can tell of the failure
+            transport.abort()  # the status is already sent: only a broken body can report the failure
             raise ConnectionAbortedError(str(error)) from error
         if chunked:
             transport.write(b"0\r\n\r\n")

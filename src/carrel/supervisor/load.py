@@ -1,7 +1,4 @@
-"""How much is going on in the sandbox: its processes, and the memory that they and its memory file systems hold.
-
-Reads what the kernel tells anybody; nothing is kept between two looks.
-"""
+"""Measures the load of a sandbox: its processes, and the memory that they and its memory file systems use."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from carrel.primitives.kernel_files import read_if_there
 from carrel.supervisor.reaper import descendants, processes
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -17,16 +15,16 @@ _STOPPED = {b"T", b"t"}
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What was found. `memory_bytes` is at most what is held: pages that a fork shares count for each process."""
+    """A measurement. `memory_bytes` is an upper bound: pages that processes share count for each of them."""
 
     processes: int
     memory_bytes: int
     stopped: bool
-    """Whether a process was stopped, so that whoever waits for it would wait for long."""
+    """Whether a process was stopped by a signal, so waiting for it could take forever."""
 
 
 def measure(pid: int, memory_places: Sequence[str] = ()) -> Load:
-    """The load of a process and all below it, and of these memory file systems."""
+    """Measure a process with all its descendants, and these memory file systems."""
     found = [pid, *descendants(pid, processes())]
     memory, stopped = 0, False
     for each in found:
@@ -36,25 +34,12 @@ def measure(pid: int, memory_places: Sequence[str] = ()) -> Load:
 
 
 def _private(pid: int) -> int:
-    fields = _read(f"/proc/{pid}/statm").split()
+    fields = read_if_there(f"/proc/{pid}/statm").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
 
 
 def _state(pid: int) -> bytes:
-    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].strip()[:1]
-
-
-def _read(path: str) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""  # it has ended meanwhile
-    try:
-        return os.read(descriptor, 4096)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
+    return read_if_there(f"/proc/{pid}/stat").rpartition(b")")[2].strip()[:1]
 
 
 def _used(place: str) -> int:

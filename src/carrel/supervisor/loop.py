@@ -1,7 +1,7 @@
-"""An event loop that is made before a fork and taken over after it.
+"""An event loop that is created before a fork and taken over after it.
 
-Making a loop writes to some 200 pages of objects, which every sandbox would then have to itself; a loop that comes with
-the fork costs only what is renewed here: the descriptors, which parent and child must not share.
+Creating a loop writes to some 200 memory pages, which every sandbox would then have for itself. An inherited loop costs
+only what is renewed here: its descriptors, which parent and child must not share.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class _Selector(selectors.EpollSelector):
     _selector: select.epoll
 
     def renew(self) -> None:
-        """A new, empty epoll; the old one is closed in this process only."""
+        """Replace the epoll object by a new, empty one. The old one is closed in this process only."""
         self._selector.close()
         self._selector = select.epoll()
 
 
 class InheritedLoop(asyncio.SelectorEventLoop):
-    """Made once in the zygote, where it never runs. Signal handlers added there are in force in the child."""
+    """A loop that is created once in the zygote, where it never runs. The child inherits its signal handlers."""
 
     def __init__(self) -> None:
         self._own = _Selector()
         super().__init__(self._own)
 
     def take_over(self) -> set[int]:
-        """Call once, in the child, before anything is registered; the descriptors that are now the loop's own."""
+        """Renew the descriptors and return them. Called once, in the child, before anything is registered."""
         self._own.renew()
-        # The way signals and other threads wake the loop: shared, one sandbox could wake another.
+        # Signals and other threads wake the loop through these sockets. If shared, one sandbox could wake another.
         self._close_self_pipe()  # type: ignore[attr-defined]
         self._make_self_pipe()  # type: ignore[attr-defined]
         ssock, csock = self._ssock, self._csock  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""Standard output of an MCP server, cut into messages: each is one line with a JSON object. Pure: no I/O.
+"""Splits the standard output of an MCP server into messages: each is one line with a JSON object. Pure: no I/O.
 
-Only the form of a line is looked at, and cheaply; what it says is read by whoever asked. What is kept is bounded,
-whatever comes in.
+Only the form of a line is checked; the caller parses it. Memory is bounded for any input.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import deque
 MOST_LINE = 16 * 1024 * 1024
 MOST_OTHER_LINES = 1000
 MOST_OTHER_BYTES = 1024 * 1024
-"""How much may come in a row that is no message: some servers print words of welcome, or what they log."""
+"""How much other text may come between two messages: some servers print a greeting, or log to standard output."""
 SHOWN = 200
 
 TOO_LONG = f"printed a line longer than {MOST_LINE // (1024 * 1024)} MB"
@@ -21,26 +20,26 @@ NO_MESSAGE = "prints text that is no MCP message on its standard output"
 
 
 class Lines:
-    """Takes bytes as they come and gives messages. Once `broken` is set (with the reason) it takes no more."""
+    """Turns bytes into messages. Once `broken` is set, with the reason, further input is ignored."""
 
     def __init__(self) -> None:
         self._messages: deque[bytearray] = deque()
         self._waiting = 0
-        self._line = bytearray()  # the beginning of a line whose end has not come; of one that is no message, a little
+        self._line = bytearray()  # the unfinished line; of a line that is no message only the first bytes
         self._is_other = False
         self._other_lines = self._other_bytes = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.others: list[bytes] = []
-        """The beginnings of lines that are no messages; whoever has shown them clears it."""
+        """The beginnings of lines that are not messages. The caller logs them and clears the list."""
         self.broken: str | None = None
 
     @property
     def held(self) -> int:
-        """How many bytes are kept."""
+        """The number of bytes in memory."""
         return self._waiting + len(self._line)
 
     def take(self) -> bytearray | None:
-        """The next message, without blanks around it."""
+        """Return the next message without surrounding white space, or None."""
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -48,7 +47,7 @@ class Lines:
         return message
 
     def feed(self, data: bytes) -> None:
-        """Take what was printed; messages before a breach are kept."""
+        """Take output of the server. Messages that came before an error are kept."""
         if self.broken is not None:
             return
         text, breach = self._checked(data)
@@ -61,18 +60,18 @@ class Lines:
             self.give_up(breach)
 
     def finish(self) -> None:
-        """No more will come: the rest is a line that never ended, and no message."""
+        """End the input: the rest is an unfinished line and not a message."""
         if self._line and self.broken is None:
             self.others.append(bytes(self._line[:SHOWN]))
         self._line = bytearray()
 
     def give_up(self, reason: str) -> None:
-        """Take no more."""
+        """Ignore all further input, for this reason."""
         self.broken = self.broken or reason
         self._line = bytearray()
 
     def _checked(self, data: bytes) -> tuple[bytes, str | None]:
-        """What of it is UTF-8, and the breach if that is not all. A character may come in pieces."""
+        """Return the part that is UTF-8, and an error if that is not all. A character may come in pieces."""
         before = len(self._decoder.getstate()[0])
         if not before and data.isascii():
             return data, None
@@ -120,7 +119,7 @@ class Lines:
                 self.give_up(NO_MESSAGE)
 
     def _count(self, size: int) -> None:
-        """Blanks count too: a server could print nothing but them, and for ever."""
+        """Count bytes that are not part of a message. White space counts: a server could print it for ever."""
         self._other_bytes += size
         if self._other_bytes > MOST_OTHER_BYTES:
             self.give_up(NO_MESSAGE)

@@ -1,6 +1,6 @@
-"""The log of one MCP server: its standard error, and lines of ours about its starts and ends. Pure: no I/O.
+"""The log of one MCP server: its standard error, and our own lines about its starts and ends. Pure: no I/O.
 
-The newest bytes are kept; offsets count all that ever came.
+The newest bytes are kept. Offsets count all bytes since the beginning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ KEPT = 256 * 1024
 
 
 class Log:
-    """Bytes in, text out."""
+    """A bounded log: bytes in, text out."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
@@ -21,27 +21,27 @@ class Log:
 
     @property
     def size(self) -> int:
-        """How many bytes ever came."""
+        """The number of bytes since the beginning, dropped ones included."""
         return self.dropped + len(self._data)
 
     def add(self, data: bytes) -> None:
-        """Keep it; the oldest goes when there is too much."""
+        """Add bytes, and drop the oldest when there are too many."""
         self._data += data
         if (excess := len(self._data) - self._kept) > 0:
             del self._data[:excess]
             self.dropped += excess
 
     def say(self, words: bytes) -> None:
-        """A line of ours, which begins on a line of its own."""
+        """Add a line of our own, which always begins on a new line."""
         fresh = b"" if not self._data or self._data.endswith(b"\n") else b"\n"
         self.add(fresh + words.replace(b"\n", b" ") + b"\n")
 
     def read(self, offset: int, limit: int) -> dict[str, Any]:
-        """At most `limit` bytes from an offset on, or from the oldest that is kept, as text."""
+        """Return at most `limit` bytes as text, from an offset on or from the oldest byte that is kept."""
         start = max(min(offset, self.size), self.dropped)
         data = self._data[start - self.dropped :][:limit]
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # Where the limit cuts, not in the middle of a character; at least one byte, or a reader would not get on.
+        # The limit never cuts inside a character. But at least one byte is returned, or a reader would make no progress.
         cut = start + len(data) < self.size
         text = decoder.decode(bytes(data), final=not cut)
         waiting = len(decoder.getstate()[0])

@@ -1,7 +1,7 @@
-"""One process of an MCP server, from its start until nothing of its tree is left: lines out, lines in, the log beside.
+"""One process of an MCP server, from its start until nothing of its process tree is left.
 
-It has a reaper of its own, so whatever it forks is found and ended with it. Standard output is read only as fast as
-somebody reads the messages. Knows nothing of declarations, and when to start again.
+It has a reaper of its own, so everything that it forks is found and ended with it. Standard output is read only as fast
+as a client reads the messages. Knows nothing about declarations and restarts.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from functools import partial
 from typing import Any
 
 from carrel.errors import LimitExceeded, McpServerFailed, NotRunning
-from carrel.supervisor.command import Order, signal_name
+from carrel.supervisor.answers import frame
+from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
 from carrel.supervisor.mcp_lines import MOST_LINE, Lines
 from carrel.supervisor.mcp_log import Log
-from carrel.supervisor.output import Budget
+from carrel.supervisor.output import Budget, read_some
 from carrel.supervisor.reaper import Program, Reaper, Runner, find_program, kill_below, signal_below
 
 END, MESSAGE, OPENED = 0, 1, 2
-"""Kinds of frames: how it went, one message, and first of all which process this is."""
+"""Kinds of frames: the end, one message, and the first frame, which says which process this is."""
 FRAME = 64 * 1024
 POLITE_S, TERM_S = 0.5, 1.5
-"""How long a process that is to end may take after its input was closed, and then after SIGTERM."""
+"""How long a process may take to end after its input was closed, and then after SIGTERM."""
 STUCK_S = 1.0
-"""How long a reaper may take to tell that nothing is left below it."""
+"""How long a reaper may take to report that nothing is left below it."""
 CLOSED_S = 2.0
-"""How long a process may go on after it closed its output: most do so because they are about to exit."""
+"""How long a process may run after it closed its output: most close it because they are about to exit."""
 
 CLOSED_OUTPUT = "closed its standard output"
 CLOSED_INPUT = "closed its standard input"
@@ -40,13 +41,8 @@ DEAF = "does not read its input"
 NO_ROOM = "printed a line longer than there is memory for"
 
 
-def frame(kind: int, data: bytes) -> bytes:
-    """A frame as it is sent."""
-    return kind.to_bytes(1, "big") + len(data).to_bytes(4, "big") + data
-
-
 class _Runner(Runner):
-    """A runner that tells of its own end, whoever brought that about."""
+    """A runner that reports its own end, whatever caused it."""
 
     def gone(self) -> None:
         """See `Reaper`."""
@@ -54,13 +50,13 @@ class _Runner(Runner):
 
 
 class _Reader:
-    """Whoever reads the messages."""
+    """One reader of the messages."""
 
     begun = False
 
 
 class Process:
-    """Made to start; `OSError` when it cannot be. `begun` and `over` tell how far it is."""
+    """The constructor starts the process and raises `OSError` when that fails. `begun` and `over` are its milestones."""
 
     def __init__(
         self,
@@ -136,32 +132,25 @@ class Process:
 
     # telling
 
-    def exit(self) -> tuple[int | None, str | None]:
-        """Exit code or the name of the signal; both None while it runs, or when it never did."""
-        if self.status is None:
-            return None, None
-        code = os.waitstatus_to_exitcode(self.status)
-        return (code, None) if code >= 0 else (None, signal_name(-code))
-
     @property
     def ending(self) -> bool:
-        """Whether it has ended or is being ended."""
+        """Whether the process has ended or is being ended."""
         return self.wanted or self._killing or self.over.done()
 
     @property
     def connected(self) -> bool:
-        """Whether somebody reads its messages."""
+        """Whether a client reads the messages."""
         return self._reader is not None
 
     def _end(self, **more: object) -> bytes:
-        code, name = self.exit()
+        code, name = exit_of(self.status)
         told: dict[str, Any] = {"incarnation": self.incarnation, "exit_code": code, "signal": name}
         return frame(END, json.dumps({**told, "reason": self.reason, "taken_over": False, **more}).encode())
 
     # messages
 
     def messages(self) -> AsyncIterator[bytes | memoryview]:
-        """Frames from now on, which nobody else gets any more. What nobody has read yet comes first."""
+        """Return the messages as frames, unread ones first. An earlier reader gets no more."""
         reader = self._reader = _Reader()
         self._wake()
         return self._messages(reader)
@@ -197,14 +186,11 @@ class Process:
                 self._release()
 
     def _read_stdout(self) -> bool:
-        """Read a little; whether anything was to be had."""
-        try:
-            data = os.read(self._stdout, FRAME)
-        except BlockingIOError:
+        """Read a part of the output; return False when there is nothing to read yet."""
+        data = read_some(self._stdout, FRAME)
+        if data is None:
             return False
-        except OSError:
-            data = b""
-        if self.over.done():  # whoever has the pipe still was never of the tree
+        if self.over.done():  # a process that is not of this tree still has the pipe open
             self._left -= len(data)
             data = data if self._left > 0 else b""
         if data:
@@ -236,7 +222,7 @@ class Process:
             self._lines.finish()
 
     async def _changed(self) -> None:
-        """Wait for something to read, for the end, or for another reader."""
+        """Wait for output, for the end, or for another reader."""
         if self._stdout >= 0 and not self.over.done():
             self._loop.add_reader(self._stdout, self._wake)
         future: asyncio.Future[None] = self._loop.create_future()
@@ -254,7 +240,7 @@ class Process:
     # input
 
     async def send(self, line: bytes, deadline_s: float) -> None:
-        """Write one line. It is written whole or the process is ended, also when the caller goes away."""
+        """Write one line. It is written completely or the process is ended, even if the caller goes away."""
         if self._fed + len(line) > 2 * MOST_LINE:
             why = f"MCP server '{self.name}' {DEAF}: too much waits for it already"
             raise LimitExceeded(why, field="stdin", hint="wait, or stop it")
@@ -268,7 +254,7 @@ class Process:
         self._writers.discard(task)
         self._fed -= size
         if not task.cancelled():
-            task.exception()  # the caller may be gone
+            task.exception()  # marks it as retrieved: the caller may be gone
 
     async def _send(self, line: bytes, deadline_s: float) -> None:
         view = memoryview(line)
@@ -311,12 +297,9 @@ class Process:
     # the log
 
     def _read_stderr(self) -> int:
-        try:
-            data = os.read(self._stderr, READ_SIZE)
-        except BlockingIOError:
+        data = read_some(self._stderr, READ_SIZE)
+        if data is None:
             return 0
-        except OSError:
-            data = b""
         if data:
             self._log.add(data)
         else:
@@ -332,7 +315,7 @@ class Process:
     # ending
 
     def stop(self, reason: str) -> None:
-        """Let it end: its input is closed, then it is asked, then it is killed. `over` tells when it has."""
+        """End the process gently: close its input, then send SIGTERM, then kill. `over` is set when it has ended."""
         if not self.ending:
             self.wanted, self.reason = True, reason
             self._close_stdin()
@@ -343,7 +326,7 @@ class Process:
         self._at(TERM_S, self._kill)
 
     def end(self, reason: str) -> None:
-        """Kill the tree, now."""
+        """Kill the process tree now."""
         if not self.ending and self.status is None:
             self.reason = reason
             self._kill()
@@ -359,7 +342,7 @@ class Process:
         now = time.monotonic()
         if kill_below(self._runner.pid):
             until = now + STUCK_S
-        elif now > until:  # nothing is left, and it does not say so: stopped by somebody
+        elif now > until:  # nothing is left, but the reaper does not report that: a process has stopped it
             self._commands.disown(self._runner)
             return
         self._at(pause, self._kill_more, min(pause * 2, 0.05), until)
@@ -411,13 +394,13 @@ class Process:
             self._release()
 
     def abandon(self) -> None:
-        """It is over. Whoever reads its last messages may do so; whoever has not begun never will."""
+        """Release a process that is over. A reader that has begun may finish; one that has not begun never will."""
         if self._reader is None or not self._reader.begun:
             self._reader = None
             self._release()
 
     def _release(self) -> None:
-        """Once it is over and nobody reads, nothing is kept."""
+        """Free the memory once the process is over and nobody reads."""
         if self.over.done():
             self._close_stdout()
             self._lines = Lines()

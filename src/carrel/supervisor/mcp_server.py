@@ -1,7 +1,6 @@
-"""One MCP server as it was declared: one process at a time, started when somebody connects, and not over and over when
-it cannot live.
+"""One declared MCP server: at most one process, started when a client connects, with a backoff when it keeps failing.
 
-Knows when to start and what to tell; `mcp_process` knows how.
+This module decides when to start; `mcp_process` runs the process.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
-from carrel.supervisor.command import Order
+from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.mcp_log import Log
 from carrel.supervisor.mcp_process import Process
 from carrel.supervisor.output import Budget
 
 QUICK_S = 5.0
-"""A process that lived no longer than this is not started again at once."""
+"""A process that lived shorter than this has failed, and the next start has to wait."""
 GOOD_S = 60.0
-"""One that lived this long has made up for those before it."""
+"""A process that lived this long resets the backoff."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 START_S = 10.0
 
 
 class Backoff:
-    """How long a server that keeps ending has to wait. Knows no clock: it is told the time."""
+    """Decides how long a failing server has to wait. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
         self._quick = 0
         self._until = 0.0
 
     def ended(self, now: float, lived: float) -> None:
-        """A process has ended that nobody wanted to end."""
+        """Record that a process has ended although nobody asked for that."""
         if lived >= GOOD_S:
             self._quick = 0
         if lived < QUICK_S:
@@ -46,18 +45,18 @@ class Backoff:
             self._quick += 1
 
     def left(self, now: float) -> float:
-        """How long it still has to wait."""
+        """Return the seconds until the next start is allowed."""
         return max(0.0, self._until - now)
 
 
 def _shown(wait: float) -> float:
-    """Not rounded to nothing: whoever waits for that long may start."""
+    """Round up to milliseconds: a client that waits that long may start the server."""
     return math.ceil(wait * 1000) / 1000
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """How a server is started. `order` gives what to run, freshly; the caller gives it to `release`."""
+    """How a server is started. Each call of `order` returns a new order, which the caller passes to `release`."""
 
     generation: str
     order: Callable[[], Order]
@@ -84,12 +83,12 @@ class Server:
         self._incarnation = self._starts = self._restarts = 0
         self._last_exit: dict[str, Any] | None = None
         self._reason: str | None = None
-        self._failing = False  # the last process ended though nobody wanted that
+        self._failing = False  # the last process ended although nobody asked for that
 
     # telling
 
     def info(self) -> dict[str, Any]:
-        """The state object of the protocol."""
+        """Return the state object of the protocol."""
         running = self._running()
         wait = 0.0 if running else self._backoff.left(time.monotonic())
         if running is not None:
@@ -120,7 +119,7 @@ class Server:
     # using
 
     async def connect(self) -> AsyncIterator[bytes | memoryview]:
-        """The messages of its process as frames, which nobody else gets any more. Starts one if none runs."""
+        """Return the messages of the process as frames. Starts a process if none runs; replaces any other reader."""
         async with self._turn:
             self._check_open()
             process = self._running()
@@ -187,7 +186,7 @@ class Server:
         )
 
     async def send(self, incarnation: int, line: bytes, deadline_s: float) -> None:
-        """Give its process a line."""
+        """Send a line to the process."""
         process = self._running()
         if process is None:
             raise NotRunning(f"MCP server '{self.name}' does not run", field="incarnation", hint="connect first")
@@ -201,10 +200,10 @@ class Server:
         await process.send(line + b"\n", deadline_s)
 
     def _ended(self, process: Process) -> None:
-        """A process is over, with all it started."""
+        """Called when a process and everything that it started have ended."""
         if process.failure:
-            return  # whoever wanted it is told, and does the rest
-        code, name = process.exit()
+            return  # `_start` reports the failure
+        code, name = exit_of(process.status)
         self._last_exit = {"exit_code": code, "signal": name}
         why = f"; it {process.reason}" if process.reason else ""
         self.log.say(f"carrel: ended with {name or f'exit code {code}'}{why}".encode())
@@ -220,7 +219,7 @@ class Server:
     # changing
 
     async def declare(self, declared: Declaration) -> None:
-        """Hold another declaration; with the same generation nothing happens."""
+        """Replace the declaration; the same generation changes nothing."""
         async with self._turn:
             self._check_open()
             if declared.generation != self._declared.generation:
@@ -228,7 +227,7 @@ class Server:
                 self._declare(declared)
 
     async def stop(self) -> None:
-        """End the process, and let the next one start at once."""
+        """End the process. The next one may start at once."""
         async with self._turn:
             self._check_open()
             await self._end("was stopped")
@@ -236,7 +235,7 @@ class Server:
             self._reason, self._failing = None, False
 
     async def close(self) -> None:
-        """End for good."""
+        """End the server for good."""
         async with self._turn:
             self._check_open()
             await self._end("was removed")

@@ -1,6 +1,6 @@
-"""The MCP servers of a sandbox and their routes: declare, connect, send, stop, look.
+"""The MCP servers of a sandbox and their routes: declare, connect, send, stop, list, log.
 
-Lines are moved, not read: what they mean is for the control plane. A server runs as a command does, with the same
+Messages are passed on without being parsed; the control plane does that. A server runs like a command, with the same
 variables, user, limits and masks.
 """
 
@@ -43,7 +43,7 @@ class McpServers:
         self._servers: dict[str, Server] = {}
 
     def settle(self, room: int) -> None:
-        """Set how many bytes their unfinished lines may hold together."""
+        """Set how many bytes the unfinished lines of all servers may use."""
         self._room = Budget(room)
 
     def routes(self, router: Router) -> None:
@@ -99,7 +99,7 @@ class McpServers:
             raise InvalidRequest(why, field="generation")
         place = _place(body.get("environment"))
         wanted: Json = {"command": command, "cwd": cwd, "env": body.get("variables")}
-        # Refused now what can be known now; a directory may still be made before the first start.
+        # Check now everything except the directory, which may be created before the first start.
         self._release(self._order({**wanted, "cwd": None}))
         if cwd is not None and not isinstance(cwd, str):
             raise InvalidRequest("'cwd' must be text", field="cwd")
@@ -147,7 +147,7 @@ class McpServers:
 
 
 def _place(value: object) -> str | None:
-    """Where an attached environment lies, named by its name or by that place."""
+    """Return the path of an attached environment, given by its name or its path."""
     if value is None:
         return None
     name = value.removeprefix(f"{ENVIRONMENTS}/") if isinstance(value, str) else ""
@@ -157,7 +157,7 @@ def _place(value: object) -> str | None:
 
 
 def _within(place: str | None, order: Order, given: dict[str, str]) -> Order:
-    """An order whose programs are those of an environment first of all; what was given wins."""
+    """Return an order that finds the programs of an environment first. Variables of the caller win."""
     if place is None:
         return order
     path = f"{place}/bin:{order.env.get('PATH', '')}"

@@ -1,10 +1,10 @@
-"""Tells the tools in a sandbox without a network that it has none, and how to get one.
+"""Explains to the tools in a sandbox without a network that there is none, and how to get one.
 
-Where other sandboxes have the proxy, here the supervisor listens and refuses every request. Without this, tools look
-up a name, fail, try again for many seconds and then report a DNS error.
+At the address where other sandboxes have the proxy, the supervisor listens and refuses every request. Without this,
+tools look up a name, fail, try again for many seconds and then report a DNS error.
 
-The requests are hostile input: at most `MOST_OPEN` connections are heard at a time, each for at most `DEADLINE_S`
-seconds and `MOST_HEAD` bytes. Nothing of a request is used but the name of the package that `pip` asks for.
+The requests are hostile input: there are at most `MOST_OPEN` connections at a time, each for at most `DEADLINE_S`
+seconds and `MOST_HEAD` bytes. The only part of a request that is used is the name of the package that `pip` asks for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _VERSION = "0+this.sandbox.has.no.network"
 
 
 def answer(head: bytes) -> bytes:
-    """The whole answer to a request, of which `head` is the beginning."""
+    """Return the whole answer to a request that begins with `head`."""
     if head[:1] == bytes((_SOCKS,)):
         return _SOCKS_REFUSED
     if asked := _PACKAGE_PAGE.match(head):
@@ -52,8 +52,8 @@ def answer(head: bytes) -> bytes:
 
 
 def _package_page(project: str) -> bytes:
-    """A page with one file, which is then refused. When the page itself is refused, `pip` says only that there is no
-    such package; of a file it shows the refusal, or at least the version.
+    """Return a page with one file, which is then refused. If the page itself were refused, `pip` would only say that
+    there is no such package; for a file it prints the refusal, or at least the version.
     """
     name = f"{project}-{_VERSION}.tar.gz"
     body = f'<!DOCTYPE html><html><body><a href="/files/{name}">{name}</a></body></html>\n'.encode()
@@ -66,7 +66,7 @@ def _response(status: str, kind: str, length: int) -> bytes:
 
 
 class _Conversation(asyncio.Protocol):
-    """One connection: reads a head, answers it, and reads on until the client has gone, so that no answer is lost."""
+    """One connection: reads a head, answers it, and keeps reading until the client is gone, so no answer is lost."""
 
     _transport: asyncio.Transport
     _deadline: asyncio.TimerHandle

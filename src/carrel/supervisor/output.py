@@ -1,17 +1,28 @@
-"""What a command has written: kept up to a cap, readable from any offset, and waited for without polling."""
+"""The output of a command: kept up to a limit, readable from any offset; readers wait for more without polling."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from bisect import bisect_right
 
 STDOUT, STDERR, END = 1, 2, 0
 RUN_COST = 64
-"""What it costs to remember where one stream gives way to the other: a program may change between bytes."""
+"""Bytes of the budget for each change between the two streams: a program may change after every byte."""
+
+
+def read_some(descriptor: int, size: int) -> bytes | None:
+    """Read from a pipe or terminal that does not block: None when nothing is there yet, no bytes at its end."""
+    try:
+        return os.read(descriptor, size)
+    except BlockingIOError:
+        return None
+    except OSError:  # nobody has the other side of a terminal open any more
+        return b""
 
 
 class Budget:
-    """Bytes that all outputs of a sandbox may hold together, so that they cannot fill its memory."""
+    """The bytes that all outputs of a sandbox may use together, so that they cannot fill its memory."""
 
     def __init__(self, limit: int):
         self.limit = self.left = limit
@@ -34,13 +45,13 @@ class Output:
         return len(self._data)
 
     def add(self, stream: int, data: bytes) -> None:
-        """Keep what fits under the cap, count what does not."""
+        """Keep as many bytes as fit, and count the rest as dropped."""
         begins_run = not self._streams or self._streams[-1] != stream
         room = max(0, min(self._limit - len(self._data), self._budget.left - begins_run * RUN_COST))
         if len(data) > room:
             self.dropped += len(data) - room
             data = data[:room]
-            self._limit = len(self._data) + room  # what is kept has no gap, also when others free their share
+            self._limit = len(self._data) + room  # no gap in the output, even if other commands free their share
         if data:
             if begins_run:
                 self._budget.left -= RUN_COST
@@ -51,19 +62,19 @@ class Output:
         self._wake()
 
     def end(self) -> None:
-        """The command has ended: followers stop at the last byte."""
+        """Mark the end of the output: followers stop at the last byte."""
         self.ended = True
         self._wake()
 
     def release(self) -> None:
-        """Forget everything and give the bytes back to the budget."""
+        """Drop the output and return its bytes to the budget."""
         self._budget.left += len(self._data) + RUN_COST * len(self._streams)
         self._limit = 0
         self._data = bytearray()
         self._starts, self._streams = [], []
 
     def whole(self) -> tuple[bytes, bytes]:
-        """All that was kept of standard output and of standard error."""
+        """Return standard output and standard error, as far as they were kept."""
         if len(self._streams) <= 1:
             only = bytes(self._data)
             return (b"", only) if self._streams == [STDERR] else (only, b"")
@@ -74,7 +85,7 @@ class Output:
         return b"".join(parts[0]), b"".join(parts[1])
 
     def read(self, offset: int, size: int) -> tuple[int, bytes]:
-        """The stream at `offset` and its bytes from there on, at most `size`; empty at the end."""
+        """Return the stream at `offset` and at most `size` of its bytes; `END` and no bytes at the end."""
         if offset >= len(self._data):
             return END, b""
         index = bisect_right(self._starts, offset) - 1

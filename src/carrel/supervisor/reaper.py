@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from carrel.primitives import libc
+from carrel.primitives.kernel_files import read, read_if_there
 
 # Python ignores these; a program started by it expects the defaults.
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
@@ -87,16 +88,7 @@ def _listed() -> list[int]:
 
 def _stat(pid: int) -> list[bytes]:
     """The fields of `stat` behind the name; none when the process is gone."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return []
-    try:
-        return os.read(descriptor, 4096).rpartition(b")")[2].split()
-    except OSError:
-        return []
-    finally:
-        os.close(descriptor)
+    return read_if_there(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
 def _parent(pid: int) -> int | None:
@@ -142,28 +134,15 @@ def descendants(root: int, parents: dict[int, int], stop: Sequence[int] = ()) ->
 
 def children(pid: int) -> list[int]:
     """The children of a process that has one thread; `OSError` when the kernel does not tell."""
-    descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return [int(child) for child in os.read(descriptor, 65536).split()]
-    finally:
-        os.close(descriptor)
+    return [int(child) for child in read(f"/proc/{pid}/task/{pid}/children", 65536).split()]
 
 
 def doomed(pid: int) -> bool:
     """Whether a process is gone, or killed and only has not come to its end yet: then nobody was told so far."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    status = read_if_there(f"/proc/{pid}/status", 8192)
+    if not status or b"\nState:\tZ" in status or b"\nState:\tX" in status:
         return True
-    try:
-        told = os.read(descriptor, 8192)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    if b"\nState:\tZ" in told or b"\nState:\tX" in told:
-        return True
-    pending = [told.partition(name)[2][:16] for name in (b"\nSigPnd:\t", b"\nShdPnd:\t")]
+    pending = [status.partition(name)[2][:16] for name in (b"\nSigPnd:\t", b"\nShdPnd:\t")]
     return any(mask and int(mask, 16) & _KILL for mask in pending)
 
 
@@ -312,13 +291,8 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    keep = {0, 1, 2, orders.fileno()}
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor not in keep:
-            try:
-                os.close(descriptor)
-            except OSError:
-                pass
+    os.closerange(3, orders.fileno())
+    os.closerange(orders.fileno() + 1, 2**31 - 1)
 
     def tell(kind: bytes, value: int) -> None:
         orders.send(struct.pack("=8sq", kind, value))

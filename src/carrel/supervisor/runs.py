@@ -1,8 +1,8 @@
-"""Remembers which runs were begun here, so that a server that takes over can ask: a run is the dispatch of an operation
-that may happen once, by the name its server gave it.
+"""Remembers which runs have begun here. A run is one dispatch of an operation that must not happen twice; the server
+chooses its name.
 
-Whoever asks also forbids: a run that was not begun when that was asked never begins, even if its request still lies in
-a socket. Knows nothing of what is run.
+A server that takes over from another asks whether a run has begun. Asking also forbids it: a run that had not begun by
+then never begins, even if its request is still waiting in a socket.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from carrel.errors import Conflict
 from carrel.supervisor.http import Request, Response, Router, json_response
 
 MOST = 4096
-"""How many are remembered. They come from people's approvals, so that these are many."""
+"""How many are remembered. Runs come from approvals by people, so this is plenty."""
 
 
 class Runs:
@@ -23,12 +23,12 @@ class Runs:
         self._forgot = False
 
     def routes(self, router: Router) -> None:
-        """Add the route, and see every request that is part of a run before it is handled."""
+        """Add the route, and have every request that is part of a run pass `begin` first."""
         router.add("POST", "/runs/{}/void", self._ask)
         router.on_run = self.begin
 
     def begin(self, run: str) -> None:
-        """A request of a run is about to be handled; `Conflict` when it was forbidden."""
+        """Record that a run begins. Raises `Conflict` when it was forbidden."""
         if run in self._void:
             raise Conflict("a server that took over has called this off", field="run", hint="ask again")
         if run not in self._begun:
@@ -38,7 +38,7 @@ class Runs:
                 self._forgot = True
 
     def void(self, run: str) -> bool | None:
-        """Whether a run was begun; if not, it never will. None when that is not known any more."""
+        """Return whether a run has begun, and forbid it if not. None when that is no longer known."""
         if run in self._begun:
             return True
         if run not in self._void:

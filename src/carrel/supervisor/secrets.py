@@ -1,9 +1,8 @@
-"""Secrets as files that the agent can read and nobody in the sandbox can change. Knows the descriptor of a memory file
-system and nothing of where the values come from.
+"""Secrets as files that the agent can read and nobody in the sandbox can change.
 
-The agent sees that file system through a read-only mount. The descriptor leads to it through another mount, which is
-nowhere in the tree, and it belongs to a process the agent cannot reach. A set of secrets is a directory; the files that
-programs open are links into the one that counts, and one rename replaces it whole.
+They are in a memory file system, which the agent sees through a read-only mount. The supervisor writes through the
+descriptor of a second mount that is nowhere in the tree. A set of secrets is one directory; programs open links into
+the current set, and one rename replaces the whole set.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 
 MOST, LARGEST, ALTOGETHER = 512, 512 * 1024, 1536 * 1024
-"""Secrets in a set, bytes of one, bytes of all: what callers may keep, and the roots a sandbox trusts besides. The file
-system holds two such sets, the old and the new.
+"""Limits of a set: number of secrets, bytes of one, bytes of all, including the certificates that a sandbox trusts. The
+file system has room for two sets, the old and the new.
 """
 
 CURRENT = ".current"
@@ -25,13 +24,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 
 
 class Secrets:
-    """The secrets of one sandbox. Without a descriptor there is no safe place for them, and they are refused."""
+    """The secrets of one sandbox. Without a descriptor there is no safe place for secrets, so they are refused."""
 
     def __init__(self) -> None:
         self._directory = -1
 
     def settle(self, directory: int) -> None:
-        """Write to the file system that this descriptor leads to; -1: there is none."""
+        """Set the descriptor of the memory file system; -1 means there is none."""
         self._directory = directory
 
     def routes(self, router: Router) -> None:
@@ -48,7 +47,7 @@ class Secrets:
         return json_response({"names": self.replace(_checked(await request.json()))})
 
     def replace(self, values: dict[str, bytes]) -> list[str]:
-        """Make these the secrets, all at once; the names there are now. Whoever has an old one open can read on."""
+        """Replace all secrets at once and return their names. A process that has an old one open can still read it."""
         fresh = f".set-{os.urandom(8).hex()}"
         try:
             self._write(fresh, values)
@@ -81,7 +80,7 @@ class Secrets:
         return os.open(name, flags, dir_fd=self._directory)
 
     def _names(self) -> list[str]:
-        here = self._open(".")  # the descriptor itself only names the place
+        here = self._open(".")  # the descriptor itself is of `O_PATH` and cannot be listed
         try:
             return os.listdir(here)
         finally:

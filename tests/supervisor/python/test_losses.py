@@ -16,6 +16,7 @@ from tests.support.sandboxes import KINDS, Box, House, until
 PREPARE = """
 import asyncio, ctypes, os, signal, sys, time
 from carrel.supervisor.app import Supervisor
+from carrel.supervisor.command import exit_of
 from carrel.supervisor.reaper import kill_below, processes
 
 class Born:
@@ -104,7 +105,7 @@ def test_a_context_hears_of_the_end_of_its_host_whoever_waited_for_it(tmp_path: 
             lost = await cell(context, "x")
             assert lost.error["name"] == "NameError" and lost.fresh
             died = await cell(context, "import os; os._exit(3)")
-            assert died.exit() == (3, None)
+            assert exit_of(died.wait_status) == (3, None)
             async with asyncio.timeout(30):
                 await context.close()
         """,

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from carrel.errors import CarrelError
-from carrel.supervisor.command import signal_name
+from carrel.supervisor.command import exit_of
 from carrel.supervisor.output import Output
 
 
@@ -52,16 +51,9 @@ class Cell:
         """How long it has run."""
         return 0.0 if self.began is None else round(((self.ended or time.monotonic()) - self.began) * 1000, 3)
 
-    def exit(self) -> tuple[int | None, str | None]:
-        """How its context ended with it."""
-        if self.wait_status is None:
-            return None, None
-        code = os.waitstatus_to_exitcode(self.wait_status)
-        return (code, None) if code >= 0 else (None, signal_name(-code))
-
     def info(self) -> dict[str, Any]:
         """The info object of a command, for whoever follows the output."""
-        code, name = self.exit()
+        code, name = exit_of(self.wait_status)
         if not self.running and self.wait_status is None:
             code = 0 if self.status == "ok" else 1
         return {
@@ -81,7 +73,7 @@ class Cell:
 
     def result(self, context: str) -> dict[str, Any]:
         """All of it."""
-        code, name = self.exit()
+        code, name = exit_of(self.wait_status)
         stdout, stderr = (data.decode(errors="replace") for data in self.output.whole())
         dropped = self.output.dropped + self.results_dropped
         return {

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
-from carrel.supervisor.output import STDERR, STDOUT
+from carrel.supervisor.output import STDERR, STDOUT, read_some
 from carrel.supervisor.python.cell import Cell
 from carrel.supervisor.python.hosts import Host
 from carrel.supervisor.reaper import Reaper, memory_file
@@ -243,12 +243,9 @@ class CodeContext:
             self._finish(cell)
 
     def _read(self, descriptor: int) -> int:
-        try:
-            data = os.read(descriptor, READ_SIZE)
-        except BlockingIOError:
+        data = read_some(descriptor, READ_SIZE)
+        if data is None:
             return 0
-        except OSError:
-            data = b""
         if not data:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
