@@ -34,8 +34,8 @@ _TRUSTING = (
 
 CURL_OFFLINE = "/etc/carrel/curl/offline"
 CURL_GOVERNED = "/etc/carrel/curl/governed"
-"""Directories of the sandbox's root with a `.curlrc`. `curl` does not print the answer of a proxy that refuses a tunnel,
-so these files tell `curl` what to print.
+"""Directories of the sandbox's root with a `.curlrc`. `curl` does not print the answer of a proxy that refuses a
+tunnel, so these files tell `curl` what to print.
 """
 APT_CONFIG = "/etc/carrel/apt.conf"
 """A file of the sandbox's root that lets `apt-get update` and `apt-get download` work without root."""

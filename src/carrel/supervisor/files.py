@@ -41,7 +41,7 @@ DEFAULT_MODE = 0o644
 _BREATH = 256
 _LINES_SHOWN = 10
 _TICK_NS = 10_000_000
-# Never hang on a FIFO nor become the owner of a terminal: what is opened is looked at first.
+# Opening must not hang on a FIFO or acquire a controlling terminal: the type of the file is checked after opening.
 _SAFE = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 Stamp = tuple[int, int]
@@ -52,7 +52,7 @@ def _stamp(status: os.stat_result) -> Stamp:
 
 
 def describe(entry: Entry) -> Json:
-    """The file info object of an entry."""
+    """Return the file info object of an entry."""
     status = entry.status
     if stat.S_ISREG(status.st_mode):
         kind = "file"
@@ -85,7 +85,7 @@ def _moment(time_ns: int) -> str:
 
 
 class _Content:
-    """The bytes of an open file as a stream that owns the descriptor, even if nobody ever reads it."""
+    """A stream of the bytes of an open file. It owns the descriptor, even if it is never read."""
 
     def __init__(self, handle: int, offset: int, length: int):
         self._handle = handle
@@ -99,7 +99,7 @@ class _Content:
         if self._left == 0:
             self.close()
             raise StopAsyncIteration
-        await asyncio.sleep(0)  # a fast reader never makes the transport pause: others must get their turn
+        await asyncio.sleep(0)  # with a fast reader the transport never pauses: let other tasks run
         try:
             chunk = os.pread(self._handle, min(CHUNK, self._left), self._offset)
         except OSError as error:
@@ -122,7 +122,7 @@ class _Content:
 
 
 class Files:
-    """The workspace beneath `root`, and its routes."""
+    """The files of the workspace, and their routes."""
 
     root: Root
 
@@ -131,7 +131,7 @@ class Files:
         self._edited: dict[str | None, Json] = {}  # by the caller's own id
 
     def settle(self, workspace: str) -> None:
-        """Open the workspace. Call it once, before anything else."""
+        """Open the workspace. Called once, before anything else."""
         self.root = Root(workspace)
         remove_leftover(self.root.fd)
 
@@ -153,11 +153,11 @@ class Files:
     # for the other modules of the supervisor
 
     def open_directory(self, path: str, field: str = "path") -> int:
-        """A descriptor of the directory at `path`, for `fchdir`; the caller closes it."""
+        """Return a descriptor of the directory at `path`, for `fchdir`. The caller closes it."""
         return self.root.open(self.root.relative(path, field), os.O_PATH | os.O_DIRECTORY, field)
 
     def write_bytes(self, path: str, data: bytes, mode: int | None = None, field: str = "path") -> Stamp:
-        """Write a small file atomically, with the directories above it; its stamp is for `produced_since`."""
+        """Write a small file atomically, creating the directories above it. Returns its stamp for `produced_since`."""
         relative = self._file_path(path, field)
         with (
             self.root.target(relative, field, parents=True) as place,
@@ -167,10 +167,10 @@ class Files:
             return _stamp(draft.publish(exclusive=False).status)
 
     def mark(self) -> int:
-        """Now, as the workspace's file system stamps files; no other clock agrees with its coarse ticks."""
+        """Return the current time of the workspace's file system, which has a coarser clock of its own."""
         try:
             handle = os.open(b".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=self.root.fd)
-        except OSError:  # a file system without nameless files, or a full one: rather name a file too many
+        except OSError:  # a full file system, or one without nameless files: rather report a file too many
             return time.time_ns() - _TICK_NS
         try:
             return os.fstat(handle).st_ctime_ns
@@ -180,10 +180,10 @@ class Files:
     def produced_since(
         self, time_ns: int, directory: str = ".", limit: int = 1000, given: Collection[Stamp] = ()
     ) -> list[str]:
-        """The regular files below `directory` that changed since `time_ns` (a `mark()`).
+        """Return the regular files below `directory` that changed since `time_ns` (a `mark()`).
 
-        The scan is bounded. The change time counts too, as unpacking an archive sets old modification times.
-        Files written just before the mark may carry its time: those `given` are left out unless they changed.
+        The scan is bounded. The change time counts too, because unpacking an archive sets old modification times.
+        Files written just before the mark may have the same time: those in `given` are left out unless they changed.
         """
         relative = self.root.relative(directory, "directory")
         handle = self.root.open(relative, os.O_RDONLY | os.O_DIRECTORY, "directory")
@@ -362,7 +362,7 @@ class Files:
 
     @contextmanager
     def _draft(self, place: Place, mode: int | None, *, exclusive: bool) -> Iterator[Draft]:
-        """A draft for that place; whatever ends the block, only what was published stays."""
+        """Open a draft for that place. However the block ends, nothing but a published file stays."""
         with refusing(place.path, place.field):
             try:
                 existing = os.stat(place.name, dir_fd=place.directory, follow_symlinks=False)
@@ -453,7 +453,7 @@ def _unchanged(place: Place, before: os.stat_result) -> None:
 
 
 def _starts(content: bytes, old: bytes) -> Iterator[int]:
-    """Where `old` starts, overlapping ones included: in `aaa` it is not clear which `aa` is meant."""
+    """Yield where `old` starts, including overlaps: in `aaa` it is not clear which `aa` is meant."""
     start = content.find(old)
     while start >= 0:
         yield start
@@ -461,7 +461,7 @@ def _starts(content: bytes, old: bytes) -> Iterator[int]:
 
 
 def _occurrences(content: bytes, old: bytes, *, replace_all: bool) -> int:
-    """How many places will be replaced, or `EditMismatch`."""
+    """Return how many occurrences will be replaced, or raise `EditMismatch`."""
     count = content.count(old)
     if count and replace_all:
         return count

@@ -41,7 +41,7 @@ class Log:
         start = max(min(offset, self.size), self.dropped)
         data = self._data[start - self.dropped :][:limit]
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # The limit never cuts inside a character. But at least one byte is returned, or a reader would make no progress.
+        # The limit never cuts inside a character. At least one byte is returned, or a reader would make no progress.
         cut = start + len(data) < self.size
         text = decoder.decode(bytes(data), final=not cut)
         waiting = len(decoder.getstate()[0])

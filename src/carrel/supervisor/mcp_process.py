@@ -56,7 +56,7 @@ class _Reader:
 
 
 class Process:
-    """The constructor starts the process and raises `OSError` when that fails. `begun` and `over` are its milestones."""
+    """The constructor starts the process, or raises `OSError`. `begun` and `over` are its start and its end."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""From a caller's path to an open descriptor beneath the workspace root.
+"""Resolves a caller's path to an open descriptor beneath the workspace root.
 
-The text of a path is only brought into shape here; whether it stays inside is decided by the kernel, never by
-comparing strings. It reads and writes no file.
+The text of a path is only normalized here; the kernel decides whether it stays inside, never a comparison of strings.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def text(raw: bytes) -> str:
-    """A name as the wire carries it: bytes that are not UTF-8 become surrogate escapes."""
+    """Return a name as text for JSON: bytes that are not UTF-8 become surrogate escapes."""
     return raw.decode("utf-8", "surrogateescape")
 
 
@@ -45,7 +44,7 @@ def _leaves(shown: str, field: str) -> InvalidPath:
 
 
 def refusal(error: OSError, path: str | bytes, field: str = "path") -> CarrelError:
-    """What a failed system call on `path` means to the caller."""
+    """Return the error for the caller after a failed system call on `path`."""
     shown = repr((text(path) if isinstance(path, bytes) else path)[:_SHOWN])
     code = error.errno or 0
     answers: dict[int, CarrelError] = {
@@ -80,7 +79,7 @@ def refusal(error: OSError, path: str | bytes, field: str = "path") -> CarrelErr
 
 @contextmanager
 def refusing(path: str | bytes, field: str = "path") -> Iterator[None]:
-    """Turn an `OSError` of the block into the refusal that fits; a lost connection is no such error."""
+    """Turn an `OSError` of the block into an error for the caller, except for a lost connection."""
     try:
         yield
     except ConnectionError:
@@ -90,7 +89,7 @@ def refusing(path: str | bytes, field: str = "path") -> Iterator[None]:
 
 
 class Place:
-    """A name in an open directory: what creating, renaming and removing need. Use it in a `with`."""
+    """A name in an open directory, for creating, renaming and removing. Use it in a `with`."""
 
     __slots__ = ("directory", "field", "name", "path")
 
@@ -134,7 +133,7 @@ class Root:
             self.fd = -1
 
     def relative(self, path: str, field: str = "path") -> bytes:
-        """The path relative to the root, well formed: `.` or names and `..` with single slashes between."""
+        """Return the path relative to the root, normalized: `.`, or names and `..` separated by single slashes."""
         shown = repr(path[:_SHOWN])
         if not path:
             raise InvalidPath("the path is empty", field=field, hint="'.' is the workspace itself")
@@ -157,7 +156,7 @@ class Root:
         return _joined(parts)
 
     def open(self, relative: bytes, flags: int, field: str = "path") -> int:
-        """A new descriptor of what is there, found by the kernel beneath the root."""
+        """Open a path; the kernel resolves it beneath the root."""
         with refusing(relative, field):
             return open_beneath(self.fd, relative, flags)
 
@@ -174,7 +173,7 @@ class Root:
         return Place(directory, name, relative, field)
 
     def target(self, relative: bytes, field: str = "path", *, parents: bool = False) -> Place:
-        """As `place`, but if the path ends in a symlink, the place it leads to beneath the root."""
+        """Like `place`, but if the path is a symlink, return the place that it points to beneath the root."""
         current = relative
         for _ in range(_LINKS):
             place = self.place(current, field, parents=parents and current is relative)
@@ -188,7 +187,7 @@ class Root:
             place.close()
             if link.startswith(b"/"):
                 raise _leaves(repr(text(relative)[:_SHOWN]), field)
-            # `..` stays as it is: what it means after a name that may be a symlink only the kernel can tell.
+            # `..` is kept: after a name that may be a symlink, only the kernel knows what it means.
             above = current.rpartition(b"/")[0]
             current = _joined([*above.split(b"/"), *link.split(b"/")])
             if len(current) > PATH_LIMIT:
@@ -196,7 +195,7 @@ class Root:
         raise refusal(OSError(errno.ELOOP, "too many symlinks"), relative, field)
 
     def make_directory(self, relative: bytes, field: str = "path") -> int:
-        """The directory at that path, made with those above it where they are missing."""
+        """Open the directory at that path; it and those above it are created if they are missing."""
         return self._make(relative, field)
 
     def _make(self, relative: bytes, field: str) -> int:
@@ -218,7 +217,7 @@ class Root:
                         try:
                             os.mkdir(name, 0o755, dir_fd=here)
                         except FileExistsError:
-                            pass  # another made it, or a dangling symlink: opening it again tells
+                            pass  # created meanwhile, or a dangling symlink: opening it again shows which
                         below = open_beneath(self.fd, prefix, _DIRECTORY)
                     os.close(here)
                     here = below

@@ -1,7 +1,7 @@
-"""Which files of the workspace changed between two moments, without looking at the others.
+"""Finds the files of the workspace that changed between two moments.
 
-The kernel tells (inotify), directory by directory, from the first time on that somebody asks. Where it cannot (too many
-directories, no watch left, more events than it keeps) the workspace is scanned, within bounds.
+Directories are watched with inotify, from the first request on. Where that is not possible (too many directories, no
+watch left, lost events) the workspace is scanned, up to a limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from carrel.supervisor.paths import text
 MOST_WATCHED = 8192
 MOST_PRODUCED = 10_000
 MOST_NAMED = 768 * 1024
-"""How many files are named, and how many bytes their names have at most as JSON."""
+"""Limits of the list: number of files, and bytes of their names as JSON."""
 DESCRIPTION = ".context.json"
 _BREATH = 64
 _READ = 64 * 1024
@@ -37,24 +37,24 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When somebody began to look: by the clock of the file system, and by the count of what the watch has seen."""
+    """The start of a search: the time of the file system, and the number of events so far (None without inotify)."""
 
     time_ns: int
     count: int | None
 
 
 class Look:
-    """What was found, once the block has ended."""
+    """The result of a search, available after the `with` block."""
 
     def __init__(self) -> None:
         self._room = MOST_NAMED
         self.found: list[str] = []
         self.truncated = False
-        """Whether more changed than is named."""
+        """Whether more files changed than are listed."""
 
     def add(self, path: str) -> bool:
-        """Name a file; False when there is no room for more. The description of the workspace is not named: no command
-        made it.
+        """Add a file; return False when the list is full. The description of the workspace is left out, because the
+        server writes it.
         """
         if path == DESCRIPTION:
             return True
@@ -80,7 +80,7 @@ class Produced:
         self._busy = asyncio.Lock()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._inotify >= 0:
             os.close(self._inotify)
             self._inotify = -1
@@ -89,8 +89,8 @@ class Produced:
 
     @asynccontextmanager
     async def looking(self, given: Collection[Stamp] = ()) -> AsyncIterator[Look]:
-        """Look for the regular files that change while the block lasts; those `given` are left out unless they changed
-        after they were written.
+        """Find the regular files that change during the block. Files of `given` are left out unless they changed after
+        they were written.
         """
         look, moment = Look(), await self._begin()
         try:
@@ -157,13 +157,13 @@ class Produced:
                     return
                 if number % _BREATH == _BREATH - 1:
                     await asyncio.sleep(0)
-        except BaseException:  # whoever asked went away: a part must not be taken for all
+        except BaseException:  # the request was cancelled: an incomplete watch must not be used
             self.close()
             raise
 
     def _watch(self, top: bytes, *, new: bool) -> Iterator[bytes | None]:
-        """Watch a directory and those below; each as it is watched, None when no more can be. What is in a `new` one
-        counts as changed.
+        """Watch a directory and those below. Yields each path, and None when no more can be watched. Files in a `new`
+        directory count as changed.
         """
         pending = [top]
         while pending:
@@ -171,7 +171,7 @@ class Produced:
             try:
                 handle = libc.open_beneath(self._files.root.fd, path, _DIRECTORY)
             except OSError:
-                continue  # gone, or not to be read
+                continue  # gone, or not readable
             try:
                 try:
                     watch = libc.inotify_add_watch(self._inotify, f"/proc/self/fd/{handle}".encode(), _MASK)
@@ -200,7 +200,7 @@ class Produced:
         self._changed[path] = self._count
 
     def _hear(self) -> bool:
-        """Take in what the kernel tells; False when it lost something, and then all is watched anew next time."""
+        """Read the events. Return False when some were lost; then everything is watched again next time."""
         while True:
             try:
                 data = os.read(self._inotify, _READ)
@@ -235,7 +235,7 @@ class Produced:
         return True
 
     def _forget(self, top: bytes) -> None:
-        """A directory was moved away: what is below it has other names now."""
+        """Stop watching a directory that was moved: the paths below it have changed."""
         for path in [path for path in self._watches if path == top or path.startswith(top + b"/")]:
             watch = self._watches.pop(path)
             self._paths.pop(watch, None)

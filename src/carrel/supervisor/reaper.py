@@ -1,8 +1,8 @@
-"""Who a process belongs to, and how a whole tree of them is ended.
+"""Finds the processes of a command, and kills whole process trees.
 
-Orphans go to the nearest ancestor that is a reaper. The supervisor is one (PID 1, or a child subreaper); a runner is
-another, forked when a second command runs beside the first. A reaper has the processes of one command at a time, so
-whatever a command's processes do (double forks, `setsid`, ignored signals), a walk down from its reaper finds them all.
+The kernel gives orphans to the nearest ancestor that is a reaper. The supervisor is one (PID 1, or a child subreaper);
+a runner is another, forked when a second command runs beside the first. A reaper has the processes of one command at a
+time, so a walk down from it finds them all, whatever they do (double forks, `setsid`, ignored signals).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Stdio = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Program:
-    """What to start: descriptors for standard input, output and error, or the name of a terminal for all three."""
+    """A program to start, with descriptors for its three standard streams or the name of a terminal for all of them."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -38,7 +38,7 @@ class Program:
 
 
 def find_program(name: str, path: str, directory: int) -> str | None:
-    """The program a name stands for, as `execvp` would find it."""
+    """Return the path of a program, found as `execvp` does, or None."""
     if "/" in name:
         return name
     for folder in path.split(":"):
@@ -52,10 +52,10 @@ def find_program(name: str, path: str, directory: int) -> str | None:
 
 
 def spawn(program: Program, directory: int) -> int:
-    """Start a program in a session of its own; raises `OSError` when it cannot be executed.
+    """Start a program in its own session. Raises `OSError` when it cannot be executed.
 
-    `posix_spawn` shares memory with the caller until the exec: a fork of a Python process costs several times more.
-    It has no way to choose a working directory, so the caller goes there first: it is single-threaded.
+    `posix_spawn` shares memory with the caller until the exec; a fork of a Python process costs several times more.
+    It cannot set a working directory, so the caller changes its own, which is safe with a single thread.
     """
     if program.stdio is not None:
         actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
@@ -77,7 +77,7 @@ def spawn(program: Program, directory: int) -> int:
 
 
 def processes() -> dict[int, int]:
-    """Every visible process with its parent; zombies are left out."""
+    """Return every visible process with its parent, without zombies."""
     found = {pid: _parent(pid) for pid in _listed()}
     return {pid: parent for pid, parent in found.items() if parent is not None}
 
@@ -87,23 +87,23 @@ def _listed() -> list[int]:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of `stat` behind the name; none when the process is gone."""
+    """Return the fields of `stat` after the name; none when the process is gone."""
     return read_if_there(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
 def _parent(pid: int) -> int | None:
-    """The parent of a process that lives, by whichever of its threads."""
+    """Return the parent of a process of which at least one thread is alive, else None."""
     fields = _stat(pid)
-    # The state is that of its first thread, which counts as one for as long as there are others.
+    # The state is that of the first thread, which stays a zombie as long as there are other threads.
     if len(fields) <= _THREADS or (fields[0] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1):
         return None
     return int(fields[1])
 
 
 def tasks_below(*roots: tuple[int, Sequence[int]]) -> list[int]:
-    """How many threads there are below each process, not entering those given with it: what the kernel's limit counts.
+    """Count the threads below each process, as the kernel's process limit does; given subtrees are left out.
 
-    Zombies are among them, for until somebody waits for them they count as well.
+    Zombies are counted too, because the kernel counts them until their parent waits for them.
     """
     found = {pid: fields for pid in _listed() if len(fields := _stat(pid)) > _THREADS}
     parents = {pid: int(fields[1]) for pid, fields in found.items()}
@@ -112,13 +112,13 @@ def tasks_below(*roots: tuple[int, Sequence[int]]) -> list[int]:
 
 _KILL = 1 << (signal.SIGKILL - 1)
 _PR_SET_CHILD_SUBREAPER = 36
-_THREADS = 17  # of the fields of `stat` behind the name: how many threads there are
+_THREADS = 17  # the index of the number of threads among the fields of `stat` after the name
 MOST_LOOKS = 32
-"""How often the list of processes is read for one signal, at most."""
+"""How often the list of processes is read for one signal."""
 
 
 def descendants(root: int, parents: dict[int, int], stop: Sequence[int] = ()) -> list[int]:
-    """The processes below `root`, not entering (nor counting) those in `stop`."""
+    """Return the processes below `root`, without the subtrees of those in `stop`."""
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
@@ -133,12 +133,12 @@ def descendants(root: int, parents: dict[int, int], stop: Sequence[int] = ()) ->
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process that has one thread; `OSError` when the kernel does not tell."""
+    """Return the children of a process with one thread. Raises `OSError` where the kernel does not list them."""
     return [int(child) for child in read(f"/proc/{pid}/task/{pid}/children", 65536).split()]
 
 
 def doomed(pid: int) -> bool:
-    """Whether a process is gone, or killed and only has not come to its end yet: then nobody was told so far."""
+    """Whether a process has ended, or was killed and has not been reported as ended yet."""
     status = read_if_there(f"/proc/{pid}/status", 8192)
     if not status or b"\nState:\tZ" in status or b"\nState:\tX" in status:
         return True
@@ -147,16 +147,16 @@ def doomed(pid: int) -> bool:
 
 
 def kill_below(root: int, stop: Sequence[int] = ()) -> int:
-    """Kill what is below `root` now; how many. A killed process cannot fork, so repeating this converges to none."""
+    """Kill the processes below `root`; return how many. A killed process cannot fork, so repeating this reaches 0."""
     return signal_below(root, signal.SIGKILL, stop)
 
 
 def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
-    """Send a signal to what is below `root` now; to how many. None only when there was none.
+    """Send a signal to the processes below `root`; return to how many, 0 only when there were none.
 
-    What forks and ends at once is another process after each look. So those that are new are looked at, until there are
-    no more; and so are those whose parent ended meanwhile, for they have another. A parent comes before its children:
-    else a shell that waits for a killed child could still report that as an exit code of its own.
+    A process that forks and exits at once has another PID at each scan. So the list is read again until it has no new
+    processes; processes whose parent ended meanwhile are read again too, as they have another parent now. A parent gets
+    the signal before its children: otherwise a shell that waits for a killed child could still report its exit code.
     """
     parents: dict[int, int] = {}
     looked: set[int] = set()
@@ -167,11 +167,11 @@ def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
         if not new:
             return len(told)
         looked |= new
-        for pid in sorted(new, reverse=True):  # the youngest may not be there for long
+        for pid in sorted(new, reverse=True):  # the youngest may be gone soon
             if (parent := _parent(pid)) is not None:
                 parents[pid] = parent
         for pid, parent in parents.items():
-            if parent not in parents and lost.get(pid) != parent:  # twice the same: one that is hidden from us
+            if parent not in parents and lost.get(pid) != parent:  # twice the same parent: it is hidden from us
                 lost[pid] = parent
                 looked.discard(pid)
         for pid in descendants(root, parents, stop):
@@ -186,7 +186,7 @@ def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
 
 
 def resume(pid: int) -> None:
-    """Let a process go on that somebody may have stopped."""
+    """Continue a process that may have been stopped by a signal."""
     try:
         os.kill(pid, signal.SIGCONT)
     except ProcessLookupError:
@@ -194,7 +194,7 @@ def resume(pid: int) -> None:
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor of an anonymous file with these bytes, at its beginning."""
+    """Return a descriptor of an anonymous file with these bytes, positioned at the start."""
     memory = os.memfd_create("carrel", os.MFD_CLOEXEC)
     with open(memory, "wb", closefd=False) as file:
         file.write(data)
@@ -203,9 +203,9 @@ def memory_file(data: bytes) -> int:
 
 
 class Reaper:
-    """The supervisor's end of a process that has those of one command below it, and tells how it went.
+    """The supervisor's view of a process that has the processes of one command below it and reports about them.
 
-    `on_event` is called with `started`, then `ended`, then `clean`; with `dead` when it is gone.
+    `on_event` is called with `started`, then `ended`, then `clean`; with `dead` when the reaper itself has ended.
     """
 
     pid: int
@@ -228,7 +228,7 @@ class Reaper:
             self.on_event(self, kind.rstrip(b"\0").decode(), value)
 
     def kill_below(self) -> int:
-        """Kill what is below it now; how many. What it looks after may have stopped it: then it would never tell."""
+        """Kill the processes below the reaper; return how many. One of them may have stopped it, so it is continued."""
         resume(self.pid)
         return kill_below(self.pid)
 
@@ -241,16 +241,16 @@ class Reaper:
             pass
 
     def gone(self) -> None:
-        """Called once, when the process has ended, whoever ended it."""
+        """Called once, when the process has ended for any reason."""
 
 
 class Runner(Reaper):
-    """A reaper forked from the supervisor: gets one program at a time to start."""
+    """A reaper that is forked from the supervisor and starts one program at a time."""
 
     def __init__(self, on_event: Callable[[Reaper, str, int], None], oom_score_fd: int):
         self.on_event = on_event
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The descriptor is of the supervisor's score for good, so a runner can only inherit a score of its own.
+        # The descriptor always means the supervisor's own score, so the runner has to inherit its score.
         os.pwrite(oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
         try:
             self.pid = os.fork()
@@ -269,12 +269,12 @@ class Runner(Reaper):
         self.socket = ours
 
     def start(self, program: Program, directory: int) -> None:
-        """Hand over a program."""
+        """Let the runner start a program."""
         fds = [directory, *(program.stdio or ())]
         fields = [program.terminal or "", str(len(program.argv)), *program.argv]
         fields += [f"{key}={value}" for key, value in program.env.items()]
         payload = b"\0".join(field.encode(errors="surrogateescape") for field in fields)
-        # Larger than a packet may be: goes through an anonymous file instead.
+        # It may be larger than a packet, so it is sent as an anonymous file.
         memory = memory_file(payload)
         try:
             socket.send_fds(self.socket, [b"start"], [memory, *fds])
@@ -283,7 +283,7 @@ class Runner(Reaper):
 
 
 def _run(orders: socket.socket, other_end: socket.socket) -> None:
-    """The runner process: a child subreaper that starts a program, waits for it and for all it left behind."""
+    """Run as the runner process: a child subreaper that starts a program and waits for it and all its descendants."""
     # The runner's collector must not write to the pages it shares with the supervisor. Freezing before the fork would
     # do the same in the supervisor, where frozen objects that become garbage later are never collected.
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Making a sandbox as new, between two calls that must not know of one another.
+"""Resets a sandbox between two calls that must not affect one another.
 
-The first time it is asked it remembers what there is; from then on it ends what runs, removes what was added, and says
-whether all else is as it was. It repairs nothing that was changed: then the sandbox is not to be used again. It goes by
-what the supervisor knows; nothing that an agent's process says is believed.
+The first request records the state of the sandbox. Every later one kills all commands, removes added files, and reports
+whether everything else is unchanged. Changed files are not repaired: then the sandbox must not be used again. The check
+uses only what the supervisor itself sees, nothing that a process of the agent reports.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from carrel.supervisor.python.calls import Python
 from carrel.supervisor.python.cells import CodeContexts
 
 PLACES = ("/tmp", "/dev/shm")
-"""Where everybody may write, beside the workspace and the home. `/var/tmp` is a link to the first."""
+"""Directories that every process may write, besides the workspace and the home. `/var/tmp` is a link to the first."""
 MOST_KEPT = 2000
 """How many files and directories a new sandbox may have."""
 TIME_S = 2.0
-"""How long it may take. A sandbox that has more to be removed is quicker made anew."""
+"""How long a reset may take. A new sandbox is faster than a longer reset."""
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BREATH = 256
 
 
 class _Changed(Exception):
-    """Something is not as it was."""
+    """Something in the sandbox was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A file or directory that was there at the start. A file that a program changes has another `stamp` afterwards."""
+    """A file or directory of the recorded state. A file that was changed has another `stamp`."""
 
     stamp: tuple[int, ...]
     attributes: tuple[str, ...]
@@ -69,7 +69,7 @@ class Reset:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def settle(self, places: Sequence[str]) -> None:
-        """Set the directories to empty; without any, emptying is refused."""
+        """Set the directories to reset. Without any, a reset is refused."""
         self._places = places
 
     def routes(self, router: Router) -> None:
@@ -88,8 +88,8 @@ class Reset:
         return json_response({**answer, "processes": load.processes, "memory_bytes": load.memory_bytes})
 
     def _begin(self) -> str | None:
-        """Nothing has run yet: what there is now is what there is to be. Python is started, so that nobody waits."""
-        # A message queue has a name and outlives its maker, and nothing lists them here: so there are none.
+        """Record the state, as nothing has run yet, and start Python, so that no caller waits for it."""
+        # A POSIX message queue outlives its creator and cannot be listed here, so none may be created.
         resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
         self._conditions = conditions()
         self._kept = []
@@ -108,7 +108,7 @@ class Reset:
         try:
             host = await self._python.host(None)
         except CarrelError:
-            return  # whoever calls is told
+            return  # the caller gets the error when it uses Python
         host.interpreter.give_back(host)
 
     async def _again(self) -> str | None:
@@ -122,7 +122,7 @@ class Reset:
                 _remove_shared_memory()
                 for top, kept in self._kept:
                     os.fchmod(top, stat.S_IMODE(kept.stamp[0]))
-                    # Opened anew: through a descriptor, btrfs shows no more than was there when it was opened.
+                    # Opened again: btrfs lists only entries that existed when the descriptor was opened.
                     handle = os.open(".", _OPEN, dir_fd=top)
                     try:
                         await _restore(handle, kept)
@@ -144,7 +144,7 @@ class Reset:
 
 
 def _look(handle: int, status: os.stat_result, left: list[int]) -> _Kept:
-    """What is in an open directory, all the way down."""
+    """Record the tree of an open directory."""
     below: dict[bytes, _Kept] = {}
     with os.scandir(handle) as found:
         names = [os.fsencode(entry.name) for entry in found]
@@ -170,7 +170,7 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 async def _restore(handle: int, kept: _Kept) -> None:
-    """Remove from an open directory what it did not have; `_Changed` when something of what it had is another."""
+    """Remove added entries from an open directory. Raises `_Changed` when a recorded entry is different."""
     assert kept.below is not None
     for attribute in set(os.listxattr(handle)).difference(kept.attributes):
         os.removexattr(handle, attribute)
@@ -190,7 +190,7 @@ async def _restore(handle: int, kept: _Kept) -> None:
 
 async def _remove_others(handle: int, kept: dict[bytes, _Kept]) -> None:
     more = True
-    while more:  # what is removed while a directory is read may hide something from the reader
+    while more:  # removing entries while a directory is read may hide others from the reader
         more = False
         with os.scandir(handle) as found:
             for number, entry in enumerate(found, 1):

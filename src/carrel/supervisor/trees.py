@@ -1,7 +1,6 @@
 """Walking directory trees by descriptors: one open directory at a time, never through a symlink.
 
-Going up is by `..`, and only into the very directory the walk came down from: one that was moved meanwhile
-ends the walk. It knows nothing of paths from callers.
+The walk goes up by `..`, and only into the directory that it came from: a directory that was moved meanwhile ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SLACK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a walk came by: its path, and where it points if it is a symlink."""
+    """A file or directory: its path, its status, and its target if it is a symlink."""
 
     path: bytes
     status: os.stat_result
@@ -30,7 +29,7 @@ class Entry:
 
 
 def entry_at(directory: int, name: bytes, path: bytes) -> Entry:
-    """The entry of that name, itself and not what it may point to."""
+    """Return the entry of that name. A symlink is not followed."""
     status = os.stat(name, dir_fd=directory, follow_symlinks=False)
     target = None
     if stat.S_ISLNK(status.st_mode):
@@ -43,9 +42,9 @@ def entry_at(directory: int, name: bytes, path: bytes) -> Entry:
 
 
 class Walk:
-    """At most `limit` entries below an open directory, ordered by name, a directory before what is in it.
+    """Walks at most `limit` entries below an open directory, ordered by name, a directory before its contents.
 
-    `truncated` tells afterwards of more: beyond the limit, unreadable, or deeper than a path can name.
+    Afterwards `truncated` says whether entries are missing: beyond the limit, unreadable, or too deep for a path.
     """
 
     def __init__(self, directory: int, prefix: bytes, *, recursive: bool, limit: int):
@@ -57,7 +56,7 @@ class Walk:
         self.truncated = False
 
     def steps(self) -> Generator[Entry | None, None, None]:
-        """The entries, once; closes the directory. `None` among them is a good moment to let others work."""
+        """Yield the entries, once, and close the directory. After a `None` the caller may let other tasks run."""
         here, path, left = self._directory, self._prefix, self._limit
         came_from: list[tuple[Identity, bytes]] = []
         try:
@@ -101,7 +100,7 @@ class Walk:
             os.close(here)
 
     def _scan(self, here: int, depth: int, left: int) -> Iterator[None]:
-        # Of all the names that wait only the first `left` will be shown; one more tells that there were more.
+        # Only the first `left` of the waiting names will be yielded; one more shows that there are more.
         keep = left + 1
         names: list[bytes] = []
         with os.scandir(here) as found:

@@ -1,6 +1,6 @@
-"""Calls of Python: a code runs in a fresh process of a warm interpreter and is a command like any other.
+"""Calls of Python: code runs in a new process of a warm interpreter, and is a command like any other.
 
-Knows where interpreters lie; which one is allowed was decided before.
+Knows the paths of interpreters. The control plane has decided before which one is allowed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from carrel.supervisor.python.hosts import Host, Interpreters, imports_of, modul
 from carrel.supervisor.reaper import Stdio, find_program
 
 SCRIPT = "/etc/carrel/warm.py"
-"""Where whoever builds the sandbox's root puts the program of a warm interpreter."""
+"""The program of a warm interpreter in the root of the sandbox."""
 ENVIRONMENTS = "/envs"
 SYSTEM_PYTHON = "/usr/bin/python3"
 OUTPUT_LIMIT = 1024 * 1024
@@ -56,7 +56,7 @@ class Python:
         self._ahead: list[str] = []
 
     def settle(self, env: dict[str, str], *, isolated: bool) -> None:
-        """Take charge of a sandbox; `env` is what interpreters start with."""
+        """Take charge of a sandbox; interpreters start with the variables `env`."""
         self._env = env
         self._isolated = isolated
         if not isolated:
@@ -66,7 +66,7 @@ class Python:
 
     @property
     def running(self) -> int:
-        """How many calls run."""
+        """The number of running calls."""
         return sum(each.running and isinstance(each.runner, Host) for each in self._commands.all())
 
     def routes(self, router: Router) -> None:
@@ -77,7 +77,7 @@ class Python:
     async def _run(self, request: Request) -> Response:
         body = await request.json()
         if isinstance(name := body.get("id"), str):
-            self._commands.require_new(name)  # before its files change those of the call that has it
+            self._commands.require_new(name)  # before its files replace those of the call with that id
         given = put_files(self._files, body.get("files"))
         if not request.flag("wait"):
             return json_response((await self.start(body, live=True)).info(), 201)
@@ -87,7 +87,7 @@ class Python:
         return json_response({**result_of(command), "files_produced": look.found, "files_truncated": look.truncated})
 
     async def _have(self, request: Request) -> Response:
-        """From now on the packages of an environment are there for all Python that names none, and for commands."""
+        """Make the packages of an environment the default of commands and of calls that name no environment."""
         body = await request.json()
         programs = os.path.dirname(self._shared(body.get("env")))
         given = os.path.dirname(programs), modules(body.get("imports"))
@@ -130,12 +130,12 @@ class Python:
         return command
 
     def _end_bombs(self, command: Command) -> None:
-        """What the kernel killed for want of memory left nothing that anybody wants, and perhaps a fork bomb."""
+        """Kill the leftovers of a call that the kernel killed for lack of memory: it may have been a fork bomb."""
         if command.status is not None and os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == SIGKILL:
             self._commands.kill(command)
 
     def order(self, body: Json, code: str) -> Order:
-        """What a code is asked for with, as an order; the caller releases it."""
+        """Return the order of a call. The caller releases it."""
         shown = code if len(code) <= MOST_SHOWN else code[:MOST_SHOWN] + "…"
         fields = {name: body[name] for name in ("cwd", "stdin", "interactive", "id") if body.get(name) is not None}
         fields["timeout"] = TIMEOUT_S if body.get("timeout") is None else body["timeout"]
@@ -144,7 +144,7 @@ class Python:
         return replace(order, command=["python3", "-c", shown])
 
     async def host(self, env: object) -> Host:
-        """A host of the Python of an environment, of the context's own, or of the system."""
+        """Return a host of the Python of an environment, of the workspace's virtual environment, or of the system."""
         return await self.interpreters.host(self._python(env), self._env)
 
     def _python(self, env: object) -> str:
@@ -165,7 +165,7 @@ class Python:
 
     @staticmethod
     def _shared(env: object) -> str:
-        """The Python of an environment that this sandbox sees."""
+        """Return the path of the Python of an attached environment."""
         name = env.removeprefix(f"{ENVIRONMENTS}/") if isinstance(env, str) else ""
         if not _NAME.fullmatch(name):
             raise InvalidRequest("'env' must be the name of an environment", field="env")
@@ -175,13 +175,13 @@ class Python:
         return python
 
     def _imports(self, python: str) -> list[str]:
-        """What is imported ahead: as the template says where its packages are seen, else as the environment says."""
+        """Return the modules to import in advance: those of the template for its packages, else of the environment."""
         seen = self._packages is not None and python in {_OWN, f"{self._packages}/bin/python"}
         return self._ahead if seen else imports_of(python)
 
 
 def put_files(files: Files, given: object) -> list[Stamp]:
-    """Write files given as base64 to the workspace; their stamps are for `Produced.looking`."""
+    """Write files that are given as base64 to the workspace; return their stamps for `Produced.looking`."""
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("'files' must map paths to base64 text", field="files")
     decoded = {path: _decode(path, text) for path, text in (given or {}).items()}

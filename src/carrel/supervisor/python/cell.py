@@ -1,6 +1,6 @@
-"""One cell of a code context: what was asked for, what it wrote, what it showed, how it ended.
+"""One cell of a code context: its code, output, results and end.
 
-Believes of what a context says only what has the right form. Knows nothing of processes.
+Messages of the context are hostile input: only values of the right form are taken. Knows nothing about processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from carrel.supervisor.output import Output
 
 @dataclass(eq=False)
 class Cell:
-    """One cell, from when it was asked for until it is forgotten."""
+    """A cell, from the request until it is forgotten."""
 
     id: str
     code: str
@@ -48,11 +48,11 @@ class Cell:
         return self.ended is None
 
     def duration_ms(self) -> float:
-        """How long it has run."""
+        """Return the milliseconds that it has run."""
         return 0.0 if self.began is None else round(((self.ended or time.monotonic()) - self.began) * 1000, 3)
 
     def info(self) -> dict[str, Any]:
-        """The info object of a command, for whoever follows the output."""
+        """Return the info object of a command, for clients that follow the output."""
         code, name = exit_of(self.wait_status)
         if not self.running and self.wait_status is None:
             code = 0 if self.status == "ok" else 1
@@ -72,7 +72,7 @@ class Cell:
         }
 
     def result(self, context: str) -> dict[str, Any]:
-        """All of it."""
+        """Return the result object of the protocol."""
         code, name = exit_of(self.wait_status)
         stdout, stderr = (data.decode(errors="replace") for data in self.output.whole())
         dropped = self.output.dropped + self.results_dropped
@@ -95,7 +95,7 @@ class Cell:
         }
 
     def take(self, message: bytes, size: int) -> None:
-        """Believe what a context says of the cell, as far as it has the right form."""
+        """Take the message of the context about this cell, as far as it has the right form."""
         try:
             told = json.loads(message)
             status, error, dropped = str(told["status"]), told["error"], int(told["dropped"])
@@ -111,7 +111,7 @@ class Cell:
         self.results, self.error, self.results_size, self.results_dropped = results, fault, size, dropped
 
     def end(self) -> None:
-        """Let whoever waits for it know that there is nothing more to come."""
+        """Mark the end, and wake everyone who waits for it."""
         self.ended = time.monotonic()
         self.output.end()
         if not self.finished.done():

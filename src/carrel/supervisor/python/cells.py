@@ -22,14 +22,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class _Launch:
-    """A context in an environment, with variables."""
+    """Starts the process of a context, in an environment and with variables."""
 
     def __init__(self, python: Python, release: Callable[[Order], None], body: Json):
         self.env = body.get("env")
         self._python = python
         self._release = release
         self._body = {"variables": body.get("variables")}
-        self._release(python.order(self._body, ""))  # refused now, not when it starts
+        self._release(python.order(self._body, ""))  # validates the body now, not at the start
 
     async def host(self) -> Host:
         """See `Launch`."""
@@ -58,14 +58,14 @@ class CodeContexts:
 
     @property
     def busy(self) -> int:
-        """How many have something to do."""
+        """The number of contexts with a running or waiting cell."""
         return sum(context.busy for context in self._contexts.values())
 
     def __len__(self) -> int:
         return len(self._contexts)
 
     async def close(self) -> None:
-        """End and forget all of them."""
+        """End and forget all contexts."""
         while self._contexts:
             _, context = self._contexts.popitem()
             await context.close()

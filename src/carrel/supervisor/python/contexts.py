@@ -1,7 +1,7 @@
-"""Code contexts: named processes that keep their variables and run cells in the order they came.
+"""Code contexts: named processes that keep their variables and run cells in order.
 
-Each is a process of a warm interpreter with a host of its own. A cell writes an output like a command does; what it
-shows besides comes from `kernel`. Nothing that a context says is believed to be small.
+Each is a process of a warm interpreter with its own host. A cell has an output like a command; its other results come
+from `kernel`. Messages of a context are hostile input: their size is limited.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RESULTS_KEPT = 32 * 1024 * 1024
 INLINE = 60_000
 MOST_BETWEEN = 64 * 1024
 STUBBORN_S = 3.0
-"""How long a cell that was interrupted at its deadline may go on before its whole context is ended."""
+"""How long a cell may run after it was interrupted at its deadline. Then its whole context is killed."""
 _SLACK = 1024 * 1024
 
 
 class CodeContext:
-    """One context. It starts when the first cell comes, and again when one comes after its end."""
+    """One context. Its process starts with the first cell, and again with the first cell after its end."""
 
     def __init__(self, name: str, commands: Commands, launch: Launch):
         self.name = name
@@ -62,7 +62,7 @@ class CodeContext:
     # telling
 
     def info(self) -> dict[str, Any]:
-        """The info object."""
+        """Return the info object of the protocol."""
         state = "dead"
         if self._host is not None:
             state = "idle" if self._current is None else "busy"
@@ -85,11 +85,11 @@ class CodeContext:
 
     @property
     def env(self) -> str | None:
-        """The environment it was made with."""
+        """The environment that it was created with."""
         return self._launch.env
 
     def cell(self, name: str) -> Cell:
-        """A cell by id."""
+        """Return a cell by its id."""
         try:
             return self._cells[name]
         except KeyError:
@@ -101,7 +101,7 @@ class CodeContext:
     # running
 
     def ask(self, code: str, figures: list[str], timeout: float | None, output_limit: int) -> Cell:
-        """Put a cell into the queue."""
+        """Add a cell to the queue."""
         if len(self._queue) >= MOST_QUEUED:
             raise LimitExceeded(
                 f"{MOST_QUEUED} cells wait in code context '{self.name}' already", hint="wait for some to end"
@@ -129,7 +129,7 @@ class CodeContext:
             self._worker = self._loop.create_task(self._run_queue())
 
     async def _run_queue(self) -> None:
-        """Start the process if there is none, then run what waits."""
+        """Start the process if there is none, then run the queue."""
         try:
             if await self._begin() and self._queue:
                 self._queue[0].fresh = True
@@ -142,7 +142,7 @@ class CodeContext:
         self._next()
 
     def _next(self) -> None:
-        """Give the process the next cell."""
+        """Send the next cell to the process."""
         if self._current is not None or not self._queue or self._control is None or self._host is None:
             self._work()
             return
@@ -163,18 +163,18 @@ class CodeContext:
                 finally:
                     os.close(memory)
         except OSError:
-            return  # it has just died: that is on the way to be heard of
+            return  # it has just died; the event of its end is still on the way
         if cell.timeout is not None:
             self._timer = self._loop.call_later(cell.timeout, self._expire, cell)
 
     async def _begin(self) -> bool:
-        """Start the process unless there is one; False when there is. Cells and restarts may want that at once."""
+        """Start the process; return False if there is one already. Cells and restarts may ask for it concurrently."""
         async with self._beginning:
             if self._host is not None:
                 return False
             if not self._closed:
                 await self._start()
-            if self._closed:  # perhaps meanwhile
+            if self._closed:  # perhaps during the start
                 await self.end()
                 raise self._deleted()
             return True
@@ -235,7 +235,7 @@ class CodeContext:
             for descriptor in fds:
                 os.close(descriptor)
         if not message and not fds:
-            self._loop.remove_reader(self._control)  # its end comes from the host
+            self._loop.remove_reader(self._control)  # the host reports the end
             self._kill_later()
             return
         if cell is not None:
@@ -288,8 +288,8 @@ class CodeContext:
             ended.set_result(None)
 
     def _died(self, reaper: Reaper, status: int) -> None:
-        """The process is gone, and its variables with it; what waits has lost its ground, unless there is another
-        process by now.
+        """Handle the end of the process: its variables are lost, so waiting cells fail, unless a new process has
+        started already.
         """
         if self._host is not reaper:
             return
@@ -312,7 +312,7 @@ class CodeContext:
     # ending
 
     def interrupt(self) -> bool:
-        """Interrupt the cell that runs; whether there was one."""
+        """Interrupt the running cell; return whether there was one."""
         if self._current is None or self._host is None or not self._host.spare:
             return False
         try:
@@ -332,7 +332,7 @@ class CodeContext:
             self._kill_tree(self._host)
 
     def _kill_tree(self, reaper: Reaper) -> asyncio.Future[None]:
-        """Kill until the host says that nothing is left; it has other work right after."""
+        """Kill repeatedly until the host reports that nothing is left; right after, it may have other work."""
         if reaper not in self._ending:
             self._ending[reaper] = self._loop.create_future()
             self._kill_more(reaper, 0.001)
@@ -344,14 +344,14 @@ class CodeContext:
             self._loop.call_later(pause, self._kill_more, reaper, min(pause * 2, 0.05))
 
     async def end(self) -> None:
-        """End the process and all it started."""
+        """Kill the process and everything that it started."""
         if self._host is not None:
             self._kill_tree(self._host)
         for ended in list(self._ending.values()):
             await asyncio.shield(ended)
 
     async def restart(self) -> None:
-        """A new process without the variables of the old one; what waits is not run."""
+        """Start a new process without the old variables. Waiting cells are not run."""
         await self.end()
         if self._worker is None:
             await self._begin()
@@ -378,12 +378,12 @@ class CodeContext:
 
 
 class Launch(Protocol):
-    """How a context gets its process; made by whoever knows interpreters and orders."""
+    """How a context gets its process."""
 
     env: str | None
 
     async def host(self) -> Host:
-        """A host whose spare waits for work."""
+        """Return a host whose spare waits for work."""
 
     def run(self, host: Host, streams: tuple[int, int], control: int) -> None:
-        """Let the spare become a context."""
+        """Let the spare of a host become a context."""

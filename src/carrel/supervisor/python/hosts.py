@@ -1,7 +1,7 @@
-"""Warm interpreters and their hosts, as the supervisor has them: started on first use, taken for one call at a time,
-replaced when they die or when what is installed changes, ended when nobody has used them for long.
+"""The supervisor's side of warm interpreters and their hosts: started on first use, used for one call at a time,
+replaced when they die or when the installed packages change, ended when they were not used for long.
 
-Knows the protocol of `warm` and nothing of what is run.
+Knows the protocol of `warm`, and nothing about the code that runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from carrel.supervisor.python import warm
 from carrel.supervisor.reaper import Program, Reaper, Stdio, doomed, memory_file, resume
 
 READY = 2
-"""How many hosts are kept ready: while one ends a call and prepares the next, another has its turn."""
+"""How many hosts are kept: while one finishes a call and prepares the next spare, another is used."""
 MOST_READY = 8
 START_S = 60.0
 ATTEMPTS = 3
 REST_S = 600.0
 ROOM_S, LOOK_S = 5.0, 0.02
-"""How long a call waits when no process more can be started, and how often it looks: what was killed, such as the last
-of a fork bomb, needs a moment to be gone.
+"""How long a call waits when no more processes can be started, and how often it tries: killed processes, such as the
+rest of a fork bomb, need a moment to disappear.
 """
 MOST_SAID = 4096
 
 
 class Host(Reaper):
-    """A process that has one spare ready for a call, and waits for what the call leaves behind."""
+    """A process that keeps one spare ready for a call, and waits for the processes that the call leaves behind."""
 
     def __init__(self, interpreter: Interpreter, ours: socket.socket):
         self.interpreter = interpreter
@@ -46,7 +46,7 @@ class Host(Reaper):
         self.watcher: Callable[[Reaper, str, int], None] = interpreter.commands.on_reaper
 
     def run(self, order: dict[str, Any], directory: int, stdio: Stdio, *more: int) -> None:
-        """Give the spare its work; `OSError` when it is gone."""
+        """Give work to the spare. Raises `OSError` when it is gone."""
         memory = memory_file(json.dumps(order).encode())
         try:
             socket.send_fds(self.socket, [b"run"], [memory, directory, *stdio, *more])
@@ -54,11 +54,11 @@ class Host(Reaper):
             os.close(memory)
 
     def fit(self) -> bool:
-        """Whether a call can be had of it that has nothing of what ran before; goes on if it was stopped."""
+        """Whether the spare can run a call that no earlier code has affected. Continues it if it was stopped."""
         for pid in (self.pid, self.spare):
             resume(pid)
         if doomed(self.pid) or doomed(self.spare):
-            return False  # code that killed all it could killed it too: its end is on the way to be heard of
+            return False  # killed by some code; the event of its end is still on the way
         if conditions(self.spare) != self.interpreter.conditions:
             self.interpreter.dismiss(self)
             return False
@@ -69,10 +69,10 @@ class Host(Reaper):
         try:
             self.socket.send(b"prepare")
         except OSError:
-            pass  # its end is on the way to be heard of
+            pass  # the event of its end is still on the way
 
     def close(self) -> None:
-        """End the host; the spare ends by itself when the socket does."""
+        """Kill the host. The spare exits by itself when the socket is closed."""
         if self.pid:
             super().close()
         else:
@@ -106,7 +106,7 @@ class Interpreter(Reaper):
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._watched: dict[str, int | None] = {}
         self.conditions: Conditions | None = None
-        """What it was ready with: modules that it imports may have changed something, and nobody else."""
+        """Its conditions when it was ready. Until then only the modules that it imports could change them."""
         self._rest: asyncio.TimerHandle | None = None
         self.retired = False
         self._said = os.memfd_create("said", os.MFD_CLOEXEC)
@@ -139,18 +139,18 @@ class Interpreter(Reaper):
 
     @property
     def greeted(self) -> bool:
-        """Whether it ever was ready."""
+        """Whether it has ever been ready."""
         return self._hello.done() and self._hello.exception() is None
 
     async def take(self) -> Host:
-        """A host with a spare that waits for work. The caller gives it some before it waits for anything."""
+        """Return a host whose spare waits for work. The caller must give it work before it awaits anything."""
         if not self._hello.done():
             await asyncio.wait_for(asyncio.shield(self._hello), START_S)
         self._hello.result()
         room_until = self._loop.time() + ROOM_S
         while True:
             for host in list(self._ready):
-                host.on_readable()  # it may have died just now
+                host.on_readable()  # it may just have died
             self._rest_later()
             while self._ready:
                 host = self._ready.popleft()
@@ -159,7 +159,7 @@ class Interpreter(Reaper):
             if self.retired:
                 raise Conflict(f"{self.python} was ended", hint="call again")
             try:
-                if (host := await self._next()).fit():  # what ran there before may have changed it as well
+                if (host := await self._next()).fit():  # earlier code may have changed it too
                     return host
             except LimitExceeded:
                 if self._loop.time() > room_until:
@@ -170,7 +170,7 @@ class Interpreter(Reaper):
                 raise Conflict(f"{self.python} was changed", hint="call again")
 
     async def _next(self) -> Host:
-        """The host that is ready next."""
+        """Wait for the next host that is ready."""
         future: asyncio.Future[Host] = self._loop.create_future()
         self._waiting.append(future)
         self.grow()
@@ -182,19 +182,19 @@ class Interpreter(Reaper):
             raise
 
     def give_back(self, host: Host) -> None:
-        """A host that was taken and got no work."""
+        """Return a host that was taken and got no work."""
         if host.spare:
             self._offer(host)
 
     def stale(self) -> bool:
-        """Whether something was installed or removed since it started, or its conditions are not what they were."""
+        """Whether packages were installed or removed since it started, or its conditions were changed."""
         resume(self.pid)
         if any(_stamp(folder) != stamp for folder, stamp in self._watched.items()):
             return True
         return self.greeted and conditions(self.pid) != self.conditions
 
     def grow(self) -> None:
-        """Ask for one host more."""
+        """Ask for one more host."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         host = Host(self, ours)
@@ -202,14 +202,14 @@ class Interpreter(Reaper):
             socket.send_fds(self.socket, [b"host"], [theirs.fileno()])
         except OSError:
             ours.close()
-            return  # the interpreter is gone: whoever waits is told of that
+            return  # the interpreter is gone; `gone` fails the waiting calls
         finally:
             theirs.close()
         self.hosts.add(host)
         self._loop.add_reader(ours, host.on_readable)
 
     def retire(self) -> None:
-        """Take no more calls; end as soon as those under way have ended."""
+        """Accept no more calls, and end when the current ones have ended."""
         self.retired = True
         if self._rest is not None:
             self._rest.cancel()
@@ -221,7 +221,7 @@ class Interpreter(Reaper):
     # hearing
 
     def on_readable(self) -> None:
-        """See `Reaper`: the only thing an interpreter ever says is that it is ready."""
+        """See `Reaper`. The only message of an interpreter is that it is ready."""
         try:
             message = self.socket.recv(65536)
         except BlockingIOError:
@@ -239,13 +239,13 @@ class Interpreter(Reaper):
             self._hello.set_result(None)
 
     def gone(self) -> None:
-        """See `Reaper`. Its hosts go on as long as they have a call."""
+        """See `Reaper`. Hosts with a call keep running."""
         error = Conflict(
             f"{self.python} does not start or was ended: {self._words()}", hint="call again; repair the environment"
         )
         if not self._hello.done():
             self._hello.set_exception(error)
-            self._hello.exception()  # nobody may be waiting
+            self._hello.exception()  # marks it as retrieved: perhaps nobody waits
         self._refuse(error)
         for host in [host for host in self.hosts if host.pid == 0 or host in self._ready]:
             self.dismiss(host)
@@ -262,7 +262,7 @@ class Interpreter(Reaper):
         return said.splitlines()[-1] if said else "it said nothing"
 
     def on_host(self, reaper: Reaper, event: str, value: int) -> None:
-        """What a host tells."""
+        """Handle an event of a host."""
         assert isinstance(reaper, Host)
         if event == "hello":
             reaper.pid = value
@@ -293,7 +293,7 @@ class Interpreter(Reaper):
                     reaper.prepare()
 
     def _offer(self, host: Host) -> None:
-        if self.retired:  # while it was getting ready
+        if self.retired:  # since the host was requested
             self.dismiss(host)
             return
         while self._waiting:
@@ -323,7 +323,7 @@ class Interpreter(Reaper):
             self.lost(host)
 
     def lost(self, host: Host) -> None:
-        """A host has ended."""
+        """Handle the end of a host."""
         self.hosts.discard(host)
         host.spare = 0
         if host in self._ready:
@@ -353,10 +353,10 @@ class Interpreters:
         self._script = script
         self._by_python: dict[str, Interpreter] = {}
         self.imports: Callable[[str], list[str]] = imports_of
-        """What an interpreter imports before code comes."""
+        """Returns the modules that an interpreter imports in advance."""
 
     async def host(self, python: str, env: dict[str, str]) -> Host:
-        """A host of this Python, which is started if need be."""
+        """Return a host of this Python, starting the interpreter if necessary."""
         for attempt in range(ATTEMPTS):
             known = self._by_python.get(python)
             if known is not None and known.stale():
@@ -369,13 +369,13 @@ class Interpreters:
                 raise Conflict(
                     f"{python} was not ready within {START_S:.0f} seconds", hint="give the sandbox more CPU or memory"
                 ) from None
-            except Conflict:  # ended in the meantime, by an agent's process or for something newly installed
+            except Conflict:  # ended meanwhile, by a process of the agent or because packages were installed
                 if not known.greeted or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable")
 
     async def _started(self, python: str, env: dict[str, str]) -> Interpreter:
-        """The interpreter that is there by now, or another; waits where no process more can be started."""
+        """Return the interpreter, or start one. Waits while no more processes can be started."""
         loop = asyncio.get_running_loop()
         room_until = loop.time() + ROOM_S
         while (known := self._by_python.get(python)) is None:
@@ -400,7 +400,7 @@ class Interpreters:
         return interpreter
 
     def retire(self, *pythons: str) -> None:
-        """Let these take no more calls: what they start with has changed."""
+        """Retire these interpreters, because their modules or variables have changed."""
         for python in pythons:
             if (interpreter := self._by_python.pop(python, None)) is not None:
                 interpreter.retire()
@@ -416,7 +416,7 @@ def _no_room(code: int) -> LimitExceeded:
 
 
 def imports_of(python: str) -> list[str]:
-    """The modules that the environment of a Python wants to have imported."""
+    """Return the modules that an environment wants to have imported in advance."""
     try:
         with open(os.path.join(os.path.dirname(os.path.dirname(python)), "carrel-env.json"), "rb") as file:
             listed = json.loads(file.read(1 << 20)).get("imports", [])
@@ -426,7 +426,7 @@ def imports_of(python: str) -> list[str]:
 
 
 def modules(listed: object) -> list[str]:
-    """The names of modules in what may be anything."""
+    """Return the valid module names in a value that may be anything."""
     found = listed if isinstance(listed, list) else []
     return [name for name in found if isinstance(name, str) and name.replace(".", "").isidentifier()][:64]
 

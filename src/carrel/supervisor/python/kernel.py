@@ -1,8 +1,8 @@
-"""The program of a code context: runs cells one after the other in one namespace, and tells what each showed.
+"""The program of a code context: runs cells one after the other in one namespace, and reports their results.
 
-Becomes part of a process of `warm`, so it too has the standard library alone (Python 3.9 or newer) and knows nothing
-of carrel. A cell comes as JSON over a socket, and what it showed goes back the same way; what it prints goes to the
-process's own standard output. Large messages go through an anonymous file.
+It is loaded into a process of `warm`, so it too can import only the standard library (Python 3.9 or newer). A cell
+comes as JSON over a socket, and its results go back the same way; printed text goes to standard output. Large messages
+are sent as an anonymous file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INLINE = 60_000
 MOST_TEXT = 1024 * 1024
 MOST_ROWS = 1000
 FIRST_KEPT = 64
-"""Descriptors from here on are out of the way of what cells open and close."""
+"""Copies of the standard streams get numbers from here on, which cells are unlikely to close."""
 FIGURES = "carrel_figures"
 _ALLOW_AWAIT = getattr(ast, "PyCF_ALLOW_TOP_LEVEL_AWAIT", 0)
 _FORMS = {
@@ -42,12 +42,12 @@ _FORMS = {
 
 
 def serve(control: socket.socket, namespace: dict[str, Any], order: dict[str, Any]) -> int:
-    """Run cells until nobody asks for one; the exit code of the process."""
+    """Run cells until the socket is closed; return the exit code of the process."""
     return Kernel(namespace, int(order["limit"])).serve(control)
 
 
 class Kernel:
-    """One namespace, and what the cell that runs now has shown."""
+    """One namespace, and the results of the current cell."""
 
     def __init__(self, namespace: dict[str, Any], limit: int):
         self.namespace = namespace
@@ -77,10 +77,10 @@ class Kernel:
             self.running = True
             try:
                 told = self.run(json.loads(message))
-            except KeyboardInterrupt as raised:  # in the moment the cell ended
+            except KeyboardInterrupt as raised:  # it came when the cell had just ended
                 self.running = False
                 told = {"status": "interrupted", "error": self.told(raised), "results": [], "dropped": 0}
-            if os.getpid() != self.pid:  # a cell has forked, and this is the child
+            if os.getpid() != self.pid:  # a cell has forked and this is the child
                 return 0
             answer = json.dumps(told).encode()
             if len(answer) <= INLINE:
@@ -93,12 +93,12 @@ class Kernel:
                 socket.send_fds(control, [b"@"], [memory])
 
     def on_interrupt(self, _number: int, _frame: Any) -> None:
-        """An interrupt counts only while a cell runs."""
+        """Handle SIGINT, which has an effect only while a cell runs."""
         if self.running:
             raise KeyboardInterrupt
 
     def run(self, cell: dict[str, Any]) -> dict[str, Any]:
-        """Run one cell; what it showed, and how it ended."""
+        """Run one cell and return its results and its end."""
         self.figures, self.results, self.room, self.dropped = cell["figures"], [], self.limit, 0
         status, error = "ok", None
         try:
@@ -120,7 +120,7 @@ class Kernel:
         return {"status": status, "error": error, "results": self.results, "dropped": self.dropped}
 
     def execute(self, text: str, name: str) -> None:
-        """Run the code of a cell; the value of its last expression is shown."""
+        """Run the code of a cell. The value of its last expression is a result."""
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         tree = ast.parse(text, name)
         last = None
@@ -135,7 +135,7 @@ class Kernel:
                 self.show(value, "result")
 
     def evaluate(self, code: types.CodeType) -> Any:
-        """The value of a code, which may `await`."""
+        """Evaluate code, which may `await`."""
         value = eval(code, self.namespace)  # noqa: S307 - this is what it is for
         if not code.co_flags & inspect.CO_COROUTINE:
             return value
@@ -146,7 +146,7 @@ class Kernel:
         return self.loop.run_until_complete(value)
 
     def told(self, error: BaseException) -> dict[str, str]:
-        """What a cell raised, without a frame of this file."""
+        """Describe an exception of a cell, without frames of this file."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_globals.get("__carrel__"):
             trace = trace.tb_next
@@ -160,19 +160,19 @@ class Kernel:
     # showing
 
     def display(self, *values: Any) -> None:
-        """Show values now; every cell has this as `display`."""
+        """Add values to the results; the builtin `display` of every cell."""
         for value in values:
             self.show(value, "display")
 
     def show(self, value: Any, kind: str) -> None:
-        """Keep a value in all the forms it has, as long as there is room."""
+        """Add a value to the results, in all its formats."""
         if is_figure(value):
             self.show_figure(value, kind)
             return
         self.keep(kind, forms_of(value))
 
     def keep(self, kind: str, forms: dict[str, str]) -> None:
-        """Keep what there is room for."""
+        """Add a result, as far as the limit of the cell allows."""
         kept = {}
         for name, text in forms.items():
             most = max(0, min(MOST_TEXT, self.room))
@@ -189,13 +189,13 @@ class Kernel:
             self.results.append({"kind": kind, "data": kept})
 
     def show_figures(self) -> None:
-        """Show and close what matplotlib has open, if it is used at all."""
+        """Show and close the open figures of matplotlib, if it is loaded."""
         pyplot = sys.modules.get("matplotlib.pyplot")
         for number in pyplot.get_fignums() if pyplot is not None else ():
             self.show_figure(pyplot.figure(number), "figure")  # type: ignore[union-attr]
 
     def show_figure(self, figure: Any, kind: str) -> None:
-        """Draw a figure and close it: it is shown once."""
+        """Draw a figure and close it, so that it is shown only once."""
         forms = {}
         for form in self.figures:
             drawn = io.BytesIO()
@@ -212,10 +212,10 @@ class Kernel:
 
 
 def reopen(kept: dict[int, int]) -> None:
-    """Let cells print again when an earlier one has closed the streams, or what is below them."""
+    """Reopen the standard streams if an earlier cell has closed them or their descriptors."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if not is_open(number):
-            setattr(sys, name, None)  # what it held back has nowhere to go
+            setattr(sys, name, None)  # its buffered text cannot be written any more
             if is_open(kept[number]):
                 os.dup2(kept[number], number)
             else:
@@ -230,7 +230,7 @@ def reopen(kept: dict[int, int]) -> None:
 
 
 def is_open(descriptor: int) -> bool:
-    """Whether there is something behind a descriptor."""
+    """Whether a descriptor is open."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -239,7 +239,7 @@ def is_open(descriptor: int) -> bool:
 
 
 def forms_of(value: Any) -> dict[str, str]:
-    """A value as text, and in every other form it offers. What fails is left out."""
+    """Return a value as text and in every other format that it supports. Formats that fail are left out."""
     forms: dict[str, str] = {}
     if not isinstance(value, type):
         bundle = offered(value, "_repr_mimebundle_")
@@ -260,7 +260,7 @@ def forms_of(value: Any) -> dict[str, str]:
 
 
 def offered(value: Any, method: str) -> Any:
-    """What a method of a value gives, if it has it and it works."""
+    """Return the result of a method of a value, or None if there is no such method or it fails."""
     try:
         found = getattr(value, method, None)
         return found() if callable(found) else None
@@ -269,7 +269,7 @@ def offered(value: Any, method: str) -> Any:
 
 
 def take(forms: dict[str, str], name: Any, form: Any) -> None:
-    """Keep a form as text: bytes as base64, other values as JSON."""
+    """Add a format as text: bytes as base64, other values as JSON."""
     if form is None or not isinstance(name, str):
         return
     if isinstance(form, tuple):
@@ -284,7 +284,7 @@ def take(forms: dict[str, str], name: Any, form: Any) -> None:
 
 
 def table_of(value: Any) -> Any:
-    """A data frame or a series as JSON: columns, index and data of its first rows."""
+    """Return a data frame or series as JSON: columns, index and data of its first rows."""
     pandas = sys.modules.get("pandas")
     if pandas is None:
         return None
@@ -297,15 +297,15 @@ def table_of(value: Any) -> Any:
 
 
 def is_figure(value: Any) -> bool:
-    """Whether a value is a figure of matplotlib; it is not imported to find out."""
+    """Whether a value is a figure of matplotlib, without importing matplotlib."""
     module = sys.modules.get("matplotlib.figure")
     return module is not None and isinstance(value, getattr(module, "Figure", ()))
 
 
 class Finder:
-    """Tells matplotlib where to show figures, when a cell imports it, unless a cell has chosen otherwise.
+    """An import hook that sets the backend of matplotlib when a cell imports it, unless the cell has chosen another.
 
-    A variable of the environment would do the same to every program that a cell starts.
+    An environment variable would also affect every program that a cell starts.
     """
 
     def __init__(self, kernel: Kernel):
@@ -322,10 +322,10 @@ class Finder:
         return None
 
     def create_module(self, _spec: Any) -> None:
-        """As usual."""
+        """Use the default module."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """The backend: draws without a display, and shows when it is told to."""
+        """Fill the module of the backend, which draws without a display and adds figures to the results."""
         from matplotlib.backends.backend_agg import (  # type: ignore[import-not-found]
             FigureCanvasAgg,
             new_figure_manager,
@@ -339,10 +339,10 @@ class Finder:
 
 
 def choose_backend() -> None:
-    """Let matplotlib, if it is there, show figures here."""
+    """Set the backend of matplotlib, if it is loaded."""
     matplotlib = sys.modules.get("matplotlib")
     try:
         if matplotlib is not None and not isinstance(dict.__getitem__(matplotlib.rcParams, "backend"), str):
             matplotlib.rcParams["backend"] = f"module://{FIGURES}"
-    except Exception:  # noqa: S110 - then it draws as it would anywhere
+    except Exception:  # noqa: S110 - then it uses its own default
         pass

@@ -1,13 +1,14 @@
-"""The program of a warm interpreter: imports once, forks hosts; a host forks the process of each call ahead of time.
+"""The program of a warm interpreter: it imports modules once and forks hosts; a host forks the process of each call in
+advance.
 
-Runs inside the sandbox on whatever Python an environment has (3.9 or newer), with the standard library alone; nothing
-of carrel can be imported there. Three kinds of process:
+It runs inside the sandbox on the Python of an environment (3.9 or newer) and can import only the standard library.
+There are three kinds of process:
 
-- the interpreter itself imports and forks hosts, and never runs code;
-- a host is the reaper of one call at a time: it has one spare process ready, waits for it and for all it left behind;
-- a spare waits for code, becomes `__main__`, and is never used again.
+- the interpreter imports modules and forks hosts, and never runs code of a caller;
+- a host is the reaper of one call at a time: it keeps one spare process ready, and waits for it and its descendants;
+- a spare waits for code, runs it as `__main__`, and is never used again.
 
-The first two cannot be looked into by what they start. The supervisor's end is `hosts`.
+The processes that they start cannot trace the first two. The supervisor's side is `hosts`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from importlib.machinery import BuiltinImporter
 from typing import Any
 
 NAME = "<code>"
-"""What tracebacks call the code of a call."""
+"""The file name of a caller's code in tracebacks."""
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 _prctl = ctypes.PyDLL(None).prctl
 
 
 def main(script: str, options: dict[str, Any]) -> None:
-    """Import, tell the supervisor of it, and fork hosts until it goes away. Its socket is standard input."""
+    """Import modules, report that to the supervisor, and fork hosts until it closes the socket (standard input)."""
     _prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     preload(script, options)
     control = socket.socket(fileno=os.dup(0))
@@ -65,8 +66,8 @@ def main(script: str, options: dict[str, Any]) -> None:
 
 
 def preload(script: str, options: dict[str, Any]) -> None:
-    """Import what the environment is for. A module that starts a thread is left to whoever needs it: threads do not
-    survive a fork, and what they held stays locked.
+    """Import the modules of the environment. Modules that start a thread are skipped: threads do not survive a fork,
+    and locks that they held stay locked.
     """
     skipped = options.get("skip", [])
     for name in options.get("imports", []):
@@ -74,7 +75,7 @@ def preload(script: str, options: dict[str, Any]) -> None:
             continue
         try:
             importlib.import_module(name)
-        except BaseException:  # noqa: S112 - whoever imports it sees why
+        except BaseException:  # noqa: S112 - code that imports it gets the error
             continue
         if threading.active_count() > 1:
             again = json.dumps({**options, "skip": [*skipped, name]})
@@ -82,11 +83,11 @@ def preload(script: str, options: dict[str, Any]) -> None:
 
 
 RUN = "exec(compile(open(%r, encoding='utf-8').read(), %r, 'exec'))"
-"""What `python -c` is given, so that the paths of modules are as they are for `-c`."""
+"""The argument of `python -c`, which gives modules the same search path as any `-c`."""
 
 
 def site_folders() -> list[str]:
-    """Where packages are installed: when one of these changes, another interpreter has to start."""
+    """Return the directories of installed packages. When one of them changes, another interpreter has to start."""
     site = sys.modules.get("site")
     if site is None:
         return []
@@ -97,7 +98,7 @@ def site_folders() -> list[str]:
 
 
 def host(orders: socket.socket, script: str) -> None:
-    """A host: one call after the other, each below this process; never returns."""
+    """Run as a host: one call after the other, each below this process. Never returns."""
     os.setsid()
     _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -109,7 +110,7 @@ def host(orders: socket.socket, script: str) -> None:
         tell(b"hello", os.getpid())
         while True:
             word, fds, _flags, _address = socket.recv_fds(orders, 64, 8)
-            for descriptor in fds:  # work for a spare that was killed before it took it
+            for descriptor in fds:  # work for a spare that was killed before it received it
                 os.close(descriptor)
             if not word:
                 os._exit(0)
@@ -132,7 +133,7 @@ def host(orders: socket.socket, script: str) -> None:
 
 
 def spare(orders: socket.socket, script: str) -> None:
-    """A spare: waits for work, does it, ends; never returns."""
+    """Run as a spare: wait for work, do it and exit. Never returns."""
     status = 1
     try:
         os.setsid()
@@ -157,7 +158,7 @@ def spare(orders: socket.socket, script: str) -> None:
 
 
 def settle(order: dict[str, Any]) -> None:
-    """Make this process what a new interpreter would be: variables, arguments, random numbers."""
+    """Make this process like a new interpreter: variables, arguments, random numbers."""
     wanted = order["env"]
     for name in [name for name in os.environ if name not in wanted]:
         del os.environ[name]
@@ -182,7 +183,7 @@ def settle(order: dict[str, Any]) -> None:
 
 
 def new_main() -> types.ModuleType:
-    """A fresh `__main__`, like that of `python -c`."""
+    """Create a new `__main__`, like that of `python -c`."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __loader__=BuiltinImporter, __annotations__={})
     sys.modules["__main__"] = module
@@ -190,12 +191,12 @@ def new_main() -> types.ModuleType:
 
 
 def remember(name: str, text: str) -> None:
-    """Let tracebacks show the lines of a code."""
+    """Let tracebacks show the lines of this code."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
 def run(text: str) -> int:
-    """Run a code as `__main__`, to the end of its threads; the exit code."""
+    """Run code as `__main__` until its threads have ended; return the exit code."""
     module = new_main()
     remember(NAME, text)
     status = execute(text, module.__dict__)
@@ -203,7 +204,7 @@ def run(text: str) -> int:
 
 
 def execute(text: str, namespace: dict[str, Any]) -> int:
-    """The exit code of a code; what it raises is shown without a frame of this file."""
+    """Run code and return its exit code. Tracebacks do not show frames of this file."""
     try:
         exec(compile(text, NAME, "exec", dont_inherit=True), namespace)  # noqa: S102 - this is what it is for
     except SystemExit as leaving:
@@ -217,7 +218,7 @@ def execute(text: str, namespace: dict[str, Any]) -> int:
 
 
 def exit_code(leaving: SystemExit) -> int:
-    """What `sys.exit` was given, as an exit code."""
+    """Return the argument of `sys.exit` as an exit code."""
     code = leaving.code
     if code is None:
         return 0
@@ -231,7 +232,7 @@ def exit_code(leaving: SystemExit) -> int:
 
 
 def trimmed(error: BaseException) -> types.TracebackType | None:
-    """The traceback of an error from the first frame on that is not of carrel."""
+    """Return the traceback of an error without the first frames, which are of carrel."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__carrel__"):
         trace = trace.tb_next
@@ -239,7 +240,7 @@ def trimmed(error: BaseException) -> types.TracebackType | None:
 
 
 def show(error: BaseException) -> None:
-    """Print an error as Python would, with the lines of the code."""
+    """Print an error as Python does, with the lines of the code."""
     trace = trimmed(error)
     try:
         if sys.stdout is not None and not sys.stdout.closed:
@@ -265,7 +266,7 @@ def _thread_failed(args: Any) -> None:
 
 
 def finish(module: types.ModuleType, status: int) -> int:
-    """What a new interpreter would do at its end, but for taking itself apart: threads, exit functions, files."""
+    """Do what an interpreter does at its end, except finalization: end threads, call exit functions, flush files."""
     # Files are flushed first: the collector may close what is below a buffer before the buffer.
     leave = (threading._shutdown, atexit._run_exitfuncs)  # type: ignore[attr-defined]
     for step in (*leave, flush_files, module.__dict__.clear, gc.collect, flush_files):
@@ -288,7 +289,7 @@ def finish(module: types.ModuleType, status: int) -> int:
 
 
 def flush_files() -> None:
-    """Write what is still held back in files that nobody closed; what was there before the fork is not looked at."""
+    """Flush files that were not closed. Objects from before the fork are not visited."""
     for each in gc.get_objects():
         if isinstance(each, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)) and not each.closed:
             try:
@@ -298,7 +299,7 @@ def flush_files() -> None:
 
 
 def serve_cells(script: str, descriptor: int, order: dict[str, Any]) -> int:
-    """Become a code context: the other program does that."""
+    """Become a code context, with the program `kernel.py`."""
     path = os.path.join(os.path.dirname(script), "kernel.py")
     kernel = types.ModuleType("carrel_kernel")
     kernel.__dict__["__carrel__"] = True
