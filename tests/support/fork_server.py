@@ -27,7 +27,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn
 
 ZYGOTE, EGRESS, CARREL = "carrel.isolation.zygote", "carrel.egress", "carrel"
-MAINS = {ZYGOTE: "carrel.isolation.zygote", EGRESS: "carrel.egress.process", CARREL: "carrel.cli"}
+MAINS = {ZYGOTE: "carrel.isolation.zygote", EGRESS: "carrel.egress.launch", CARREL: "carrel.cli"}
 """Where the `main` of each program is."""
 IMPORTED = {
     ZYGOTE: ["carrel.supervisor.app"],
