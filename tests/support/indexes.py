@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from carrel.egress.index.cache import Cache
+from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.client import IndexClient
 from carrel.egress.index.front import Answer, Front, Packages
 from carrel.egress.plan import Index
@@ -276,7 +276,7 @@ async def serving(server: IndexServer) -> AsyncIterator[IndexServer]:
 @asynccontextmanager
 async def fronting(directory: str, most_bytes: int = 1 << 30, **given: object) -> AsyncIterator[Front]:
     """A front on a cache in a directory."""
-    front = Front(Cache(directory, most_bytes), fetch=IndexClient(), **given)  # type: ignore[arg-type]
+    front = Front(PackageCache(directory, most_bytes), fetch=IndexClient(), **given)  # type: ignore[arg-type]
     try:
         yield front
     finally:

@@ -1,4 +1,4 @@
-"""Values that all parts of the proxy share: a target, an access to it, a refusal; and the interfaces between parts."""
+"""Values and interfaces that all parts of the proxy share: a target, an access to it, a refusal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from carrel.policy.verdict import DENIED, Verdict
 
 Address = IPv4Address | IPv6Address
 Spoken = Literal["connect", "http", "socks5", "index"]
-"""How a sandbox asked: a tunnel, a plain request, a SOCKS tunnel, a package of the index front."""
+"""The protocol of an access: a tunnel, a plain request, a SOCKS tunnel, a request to the package index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where somebody wants to go. `host` is in the one spelling that rules are compared with: a name in lower-case
-    ASCII without a trailing dot, or an address as Python writes it, which then is `literal` too.
+    """A host and a port. `host` has the one spelling that rules compare: a name in lower-case ASCII without a trailing
+    dot, or an address as Python writes it; then `literal` is set too.
     """
 
     host: str
@@ -31,7 +31,7 @@ class Target:
 
 
 class Refused(Exception):
-    """A connection or a request that does not happen. Carries the verdict that the sandbox is told."""
+    """A connection or a request was refused. Carries the verdict that the sandbox is shown."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Refused(Exception):
         hint: str | None = None,
         retry: bool = False,
     ):
-        """`verdict`: of a rule or a person; or only the reason of the refusal, with a `hint`."""
+        """`verdict`: of a rule or a person; or only the reason, with a `hint`."""
         if isinstance(verdict, str):
             verdict = Verdict("deny", verdict, hint=hint)
         self.verdict = replace(verdict, verdict="deny")
@@ -53,11 +53,11 @@ class Refused(Exception):
 
     @property
     def reason(self) -> str:
-        """Why it is refused."""
+        """The reason of the verdict."""
         return self.verdict.reason
 
     def shown(self) -> dict[str, object]:
-        """The refusal as every part of carrel shows one."""
+        """Return the refusal in the form that all parts of carrel use."""
         verdict = self.verdict
         return {
             "code": self.code,
@@ -73,14 +73,14 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Access:
-    """One connection or request from its first byte to its last: what the access log says of it."""
+    """One connection or request, as it is recorded in the access log."""
 
     sandbox: str
     protocol: Spoken
     target: Target | None = None
     method: str | None = None
     path: str | None = None
-    """Only of plain and inspected requests; without the query, which may hold secrets."""
+    """Set for plain and inspected requests; without the query, which may hold secrets."""
     verdict: Verdict = DENIED
     address: str | None = None
     upstream: str | None = None
@@ -99,21 +99,21 @@ class Access:
 
 
 class Report(Protocol):
-    """Takes accesses for the log. Neither call waits. `opened` raises `Refused` when it cannot be written down."""
+    """Records accesses. Neither method waits."""
 
     def opened(self, access: Access) -> None:
-        """An access was decided. Called once for every access, also for a refused one."""
+        """Record an access that was decided, also a refused one. Raises `Refused` when it cannot be recorded."""
 
     def closed(self, access: Access) -> None:
-        """An access ended. Called once for every access that was opened."""
+        """Record the end of an access. Called once for every access that was opened."""
 
 
 Ask = Callable[[str, Target, Verdict], Awaitable[Verdict]]
-"""Asks the control plane about a target of a sandbox, given the verdict of its rules, and waits for the verdict of
-admission. Never raises: what cannot be asked is denied.
+"""Asks the control plane about a target, given the verdict of the rules, and waits for the verdict of admission. Never
+raises: if nobody can be asked, the verdict is to deny.
 """
 Dial = Callable[[Target, Sequence[Address], Access], Awaitable[socket.socket]]
-"""Connects to a target at addresses that have been checked, the best first, directly or through an upstream proxy. Sets
+"""Connects to a target at one of its checked addresses, the best first, directly or through an upstream proxy. Sets
 `access.address` and `access.upstream`, returns a non-blocking socket. Raises `Refused` with status 502 or 504.
 """
 Resolve = Callable[[str], Awaitable[Sequence[Address]]]

@@ -29,9 +29,9 @@ import uvloop
 import carrel
 from carrel.egress.access_log import AccessLog
 from carrel.egress.http.inspection import Inspection
-from carrel.egress.index.cache import Cache
+from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.host import host_index, host_proxy
-from carrel.egress.outbound.resolver import Resolver, names_are_whole
+from carrel.egress.outbound.resolver import Resolver, use_exact_names
 from carrel.egress.process import Egress
 from carrel.errors import CarrelError
 from carrel.isolation import landlock, linux
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nameserver", action="append", default=[], help="a name server to use instead of the system")
     parser.add_argument("--roots", help="a file of more certificate authorities for inspected hosts")
     given = parser.parse_args(arguments)
-    names_are_whole()
+    use_exact_names()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     listener = socket.socket(fileno=given.listen_fd)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
     confine([given.cache, given.state], certificates())
 
     async def serve(begun: Callable[[], object]) -> None:
-        cache = Cache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
+        cache = PackageCache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
         access_log = AccessLog(os.path.join(given.state, "journal"))
         egress = Egress(cache, access_log, Resolver(given.nameserver), Inspection(roots=roots), proxy=proxy)
         await egress.run(listener, begun)

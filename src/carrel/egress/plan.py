@@ -16,12 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 from carrel.policy.rules.layers import Layer, Policy
 
 VERSION = 2
-"""Of the messages: a control plane of another version drains the proxy it finds and starts its own."""
+"""The version of the messages. A control plane of another version drains the proxy that it finds and starts its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """A credential of `sources.json` with its value. `value` is the whole header, `secret` the part nobody may see."""
+    """A credential of `sources.json` with its value. `value` is the whole header, `secret` the hidden part."""
 
     host: str
     header: str
@@ -34,8 +34,8 @@ class Injected:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A proxy of the operator's: `http://user:password@host:port` or `socks5://…`. It gets addresses, or with
-    `remote_names` the names, which it then looks up itself.
+    """A proxy of the operator: `http://user:password@host:port` or `socks5://…`. It is given addresses, or names with
+    `remote_names`, which it then looks up itself.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A package index the front may use. `url` may hold a user and password; `cert` is a file of the certificates
-    that vouch for it, where the system's do not.
+    """A package index. `url` may hold a user and password; `cert` is a file of certificate authorities, if those of the
+    system are not enough.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class HostRegistry:
-    """Where a package manager of the host gets its packages: `manager` is a key of `package_managers`."""
+    """A registry of one of the host's package managers: `manager` is a key of `package_managers`."""
 
     manager: str
     host: str
@@ -66,25 +66,25 @@ class HostRegistry:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One sandbox."""
+    """All that the proxy knows of one sandbox."""
 
     sandbox: str
     context: str | None
     layers: tuple[Layer, ...] = ()
     injected: tuple[Injected, ...] = ()
     upstreams: tuple[Upstream, ...] = ()
-    """Those to go through, in this order; none: directly."""
+    """The proxies to use, in this order. If there are none, connections are direct."""
     indexes: tuple[Index, ...] = ()
-    """Of the host's own pip, for when the policy names none."""
+    """The indexes of the host's own pip, used when the policy names none."""
     authority: str | None = field(default=None, repr=False)
-    """The key and certificate, as PEM, that the TLS of inspected hosts is answered with."""
+    """The key and certificate, as PEM, that sign the certificates for inspected hosts."""
     internet: bool = False
-    """Whether every public host may be reached that the policy does not deny."""
+    """Whether every public host is allowed that the policy does not deny."""
     registries: tuple[HostRegistry, ...] = ()
-    """Of the host's own package managers, other than pip and uv."""
+    """The registries of the host's other package managers."""
 
     def policy(self) -> Policy:
-        """The policy, read."""
+        """Parse the policy."""
         return Policy.of(self.layers, context_id=self.context, workspace="/workspace")
 
     def to_memory_file(self) -> int:

@@ -1,7 +1,7 @@
-"""The egress process: takes sandboxes from the control plane and serves their connections, each by its own rules.
+"""The egress process: serves the connections of the sandboxes that the control plane attaches, each by its own rules.
 
-It outlives a control plane that is killed: connections go on, questions for a person are refused, and the log is kept
-until the next control plane takes it. When it is killed itself, a keeper has the next one ready at once.
+It survives a control plane that is killed: connections continue, questions for a person are refused, and the log is
+kept until the next control plane connects. When the process itself is killed, a keeper forks the next one at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from carrel.egress.access import Target
 from carrel.egress.access_log import AccessLog, Item
 from carrel.egress.http.inspection import Inspection
-from carrel.egress.index.cache import Cache
+from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.client import IndexClient
 from carrel.egress.index.front import Front
 from carrel.egress.listener.gateway import Gateway
@@ -33,18 +33,24 @@ from carrel.primitives.channel import Channel, ChannelClosed, Message
 log = logging.getLogger("carrel.egress")
 
 DRAIN_S = 30.0
-"""How long running connections may go on when the process is told to end."""
+"""How long open connections may continue when the process is told to end."""
 SETTLE_S = 3.0
-"""How long it waits at its end for the log to be written."""
-ALONE_S = 60.0
-"""How long it waits for a first control plane."""
+"""How long the process waits at its end for the log to be written."""
+UNUSED_S = 60.0
+"""How long the process waits for a first control plane."""
 
 
 class Egress:
-    """Every sandbox of this process."""
+    """The proxy: all sandboxes of this process."""
 
     def __init__(
-        self, cache: Cache, access_log: AccessLog, resolver: Resolver, inspect: Inspection, *, proxy: str | None = None
+        self,
+        cache: PackageCache,
+        access_log: AccessLog,
+        resolver: Resolver,
+        inspect: Inspection,
+        *,
+        proxy: str | None = None,
     ):
         self._indexes = IndexClient(proxy=proxy)
         self._front = Front(cache, fetch=self._indexes)
@@ -62,13 +68,13 @@ class Egress:
 
     # the control plane
 
-    def meet(self, connection: socket.socket) -> None:
-        """A control plane has come; the one before is gone, or will be."""
+    def connect(self, connection: socket.socket) -> None:
+        """Serve a control plane that has connected. It replaces the one before."""
         before, self._channel = self._channel, None
-        self._channel = channel = Channel(connection, self._receive, lambda: self._left(channel))
+        self._channel = channel = Channel(connection, self._receive, lambda: self._disconnected(channel))
         if before is not None:
             before.close()
-            self._leave_unanswered()
+            self._deny_questions()
         self._access_log.connect(partial(self._send_items, channel))
 
     def _send_items(self, channel: Channel, position: int, items: list[Item]) -> bool:
@@ -78,19 +84,19 @@ class Egress:
             return False
         return True
 
-    def _left(self, channel: Channel) -> None:
+    def _disconnected(self, channel: Channel) -> None:
         if channel is not self._channel:
-            return  # another has come already
+            return  # another one has connected already
         self._channel = None
         self._acknowledged.set()
         self._access_log.disconnect()
-        self._leave_unanswered()
-        self._end_if_alone()
+        self._deny_questions()
+        self._end_if_unused()
 
-    def _leave_unanswered(self) -> None:
+    def _deny_questions(self) -> None:
         for question in self._questions.values():
             if not question.done():
-                question.set_result(_nobody())
+                question.set_result(_nobody_to_ask())
 
     def _receive(self, message: Message, fds: list[int]) -> None:
         act: dict[object, Callable[[Message, list[int]], object]] = {
@@ -181,8 +187,8 @@ class Egress:
 
     async def _ask(self, sandbox: str, target: Target, asks: Verdict) -> Verdict:
         if self._channel is None:
-            return _nobody()
-        # Nobody has used it before: what a person says to one process must not be taken for an answer by the next.
+            return _nobody_to_ask()
+        # Random, so that an answer for one process is never taken for one for the next.
         number = secrets.token_hex(16)
         question: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._questions[number] = question
@@ -199,14 +205,14 @@ class Egress:
             )
             return await question
         except ChannelClosed:
-            return _nobody()
+            return _nobody_to_ask()
         finally:
             del self._questions[number]
 
-    # its own life
+    # start and end
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what runs finish, then end."""
+        """Accept nothing new, let open connections continue for `seconds`, then end."""
         gateways = [gateway for gateway, _ in self._gateways.values()]
         self._gateways.clear()
         await asyncio.gather(*(gateway.drain(seconds) for gateway in gateways), return_exceptions=True)
@@ -215,16 +221,16 @@ class Egress:
         self.ended.set()
 
     async def run(self, listener: socket.socket, begun: Callable[[], object]) -> None:
-        """Serve control planes that come to a listening socket, one after the other, until told to end. `begun` is
-        called once they may come.
+        """Serve the control planes that connect to a listening socket, one after the other, until told to end. Calls
+        `begun` once they can connect.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ended.set)
         listener.setblocking(False)
         self._health.start()
-        loop.add_reader(listener, self._come, listener)
-        loop.call_later(ALONE_S, self._end_if_alone)
+        loop.add_reader(listener, self._accept, listener)
+        loop.call_later(UNUSED_S, self._end_if_unused)
         begun()
         try:
             await self.ended.wait()
@@ -241,26 +247,26 @@ class Egress:
             self._access_log.close()
 
     async def _settle(self) -> None:
-        """Wait until what was told is written down: else the next process would tell it again."""
+        """Wait until the access log is written: otherwise the next process would send it again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 while len(self._access_log) and self._channel is not None:
                     self._acknowledged.clear()
                     await self._acknowledged.wait()
 
-    def _end_if_alone(self) -> None:
+    def _end_if_unused(self) -> None:
         if self._channel is None and not self._gateways and not self._tasks:
             self.ended.set()
 
-    def _come(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:
             return
-        self.meet(connection)
+        self.connect(connection)
 
 
-def _nobody() -> Verdict:
+def _nobody_to_ask() -> Verdict:
     return Verdict(
         "deny",
         "a person would have to allow this host, and nobody can be asked now",

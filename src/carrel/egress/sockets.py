@@ -1,6 +1,5 @@
-"""Waiting on raw sockets: what a peer has sent is looked at where it lies, and taken only by who needs it.
-
-So a byte that was checked is still unread when the tunnel begins. Decides nothing.
+"""Waits on raw sockets. Bytes can be looked at without being taken, so that a byte that was checked is still unread
+when a tunnel begins.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from carrel.egress.access import Address
 T = TypeVar("T")
 
 IDLE_S = 15 * 60.0
-"""A connection on which nothing moves for so long is ended."""
+"""A connection is ended when nothing moves on it for this long."""
 
 FREE_LOOKS, PAUSE_S = 16, 0.02
-"""Who sends a head byte by byte is looked at less often, or each byte would cost as much as the whole."""
+"""After this many looks there is a pause before each: a head that arrives byte by byte must not cost a search for each.
+"""
 _SWEEP_S = 0.25
-"""By how much a wait may be longer than its patience."""
+"""A wait may end this much later than its deadline."""
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 _AT_ONCE = 256
 _FIRST_LOOK = 8192
@@ -43,10 +43,11 @@ class Undeliverable(ConnectionError):
 
 
 class _Waits:
-    """Who waits for which descriptor to be readable, and until when: one epoll and one timer for all of them.
+    """The coroutines that wait for a descriptor to become readable, and their deadlines: one epoll and one timer for
+    all.
 
     The loop's own `add_reader` makes nine system calls for a wait, this makes one; and a timer for each wait costs a
-    new connection more than deciding it does. A wait whose time is over ends a little late.
+    new connection more than its verdict does. A wait ends a little after its deadline.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -54,25 +55,25 @@ class _Waits:
         self._poll = select.epoll()
         self._known: dict[
             int, weakref.ref[socket.socket]
-        ] = {}  # closing one takes it out of the epoll, not out of here
+        ] = {}  # closing a socket removes it from the epoll, but not from here
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._ends: dict[asyncio.Future[None], float] = {}
         self._sweeping = False
         loop.add_reader(self._poll.fileno(), self._ready)
 
     def until(self, future: asyncio.Future[None], patience_s: float) -> None:
-        """End this wait after so long."""
+        """Set the deadline of a wait."""
         self._ends[future] = self.loop.time() + patience_s
         if not self._sweeping:
             self._sweeping = True
             self.loop.call_later(_SWEEP_S, self._sweep)
 
     def forget(self, future: asyncio.Future[None]) -> None:
-        """This wait is over."""
+        """Remove the deadline of a wait."""
         self._ends.pop(future, None)
 
     def arm(self, connection: socket.socket, descriptor: int, future: asyncio.Future[None]) -> None:
-        """Wake this wait, once, when something can be read."""
+        """End a wait when the socket becomes readable."""
         known = self._known.get(descriptor)
         if known is not None and known() is connection:
             self._poll.modify(descriptor, _ONCE)
@@ -82,10 +83,10 @@ class _Waits:
         self._waiting[descriptor] = future
 
     def disarm(self, descriptor: int, future: asyncio.Future[None]) -> None:
-        """Do not wake this wait any more."""
+        """Undo `arm`."""
         if self._waiting.get(descriptor) is future:
             del self._waiting[descriptor], self._known[descriptor]
-            with suppress(OSError):  # it was closed, which takes it out as well
+            with suppress(OSError):  # closing has removed it already
                 self._poll.unregister(descriptor)
 
     def _ready(self) -> None:
@@ -105,7 +106,7 @@ class _Waits:
 
 
 class _Here(threading.local):
-    """The waits of the loop that runs in this thread. The loop holds them, and its end is theirs."""
+    """The waits of the loop that runs in this thread. The loop owns them."""
 
     waits: weakref.ref[_Waits] | None = None
 
@@ -122,12 +123,12 @@ def _waits_of(loop: asyncio.AbstractEventLoop) -> _Waits:
 
 
 def prepare() -> None:
-    """Make now what waiting in this loop takes, so that no wait fails later because descriptors have run out."""
+    """Create the epoll of this loop now, so that no wait fails later because there are too many open files."""
     _waits_of(asyncio.get_running_loop())
 
 
 async def readable(connection: socket.socket, patience_s: float) -> None:
-    """Wait until something can be read, be it the end. One at a time waits for a socket. Raises `TimeoutError`."""
+    """Wait until a socket is readable or has ended. Only one coroutine may wait for a socket. Raises `TimeoutError`."""
     loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     future: asyncio.Future[None] = loop.create_future()
     waits = _waits_of(loop)
@@ -143,7 +144,7 @@ async def readable(connection: socket.socket, patience_s: float) -> None:
 
 
 async def writable(connection: socket.socket, patience_s: float) -> None:
-    """Wait until something can be written. Raises `TimeoutError`."""
+    """Wait until a socket is writable. Raises `TimeoutError`."""
     loop, descriptor = asyncio.get_running_loop(), connection.fileno()
     future: asyncio.Future[None] = loop.create_future()
     waits = _waits_of(loop)
@@ -162,7 +163,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 async def connect(address: Address, port: int, patience_s: float = IDLE_S) -> socket.socket:
-    """A connection to an address. Raises `OSError`, `TimeoutError`.
+    """Connect to an address. Raises `OSError`, `TimeoutError`.
 
     The loop's own `sock_connect` would look the address up in a thread.
     """
@@ -173,7 +174,7 @@ async def connect(address: Address, port: int, patience_s: float = IDLE_S) -> so
         where = (str(address), port)
         failure = connection.connect_ex(where)
         if failure == errno.EINPROGRESS:
-            failure = connection.connect_ex(where)  # a peer on this machine has answered by now
+            failure = connection.connect_ex(where)  # a peer on this host has answered by now
         if failure == errno.EALREADY:
             await writable(connection, patience_s)
             failure = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -188,10 +189,10 @@ async def connect(address: Address, port: int, patience_s: float = IDLE_S) -> so
 async def look(
     connection: socket.socket, read: Callable[[bytes], T | None], most: int, patience_s: float, *, later: bool = False
 ) -> T:
-    """Show `read` what the peer has sent, from the first unread byte on, until it makes something of it. Takes nothing.
+    """Call `read` with the unread bytes of the peer until it returns something. Takes no bytes.
 
-    `later`: the peer has just been asked, so that nothing can be there yet. Raises `TimeoutError`, and `Ended` when no
-    more will come or when `most` bytes do not suffice.
+    `later`: the peer was asked just now, so nothing can be there yet. Raises `TimeoutError`, and `Ended` when no more
+    bytes will come or `most` bytes are not enough.
     """
     loop = asyncio.get_running_loop()
     ends = loop.time() + patience_s
@@ -207,10 +208,10 @@ async def look(
                 await readable(connection, ends - loop.time())
                 continue
             if len(data) == seen:
-                # What came just before the end may have come after the look at the bytes.
+                # The last bytes may have arrived between the look and the end.
                 if has_ended(connection) and len(connection.recv(size, socket.MSG_PEEK)) == seen:
                     raise Ended("the peer has ended")
-                # The kernel wakes for less than was asked for when it has little room: no sign of the end.
+                # With a small buffer the kernel wakes for fewer bytes than asked for: this is not the end.
                 await asyncio.sleep(PAUSE_S)
                 if loop.time() >= ends:
                     raise TimeoutError("the peer takes too long")
@@ -224,7 +225,7 @@ async def look(
             seen, looks = len(data), looks + 1
             if seen >= most:
                 raise Ended("the peer has sent too much")
-            # Wakes only for more than was seen, or for the end.
+            # Wake only for more bytes than were seen, or for the end.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, seen + 1)
             if looks > FREE_LOOKS:
                 await asyncio.sleep(PAUSE_S)
@@ -235,14 +236,14 @@ async def look(
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the peer will send no more than what lies there unread."""
+    """Whether the peer will send nothing after the bytes that are unread."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 def take(connection: socket.socket, size: int) -> bytes:
-    """Bytes that were looked at."""
+    """Take bytes that were looked at."""
     data = connection.recv(size)
     while len(data) < size:
         data += connection.recv(size - len(data))
@@ -250,7 +251,7 @@ def take(connection: socket.socket, size: int) -> bytes:
 
 
 async def send(connection: socket.socket, data: bytes) -> None:
-    """Send everything. Raises `TimeoutError` when the peer takes nothing for too long."""
+    """Send all bytes. Raises `TimeoutError` when the peer takes none for too long."""
     rest = memoryview(data)
     while rest:
         try:
@@ -260,8 +261,8 @@ async def send(connection: socket.socket, data: bytes) -> None:
 
 
 async def farewell(connection: socket.socket) -> None:
-    """End it so that the peer gets the last words: what it still sends is thrown away for a moment, since closing with
-    unread bytes would take back what was said.
+    """End a connection so that the peer receives the last bytes: for a moment, what it still sends is thrown away,
+    because closing a socket with unread bytes resets the connection.
     """
     with suppress(OSError, TimeoutError):
         connection.shutdown(socket.SHUT_WR)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support import loops
 from tests.support.wayout import CLOSED, OPEN, Wayout, plan, server, wayout
 
-from carrel.egress.index.cache import Cache
+from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.client import IndexClient
 from carrel.egress.index.front import Front
 
@@ -433,7 +433,7 @@ async def _by_absolute_form(out: Wayout, port: int) -> None:
 
 @loops.the_fast_one
 async def test_origin_form_is_for_the_package_front(tmp_path: Any) -> None:
-    front = Front(Cache(str(tmp_path), most_bytes=1 << 20), fetch=IndexClient())
+    front = Front(PackageCache(str(tmp_path), most_bytes=1 << 20), fetch=IndexClient())
     try:
         async with wayout(plan(), front=front) as out:
             answer = await out.say(

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from carrel.egress.index.cache import Cache, Draft, key
+from carrel.egress.index.cache import Draft, PackageCache, key
 
 KEYS = [key(str(number)) for number in range(6)]
 MOST = 3000
@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.directory = tempfile.mkdtemp()
-        self.cache = Cache(self.directory, MOST)
+        self.cache = PackageCache(self.directory, MOST)
         self.files, self.pages = {}, {}
 
     @rule(name=st.sampled_from(KEYS), content=st.binary(max_size=1200))
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self):
-        self.cache = Cache(self.directory, MOST)
+        self.cache = PackageCache(self.directory, MOST)
         assert not os.listdir(os.path.join(self.directory, "drafts"))
 
     @rule()
@@ -133,7 +133,7 @@ TestMachine.settings = settings(max_examples=60, stateful_step_count=25, deadlin
 
 
 def test_the_least_used_goes_first(tmp_path):
-    cache = Cache(str(tmp_path), 30)
+    cache = PackageCache(str(tmp_path), 30)
     for name in KEYS[:3]:
         keep(cache, name, name[:10].encode())
     content_of(cache, KEYS[0])
@@ -145,7 +145,7 @@ def test_the_least_used_goes_first(tmp_path):
 
 def test_many_small_ones_are_too_many_too(tmp_path, monkeypatch):
     monkeypatch.setattr("carrel.egress.index.cache.MOST_ENTRIES", 3)
-    cache = Cache(str(tmp_path), 1000)
+    cache = PackageCache(str(tmp_path), 1000)
     for name in KEYS:
         cache.put_page(name, b"", 1.0)
     assert len(on_disk(tmp_path)) == 3
@@ -153,18 +153,18 @@ def test_many_small_ones_are_too_many_too(tmp_path, monkeypatch):
 
 
 def test_the_order_outlives_the_process(tmp_path):
-    cache = Cache(str(tmp_path), 30)
+    cache = PackageCache(str(tmp_path), 30)
     for at, name in enumerate(KEYS[:3]):
         keep(cache, name, name[:10].encode())
         path = next(path for path in on_disk(tmp_path) if path.name.startswith(name))
         os.utime(path, (at, at))
     content_of(cache, KEYS[0])
-    cache = Cache(str(tmp_path), 20)
+    cache = PackageCache(str(tmp_path), 20)
     assert [bool(content_of(cache, name)) for name in KEYS[:3]] == [True, False, True]
 
 
 def test_an_open_file_outlives_its_place(tmp_path):
-    cache = Cache(str(tmp_path), 10)
+    cache = PackageCache(str(tmp_path), 10)
     keep(cache, KEYS[0], b"0123456789")
     kept = cache.file(KEYS[0])
     keep(cache, KEYS[1], b"abcdefghij")
@@ -174,27 +174,27 @@ def test_an_open_file_outlives_its_place(tmp_path):
 
 
 def test_the_drafts_of_a_living_process_are_left_alone(tmp_path):
-    cache = Cache(str(tmp_path), 100)
+    cache = PackageCache(str(tmp_path), 100)
     draft = cache.draft()
     draft.write(b"one ")
-    other = Cache(str(tmp_path), 100)
+    other = PackageCache(str(tmp_path), 100)
     draft.write(b"two")
     cache.finish(draft, KEYS[0])
     os.close(draft.descriptor)
     assert content_of(cache, KEYS[0]) == b"one two"
     assert content_of(other, KEYS[0]) is None
-    assert content_of(Cache(str(tmp_path), 100), KEYS[0]) == b"one two"
+    assert content_of(PackageCache(str(tmp_path), 100), KEYS[0]) == b"one two"
 
 
 def test_strange_things_in_the_directory_are_not_followed(tmp_path):
     outside = tmp_path / "outside"
     outside.write_bytes(b"secret")
-    cache = Cache(str(tmp_path / "c"), 100)
+    cache = PackageCache(str(tmp_path / "c"), 100)
     digest = hashlib.sha256(b"secret").hexdigest()
     (tmp_path / "c/files" / f"{KEYS[0]}-{digest}").symlink_to(outside)
     (tmp_path / "c/drafts/link").symlink_to(outside)
     (tmp_path / "c/files/other").write_bytes(b"x")
-    cache = Cache(str(tmp_path / "c"), 100)
+    cache = PackageCache(str(tmp_path / "c"), 100)
     assert content_of(cache, KEYS[0]) is None
     assert outside.read_bytes() == b"secret"
     assert cache.total == 0
@@ -202,7 +202,7 @@ def test_strange_things_in_the_directory_are_not_followed(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n"])
 def test_only_keys_are_names(tmp_path, name):
-    cache = Cache(str(tmp_path), 100)
+    cache = PackageCache(str(tmp_path), 100)
     for use in (cache.file, cache.page, cache.drop_page):
         with pytest.raises(AssertionError):
             use(name)
@@ -220,8 +220,8 @@ def test_a_draft_is_of_its_owner_only(tmp_path):
 
 WRITER = """
 import itertools, os, sys
-from carrel.egress.index.cache import Cache, key
-cache = Cache(sys.argv[1], 2_000_000)
+from carrel.egress.index.cache import PackageCache, key
+cache = PackageCache(sys.argv[1], 2_000_000)
 for number in itertools.count():
     draft = cache.draft()
     for _ in range(4):
@@ -239,7 +239,7 @@ def test_killed_at_any_time(tmp_path):
         with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             os.kill(process.pid, signal.SIGKILL)
-        cache = Cache(str(tmp_path), 2_000_000)
+        cache = PackageCache(str(tmp_path), 2_000_000)
         assert not os.listdir(tmp_path / "drafts")
         kept = [content_of(cache, key(str(number))) for number in range(50)]
         assert len([each for each in kept if each is not None]) >= 10

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from tests.support.indexes import IndexServer, serving, wheel
 
-from carrel.egress.index.cache import Cache
+from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.catalogue import FRESH_S, RETRY_S, Catalogue, page_url, scope, shown
 from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.pages import BadPage
@@ -25,7 +25,7 @@ def clock():
 @pytest.fixture
 async def catalogue(tmp_path, clock):
     fetch = IndexClient()
-    catalogue = Catalogue(Cache(str(tmp_path / "cache"), 1 << 30), fetch, clock)
+    catalogue = Catalogue(PackageCache(str(tmp_path / "cache"), 1 << 30), fetch, clock)
     yield catalogue
     await catalogue.aclose()
     await fetch.aclose()
@@ -34,7 +34,7 @@ async def catalogue(tmp_path, clock):
 @pytest.fixture
 def again(tmp_path, clock, catalogue):
     """The catalogue of another process on the same cache."""
-    return lambda: Catalogue(Cache(str(tmp_path / "cache"), 1 << 30), catalogue._fetch, clock)
+    return lambda: Catalogue(PackageCache(str(tmp_path / "cache"), 1 << 30), catalogue._fetch, clock)
 
 
 def files(page):

@@ -6,7 +6,7 @@ import pytest
 from tests.support.indexes import wheel
 
 from carrel.egress.index import downloads
-from carrel.egress.index.cache import Cache, key
+from carrel.egress.index.cache import PackageCache, key
 from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.downloads import TAIL, Body, Downloads, Missing, Wanted, Wrong
 from carrel.egress.plan import Index
@@ -19,7 +19,7 @@ FILE = "demo-1.0-py3-none-any.whl"
 @pytest.fixture
 async def many(tmp_path):
     fetch = IndexClient()
-    made = Downloads(Cache(str(tmp_path), 1_000_000), fetch)
+    made = Downloads(PackageCache(str(tmp_path), 1_000_000), fetch)
     yield made
     await made.aclose()
     await fetch.aclose()

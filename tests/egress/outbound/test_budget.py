@@ -77,11 +77,11 @@ def test_one_connection_may_have_a_limit_of_its_own() -> None:
 def test_refusals_beyond_many_are_counted_and_not_written_one_by_one() -> None:
     now = 0.0
     budget = Budget(Limits(), clock=lambda: now)
-    assert [budget.write_refusal() for _ in range(REFUSALS)] == [0] * REFUSALS
-    assert [budget.write_refusal() for _ in range(5)] == [None] * 5
+    assert [budget.log_refusal() for _ in range(REFUSALS)] == [0] * REFUSALS
+    assert [budget.log_refusal() for _ in range(5)] == [None] * 5
     now = 61.0
-    assert budget.write_refusal() == 5
-    assert budget.write_refusal() == 0
+    assert budget.log_refusal() == 5
+    assert budget.log_refusal() == 0
 
 
 def test_requests_over_open_connections_count_too() -> None:

@@ -357,7 +357,7 @@ async def test_closing_ends_what_is_being_looked_up() -> None:
 SEARCHED = """
 import fcntl, os, socket, struct, threading
 import dns.message
-from carrel.egress.outbound.resolver import names_are_whole
+from carrel.egress.outbound.resolver import use_exact_names
 with socket.socket() as up:
     fcntl.ioctl(up, 0x8914, struct.pack("16sH14x", b"lo", 1))
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -373,7 +373,7 @@ def serve():
         server.sendto(answer.to_wire(), sender)
 threading.Thread(target=serve, daemon=True).start()
 if os.environ.get("WHOLE"):
-    names_are_whole()
+    use_exact_names()
 for name in (b"api.a.example", b"known.example"):
     try:
         print("found", socket.getaddrinfo(name, 80)[0][4][0])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network
 from carrel.policy.documents.sources import Credential, Sources, WebAccess
 from carrel.policy.rules.layers import Layer, Policy
+from carrel.primitives.atomic import write_file
 from carrel.store import SessionRecord
 
 CA_FILE = "carrel-ca.pem"
@@ -159,16 +159,10 @@ class Plans:
         with suppress(FileNotFoundError), open(path, encoding="ascii") as file:
             return file.read()
         made = make_authority(sandbox)
-        draft = f"{path}.{secrets.token_hex(4)}.new"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(made)
-            os.link(draft, path)
-        except FileExistsError:  # another was quicker, and the sandbox may trust that one by now
+            write_file(path, made.encode("ascii"), replace=False)
+        except FileExistsError:  # another thread was faster, and the sandbox may trust that authority already
             return self._authority(sandbox)
-        finally:
-            os.unlink(draft)
         return made
 
     def _chosen(self, policy: Policy) -> tuple[Upstream, ...]:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,8 @@ from carrel.identity import Identity, Kind
 from carrel.metrics import Metrics
 from carrel.models.operations import CONNECT
 from carrel.policy.verdict import Verdict
+from carrel.primitives.backoff import Backoff
+from carrel.primitives.cache import Cache
 from carrel.primitives.channel import ChannelClosed, Message
 
 log = logging.getLogger("carrel.egress")
@@ -43,7 +44,7 @@ REFRESH_S = 5.0
 """How often plans are compared with policies that another server may have changed."""
 _HOUR_S = 3600.0
 _MOST_KNOWN = 20_000
-_PAUSES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class Egress(Attachment):
         self._admission = admission
         self._ask_wait_s = ask_wait_s
         self._boxes: dict[str, _Attached] = {}
-        self._contexts: OrderedDict[str, str | None] = OrderedDict()
+        self._contexts: Cache[str, str | None] = Cache(_MOST_KNOWN)
         self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._down)
         self._log = AccessLogWriter(audit, metrics, redact, self._acknowledge)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -235,8 +236,10 @@ class Egress(Attachment):
             self._restoring = asyncio.get_running_loop().create_task(self._restore())
 
     async def _restore(self) -> None:
-        for attempt in range(1_000_000):
-            await asyncio.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
+        backoff, pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), 0.0
+        while True:
+            await asyncio.sleep(pause)
+            pause = backoff.next_pause()
             try:
                 await self._client.connect()
                 attached = [await self._attach_again(each) for each in list(self._boxes.values())]
@@ -269,18 +272,13 @@ class Egress(Attachment):
 
     def _receive(self, message: Message) -> None:
         if message.get("op") == "log":
-            self._log.take(int(message["upto"]), message["items"], self._context_of)
+            self._log.take(int(message["upto"]), message["items"], self._contexts.get)
         elif message.get("op") == "ask":
             self._start(self._asked(message))
 
     def _know(self, box: LiveSandbox) -> None:
         """Remember the context of a sandbox: its log may come after it has ended."""
-        self._contexts[box.record.id] = box.record.context_id or box.record.acts_for or None
-        while len(self._contexts) > _MOST_KNOWN:
-            self._contexts.popitem(last=False)
-
-    def _context_of(self, sandbox: str) -> str | None:
-        return self._contexts.get(sandbox)
+        self._contexts.put(box.record.id, box.record.context_id or box.record.acts_for or None)
 
     def _acknowledge(self, upto: int) -> None:
         with suppress(ChannelClosed):

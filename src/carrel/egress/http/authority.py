@@ -1,14 +1,13 @@
 """The certificate authority of one sandbox: the sandbox trusts it, and only the proxy has its key.
 
-Makes the authority, certificates for hosts whose TLS the proxy opens, and the file of roots for inside. Knows no rules:
-who asks for a host has decided that it is inspected.
+Makes the authority, the certificates for inspected hosts, and the file of trusted roots for the sandbox. Knows no
+rules: the caller has decided that a host is inspected.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
-from collections import OrderedDict
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from ipaddress import ip_address
@@ -19,18 +18,20 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from carrel.primitives.cache import Cache
+
 LIFE = timedelta(days=365)
-"""How long an authority is good for. It cannot be bound to names that are not known yet, so it is short-lived."""
+"""How long an authority is valid. It cannot be limited to names that are not known yet, so it is short-lived."""
 
 MOST_HOSTS = 256
-"""Hosts whose certificates are kept at once."""
+"""How many certificates of hosts are cached."""
 
-_EARLIER = timedelta(hours=1)  # clocks of sandbox and host are one, but those of tests and people are not
+_EARLIER = timedelta(hours=1)  # for programs whose clock is behind
 _LONGEST_NAME = 64  # of a subject
 
 
 def make_authority(name: str) -> str:
-    """A new authority for the sandbox `name`: its key and its certificate as PEM. The key is for the proxy alone."""
+    """Make the authority of the sandbox `name`: its key and certificate as PEM. Only the proxy may have the key."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
     subject = _name(f"carrel sandbox {name}")
@@ -55,7 +56,7 @@ def make_authority(name: str) -> str:
 
 
 class Authority:
-    """Answers for hosts. Made of what `make_authority` gave; raises `ValueError` for anything else."""
+    """Signs certificates for hosts. Takes the result of `make_authority`; raises `ValueError` for anything else."""
 
     def __init__(self, pem: str):
         key = serialization.load_pem_private_key(pem.encode(), password=None)
@@ -66,26 +67,23 @@ class Authority:
         if self._issuer.public_key() != key.public_key():
             raise ValueError("the key of an authority belongs to its certificate")
         self.certificate = self._issuer.public_bytes(serialization.Encoding.PEM).decode()
-        """The public part."""
-        # One key for all hosts: whoever had it could not do more with it than with one of each.
+        # One key for all hosts: nobody could do more with it than with a separate key for each.
         self._leaf_key = ec.generate_private_key(ec.SECP256R1())
-        self._contexts: OrderedDict[str, ssl.SSLContext] = OrderedDict()
+        self._contexts: Cache[str, ssl.SSLContext] = Cache(MOST_HOSTS)
 
     def context(self, host: str) -> ssl.SSLContext:
-        """TLS as `host`, a name or an address, for HTTP/1.1."""
-        known = self._contexts.get(host)
-        if known is None:
-            known = self._contexts[host] = self._make_context(host)
-            if len(self._contexts) > MOST_HOSTS:
-                self._contexts.popitem(last=False)
-        self._contexts.move_to_end(host)
-        return known
+        """Return the TLS context of a server for `host`, a name or an address, for HTTP/1.1."""
+        context = self._contexts.get(host)
+        if context is None:
+            context = self._make_context(host)
+            self._contexts.put(host, context)
+        return context
 
     def _make_context(self, host: str) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        # Only files can be loaded: this one is nowhere but in memory.
+        # `ssl` loads files only: this one is in memory.
         file = os.memfd_create("leaf", os.MFD_CLOEXEC)
         try:
             with os.fdopen(os.dup(file), "w") as writer:
@@ -124,7 +122,7 @@ class Authority:
 
 
 def bundle(authority_pem: str, roots: str | None = None) -> str:
-    """The roots that a sandbox trusts: those of the host, more of the operator's, and its own authority."""
+    """Return the roots that a sandbox trusts: those of the host, those the operator adds, and its own authority."""
     own = x509.load_pem_x509_certificate(authority_pem.encode()).public_bytes(serialization.Encoding.PEM).decode()
     parts = (host_roots(), roots or "", own)
     return "".join(part if not part or part.endswith("\n") else part + "\n" for part in parts)
@@ -132,7 +130,7 @@ def bundle(authority_pem: str, roots: str | None = None) -> str:
 
 @cache
 def host_roots() -> str:
-    """The roots of this host as PEM; those of the package `certifi` on a host that has none in a file."""
+    """Return the roots of this host as PEM, or those of the package `certifi` if the host has no such file."""
     for path in (ssl.get_default_verify_paths().cafile, "/etc/ssl/certs/ca-certificates.crt", certifi.where()):
         if os.path.isfile(path or ""):
             with open(path, encoding="utf-8", errors="replace") as file:

@@ -76,7 +76,7 @@ class Draft:
             os.unlink(self.path)
 
 
-class Cache:
+class PackageCache:
     """The cache in one directory, of at most `most_bytes` besides drafts."""
 
     def __init__(self, directory: str, most_bytes: int):

@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from carrel.egress.index import pages
-from carrel.egress.index.cache import Cache, key
+from carrel.egress.index.cache import PackageCache, key
 from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachable, plain
 from carrel.egress.index.pages import BadPage, Page
 from carrel.egress.plan import Index
+from carrel.primitives.cache import Cache
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ MOST_AT_ONCE = 32
 """Pages that are asked for at the same time, of all indexes and for everybody."""
 _MOST_TIME_S = 60.0
 _MOST_LINKS_IN_MEMORY = 200_000
+_MOST_FAILED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,11 @@ class Entry:
 class Catalogue:
     """The pages of every index."""
 
-    def __init__(self, cache: Cache, fetch: IndexClient, clock: Callable[[], float] = time.time):
+    def __init__(self, cache: PackageCache, fetch: IndexClient, clock: Callable[[], float] = time.time):
         self._cache, self._fetch, self._clock = cache, fetch, clock
         self._memory: OrderedDict[str, Entry] = OrderedDict()
         self._links = 0
-        self._failed: dict[str, float] = {}
+        self._failed: Cache[str, bool] = Cache(_MOST_FAILED, RETRY_S, clock=clock)
         self._asking: dict[str, tuple[asyncio.Task[Entry], Permit]] = {}
         self._limit = FairLimit(MOST_AT_ONCE)
 
@@ -65,7 +67,7 @@ class Catalogue:
         entry = self._memory.get(name) or await self._load(name, project)
         if entry is not None:
             age = self._clock() - entry.asked
-            failed = entry.page is not None and self._clock() - self._failed.get(name, -RETRY_S) < RETRY_S
+            failed = entry.page is not None and self._failed.get(name) is not None
             if 0 <= age < FRESH_S or failed or (any_age and entry.page is not None):
                 self._remember(name, entry)
                 return entry.page
@@ -100,10 +102,10 @@ class Catalogue:
             if known is None or known.page is None:
                 raise Unreachable("it did not answer in time") if isinstance(error, TimeoutError) else error from None
             log.warning("an old page of %s serves: index %s: %s", project, index.name, error)
-            self._note_failure(name)
+            self._failed.put(name, True)
             entry = known
         else:
-            self._failed.pop(name, None)
+            self._failed.pop(name)
         self._remember(name, entry)
         return entry
 
@@ -158,11 +160,6 @@ class Catalogue:
         former = self._memory.pop(name, None)
         if former is not None:
             self._links -= _weight(former)
-
-    def _note_failure(self, name: str) -> None:
-        now = self._clock()
-        self._failed = {each: at for each, at in self._failed.items() if now - at < RETRY_S}
-        self._failed[name] = now
 
 
 def scope(index: Index, kind: str, *parts: str | None) -> str:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from carrel.egress.index.cache import Cache, Draft, Kept
+from carrel.egress.index.cache import Draft, Kept, PackageCache
 from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachable
 from carrel.egress.plan import Index
 from carrel.threads import run_to_end
@@ -128,7 +128,7 @@ class Missing(Exception):
 class Download:
     """One file, and those who wait for it. Whoever joined it leaves it once."""
 
-    def __init__(self, cache: Cache, fetch: IndexClient, name: str, wanted: Wanted, permit: Permit):
+    def __init__(self, cache: PackageCache, fetch: IndexClient, name: str, wanted: Wanted, permit: Permit):
         self._cache, self._fetch, self._name, self._wanted, self._permit = cache, fetch, name, wanted, permit
         self._changed = asyncio.Event()
         self._descriptor = -1
@@ -306,7 +306,7 @@ _Flight = tuple[str, str, bool, str | None]
 class Downloads:
     """All files that are on their way."""
 
-    def __init__(self, cache: Cache, fetch: IndexClient):
+    def __init__(self, cache: PackageCache, fetch: IndexClient):
         self._cache, self._fetch = cache, fetch
         # By index too: a slow or wrong one is waited for only by who chose it.
         self._running: dict[_Flight, Download] = {}

@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urlsplit
 from carrel.egress.access import Refused
 from carrel.egress.http.answers import PROBLEM, body_of, words_of
 from carrel.egress.index import pages
-from carrel.egress.index.cache import Cache
+from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.catalogue import Catalogue, scope, shown
 from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.downloads import (
@@ -40,6 +40,7 @@ from carrel.egress.index.downloads import (
 from carrel.egress.index.pages import BadPage, Link, Page
 from carrel.egress.plan import Index
 from carrel.policy.verdict import Verdict
+from carrel.primitives.cache import Cache
 
 IDLE_S = 60.0
 """An install is over when no request came for this long."""
@@ -143,7 +144,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """A file that takes longer to come is given out while it comes. `pip` waits 15 s for the first byte."""
 _MOST_TARGET = 2048
-_MOST_COSTS = 10_000
+_MOST_SIZES = 10_000
 _MOST_WRITTEN = 32 << 20
 _TOKEN = re.compile(r"x?[0-9a-f]{64}")
 _TYPES = {"json": pages.JSON_TYPE, "html": pages.HTML_TYPE, "plain": "text/html; charset=utf-8"}
@@ -196,12 +197,12 @@ class _Written:
 class Front:
     """The front of one process."""
 
-    def __init__(self, cache: Cache, *, fetch: IndexClient, clock: Callable[[], float] = time.time):
+    def __init__(self, cache: PackageCache, *, fetch: IndexClient, clock: Callable[[], float] = time.time):
         self._cache, self._fetch = cache, fetch
         self._catalogue = Catalogue(cache, fetch, clock)
         self._downloads = Downloads(cache, fetch)
         self._written: OrderedDict[tuple[str, str, pages.Form], _Written] = OrderedDict()
-        self._costs: OrderedDict[str, int] = OrderedDict()
+        self._sizes: Cache[str, int] = Cache(_MOST_SIZES)
 
     def decide(self, target: str, packages: Packages) -> Verdict:
         """What is said of a request before anybody is asked for an answer: of its package, as far as the name goes."""
@@ -370,7 +371,7 @@ class Front:
         download = self._downloads.join(name, wanted, budget)
 
         async def settle() -> None:
-            budget.take(name, await self._cost(download, link), most)
+            budget.take(name, await self._installed_size(download, link), most)
 
         try:
             with _failures(index):
@@ -385,19 +386,18 @@ class Front:
             download.leave(for_good=isinstance(error, Refused))
             raise
 
-    async def _cost(self, download: Download, link: Link) -> int:
+    async def _installed_size(self, download: Download, link: Link) -> int:
         """What a file takes: a wheel what it holds, anything else its own size."""
         size = download.known_size
         if not link.filename.endswith(".whl") or download.digest is None:
             return size
-        if download.digest not in self._costs:
+        found = self._sizes.get(download.digest)
+        if found is None:
             found = await asyncio.to_thread(_unpacked, download)
             if found is None:
                 raise Refused("the wheel's directory is too long to be read", code="limit_exceeded")
-            self._costs[download.digest] = found
-            while len(self._costs) > _MOST_COSTS:
-                self._costs.popitem(last=False)
-        return self._costs[download.digest]
+            self._sizes.put(download.digest, found)
+        return found
 
 
 def _segments(target: str) -> list[str]:

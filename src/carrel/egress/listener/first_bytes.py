@@ -15,7 +15,7 @@ from carrel.egress.outbound.names import of_address, read_host
 
 SOCKS_VERSION = 5
 MOST_SOCKS = 512
-"""More than the longest message there is."""
+"""No SOCKS message is longer."""
 
 SOCKS_NO_METHOD = b"\x05\xff"
 SOCKS_NO_AUTHENTICATION = b"\x05\x00"
@@ -27,7 +27,7 @@ _FAILED, _NO_SUCH_COMMAND, _NO_SUCH_ADDRESS = 1, 7, 8
 
 @dataclass(frozen=True, slots=True)
 class SocksRequest:
-    """What a client wants: a target, or the number of why not."""
+    """A SOCKS request: its size, and its target or the code of the failure to reply with."""
 
     size: int
     target: Target | None
@@ -36,7 +36,7 @@ class SocksRequest:
 
 
 def read_socks_greeting(data: bytes) -> tuple[int, bool] | None:
-    """How long the greeting is, and whether it offers to go without authentication. None: more bytes are needed."""
+    """Return the size of the greeting, and whether it offers no authentication; None when more bytes are needed."""
     if len(data) < 2 or len(data) < 2 + data[1]:
         return None
     size = 2 + data[1]
@@ -44,7 +44,7 @@ def read_socks_greeting(data: bytes) -> tuple[int, bool] | None:
 
 
 def read_socks_request(data: bytes) -> SocksRequest | None:
-    """What the client asks for. None: more bytes are needed."""
+    """Read the request after the greeting; None when more bytes are needed."""
     if len(data) < 5:
         return None
     version, command, reserved, kind = data[:4]
@@ -78,33 +78,33 @@ def _no(size: int, code: int, reason: str) -> SocksRequest:
 
 
 def socks_reply(code: int) -> bytes:
-    """The answer to an order. Where the connection comes from outside is nothing a sandbox needs to know."""
+    """Return the reply to a request. It does not tell the address from which the proxy connects."""
     return bytes((SOCKS_VERSION, code, 0, _V4, 0, 0, 0, 0, 0, 0))
 
 
 MOST_HELLO = 64 * 1024
-"""The most bytes a hello may take, with the headers of its records."""
+"""The size limit of a hello, record headers included."""
 
 _CHANGE_CIPHER, _HANDSHAKE, _DATA = 20, 22, 23
 _CLIENT_HELLO, _SERVER_HELLO = 1, 2
 _MAX_RECORD = 1 << 14
 _SERVER_NAME, _PROTOCOLS, _PRE_SHARED_KEY, _EARLY_DATA = 0, 16, 41, 42
 _ENCRYPTED = frozenset({0xFE0D, 0xFD00, 0xFFCE})
-"""Encrypted ClientHello, its inner marker, and its forerunner. A made-up one (GREASE) looks the same from outside."""
+"""Encrypted ClientHello, its inner marker and its predecessor. A dummy one (GREASE) looks the same."""
 
 _AGAIN = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
-"""What stands for the random number in a server's hello that asks for another of the client (RFC 8446, 4.1.3)."""
+"""The random number of a HelloRetryRequest, in which a server asks for another hello (RFC 8446, 4.1.3)."""
 
 
 class NotTls(Refused):
-    """The bytes are not those of TLS."""
+    """The bytes are not TLS."""
 
     def __init__(self) -> None:
         super().__init__("the connection does not begin with TLS", code="bad_request", status=400)
 
 
 class Malformed(Refused):
-    """It begins as TLS does, and is not a hello that can be trusted to mean one thing."""
+    """The bytes begin like TLS, but are not a hello that has only one meaning."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the TLS hello is not valid: {reason}", code="bad_request", status=400)
@@ -112,8 +112,8 @@ class Malformed(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a ClientHello says. `name` is the server's name, None when there is none; `encrypted`: there may be another
-    name inside that nobody on the way can read; `early`: data of the first request comes along.
+    """The content of a ClientHello. `name`: of the server, None when it has none. `encrypted`: another name may be
+    inside that the proxy cannot read. `early`: data of the first request follows.
     """
 
     name: str | None
@@ -121,18 +121,18 @@ class Hello:
     protocols: tuple[str, ...] = ()
     early: bool = False
     size: int = field(default=0, compare=False)
-    """How many bytes it takes, with the headers of its records."""
+    """Record headers included."""
 
 
 def read_hello(data: bytes | memoryview) -> Hello | None:
-    """The hello that the bytes begin with; None when more bytes are needed. Raises `NotTls` or `Malformed`."""
+    """Read the hello at the start of the bytes; None when more bytes are needed. Raises `NotTls` or `Malformed`."""
     found = _message(memoryview(data))
     return None if found is None else _hello(_Reader(found[0]), found[1])
 
 
 def wants_another(data: bytes) -> int | None:
-    """How long the record is in which a server, whose first bytes these are, asks for another hello: it then goes by
-    the name in that one. 0 when it does not ask; None when more bytes are needed. Raises `Malformed`.
+    """Return the size of the record in which a server asks for another hello, given its first bytes: the server then
+    uses the name in that second hello. 0 when it does not ask; None when more bytes are needed. Raises `Malformed`.
     """
     if data[0] != _HANDSHAKE:
         return 0
@@ -149,8 +149,8 @@ def wants_another(data: bytes) -> int | None:
 
 
 def read_second(data: bytes) -> Hello | None:
-    """The hello that a client sends when it was asked for another; None when more bytes are needed. Before it may come
-    a change of ciphers, which means nothing, and data that was sent too early. Raises `NotTls` or `Malformed`.
+    """Read the second hello of a client; None when more bytes are needed. A change of ciphers, which means nothing, and
+    early data may come before it. Raises `NotTls` or `Malformed`.
     """
     at = 0
     while data[at : at + 1] in (bytes((_CHANGE_CIPHER,)), bytes((_DATA,))):
@@ -163,7 +163,7 @@ def read_second(data: bytes) -> Hello | None:
 
 
 def _message(data: memoryview) -> tuple[bytes, int] | None:
-    """The body of the first handshake message, put together from its records, and how many bytes those take."""
+    """Return the body of the first handshake message, joined from its records, and the size of these."""
     found = bytearray()
     at = 0
     while True:
@@ -195,7 +195,7 @@ def _message(data: memoryview) -> tuple[bytes, int] | None:
 
 
 def _check_head(head: memoryview, *, first: bool) -> None:
-    """Check as much of a record's head as there is."""
+    """Check the part of a record's head that has arrived."""
     if first and head and head[0] & 0x80:
         if len(head) >= 3 and head[2] == _CLIENT_HELLO:
             raise Malformed("it is of SSL 2")
@@ -210,7 +210,7 @@ def _check_head(head: memoryview, *, first: bool) -> None:
 
 
 class _Reader:
-    """Takes bytes off the front. Raises `Malformed` when there are too few."""
+    """Reads from the front of bytes. Raises `Malformed` when there are too few."""
 
     def __init__(self, data: bytes):
         self._data = data

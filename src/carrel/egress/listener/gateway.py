@@ -1,7 +1,7 @@
-"""Takes the connections of one sandbox from its listening socket, and finds out of each what it wants and for whom.
+"""Accepts the connections of one sandbox from its listening socket, and finds out what each wants and for which target.
 
-The socket lives in the sandbox's own network and is its identity. Nothing that a client sends before it was checked
-reaches anybody, and a connection that fails harms no other.
+The socket is in the sandbox's own network and is its identity. Nothing that a client sends is forwarded before it was
+checked, and a connection that fails affects no other.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from carrel.egress.sockets import Ended, farewell, look, prepare, send, take
 log = logging.getLogger("carrel.egress")
 
 SILENT_S = 15.0
-"""How long a client of a tunnel may take to say whom it is for."""
+"""How long a client may take to begin the TLS or HTTP inside a tunnel."""
 ANSWER_S = 60.0
 """How long a server may take to answer a TLS hello."""
 
 _AT_ONCE, _CLOSE_S = 128, 0.05
 _BEYOND = 64
-"""Connections above the limit that are heard, so that they can be told of it. More wait in the socket's queue."""
+"""Connections above the limit that are accepted, to be refused with a reason. More wait in the socket's queue."""
 _PAUSE_S = 0.2
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SHORT = 1024
-_ANSWER = 64  # more of a server's first words need not be seen
+_ANSWER = 64  # enough bytes of a server's first record
 _METHOD = re.compile(rb"[A-Z]{1,20}( |$)")
 
 First = Literal["socks"] | int
-"""SOCKS, or how long the head of a request is."""
+"""SOCKS, or the size of a request's head."""
 Opening = Hello | int
-"""What a tunnel begins with: TLS, or a request whose head is so long."""
+"""The beginning of a tunnel: a TLS hello, or the size of a request's head."""
 
 
 class Gateway:
-    """The proxy's end of one sandbox. Owns the listening socket that it is given."""
+    """Accepts and serves the connections of one sandbox. Owns the listening socket."""
 
     def __init__(self, listener: socket.socket, outbound: Outbound):
         listener.setblocking(False)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
-        # Who connects speaks first: a connection is worth nothing before.
+        # Clients speak first: the kernel keeps a connection until bytes arrive.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HEAD_S))
         self._listener = listener
         self._loop = asyncio.get_running_loop()
@@ -69,13 +69,13 @@ class Gateway:
         self._last = 0.0
 
     def start(self) -> None:
-        """Take connections from now on."""
+        """Start to accept connections."""
         if not self._accepting and not self._closed:
             self._accepting = True
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     async def drain(self, seconds: float) -> None:
-        """Take no more connections, and give those that run so much time. Then all are ended."""
+        """Accept no more connections, let the open ones run for `seconds`, then end them."""
         self._pause()
         self._closed = True
         if self._tasks:
@@ -84,7 +84,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """End everything. What runs is cut; it is reported as soon as the loop goes on."""
+        """End everything at once. The accesses that are cut are reported when the event loop continues."""
         self._pause()
         self._closed = True
         self._listener.close()
@@ -102,8 +102,8 @@ class Gateway:
     # connections
 
     def _accept(self) -> None:
-        """Take the connections that wait. One at a time while they come one by one; when they come faster than they
-        end, more and more at once, or the socket's queue would run over.
+        """Accept waiting connections: one, or twice as many as last time when they arrive faster than they end.
+        Otherwise the socket's queue would overflow.
         """
         now = self._loop.time()
         self._at_once = min(_AT_ONCE, self._at_once * 2) if self._tasks and now - self._last < _CLOSE_S else 1
@@ -114,7 +114,7 @@ class Gateway:
 
     def _accept_one(self) -> bool:
         if len(self._tasks) >= self._outbound.budget.connections + _BEYOND:
-            self._pause()  # goes on when one has ended
+            self._pause()  # until one has ended
             return False
         try:
             client, _ = self._listener.accept()
@@ -139,55 +139,55 @@ class Gateway:
     async def _serve(self, client: socket.socket) -> None:
         try:
             client.setblocking(False)
-            await self._converse(client)
+            await self._dispatch(client)
         except (ConnectionError, TimeoutError):
-            pass  # the client is gone, or says nothing
+            pass  # the client is gone or silent
         except Exception:
             log.exception("sandbox %s: a connection failed", self._outbound.plan.sandbox)
         finally:
             client.close()
 
-    async def _converse(self, client: socket.socket) -> None:
+    async def _dispatch(self, client: socket.socket) -> None:
         try:
             first: First = await look(client, _first, messages.MOST, HEAD_S)
         except Refused as refusal:
             self._outbound.refuse(Access(self._outbound.plan.sandbox, "http"), refusal)
-            await _tell(client, answers.refusal(refusal))
+            await _send_last(client, answers.refusal(refusal))
             return
         if first == "socks":
-            await self._by_socks(client)
+            await self._serve_socks(client)
             return
         head = take(client, first)
         if head.startswith(b"CONNECT "):
-            await self._by_connect(client, head)
+            await self._serve_connect(client, head)
         else:
             await Relay(SocketStream(client, head), self._outbound).serve()
 
-    async def _by_connect(self, client: socket.socket, head: bytes) -> None:
+    async def _serve_connect(self, client: socket.socket, head: bytes) -> None:
         access = Access(self._outbound.plan.sandbox, "connect", method="CONNECT")
         try:
             target = _connect_target(head)
         except Refused as refusal:
             self._outbound.refuse(access, refusal)
-            await _tell(client, answers.refusal(refusal))
+            await _send_last(client, answers.refusal(refusal))
             return
         await self._tunnel(client, access, target)
 
-    async def _by_socks(self, client: socket.socket) -> None:
+    async def _serve_socks(self, client: socket.socket) -> None:
         access = Access(self._outbound.plan.sandbox, "socks5")
-        size, open_ = await look(client, first_bytes.read_socks_greeting, first_bytes.MOST_SOCKS, HEAD_S)
+        size, accepted = await look(client, first_bytes.read_socks_greeting, first_bytes.MOST_SOCKS, HEAD_S)
         take(client, size)
-        if not open_:
-            await _tell(client, first_bytes.SOCKS_NO_METHOD)
+        if not accepted:
+            await _send_last(client, first_bytes.SOCKS_NO_METHOD)
             return
         await send(client, first_bytes.SOCKS_NO_AUTHENTICATION)
-        order = await look(client, first_bytes.read_socks_request, first_bytes.MOST_SOCKS, HEAD_S)
-        take(client, order.size)
-        if order.target is not None:
-            await self._tunnel(client, access, order.target)
-        elif order.refusal is not None:
-            self._outbound.refuse(access, order.refusal)
-            await _tell(client, first_bytes.socks_reply(order.code))
+        request = await look(client, first_bytes.read_socks_request, first_bytes.MOST_SOCKS, HEAD_S)
+        take(client, request.size)
+        if request.target is not None:
+            await self._tunnel(client, access, request.target)
+        elif request.refusal is not None:
+            self._outbound.refuse(access, request.refusal)
+            await _send_last(client, first_bytes.socks_reply(request.code))
 
     # tunnels
 
@@ -196,12 +196,12 @@ class Gateway:
         try:
             upstream = await self._open(access, target)
         except Refused as refusal:
-            said = first_bytes.socks_reply(answers.socks_code(refusal)) if by_socks else answers.refusal(refusal)
-            await _tell(client, said)
+            answer = first_bytes.socks_reply(answers.socks_code(refusal)) if by_socks else answers.refusal(refusal)
+            await _send_last(client, answer)
             return
         try:
             await send(client, first_bytes.socks_reply(0) if by_socks else answers.CONNECTED)
-            await self._through(client, upstream, access, target)
+            await self._forward(client, upstream, access, target)
         except Refused as refusal:
             self._outbound.close(access, refusal)
             upstream.close()
@@ -222,17 +222,17 @@ class Gateway:
             log.exception("sandbox %s: a connection could not be made", self._outbound.plan.sandbox)
             raise answers.failed() from None
 
-    async def _through(self, client: socket.socket, upstream: socket.socket, access: Access, target: Target) -> None:
-        """Lead a tunnel on, once the client has said inside it whom it is for. Who is refused has been told."""
+    async def _forward(self, client: socket.socket, upstream: socket.socket, access: Access, target: Target) -> None:
+        """Forward a tunnel, once the client has named the target inside it. A refused client has got an answer."""
         outbound = self._outbound
         inspected = outbound.rules.inspected(target)
         if not inspected and outbound.rules.opaque(target):
             await _copy(client, upstream, outbound.meter(access))
             return
         try:
-            greeting = await self._greeting(client, target)
+            greeting = await self._first_bytes(client, target)
             if isinstance(greeting, Hello) and not inspected:
-                await self._begin(client, upstream, target, greeting, outbound.meter(access))
+                await self._forward_hello(client, upstream, target, greeting, outbound.meter(access))
         except Refused as refusal:
             with suppress(OSError):
                 await send(client, answers.alert(refusal))
@@ -246,8 +246,8 @@ class Gateway:
         else:
             await _copy(client, upstream, outbound.meter(access))
 
-    async def _greeting(self, client: socket.socket, target: Target) -> Opening:
-        """What the client begins with: a TLS hello, which is for the target, or a request in the clear."""
+    async def _first_bytes(self, client: socket.socket, target: Target) -> Opening:
+        """Wait for the first bytes in a tunnel: a TLS hello that names the target, or a request in the clear."""
         try:
             found: Opening = await look(client, _opening, first_bytes.MOST_HELLO, SILENT_S, later=True)
         except TimeoutError:
@@ -258,18 +258,18 @@ class Gateway:
             _check(found, target)
         return found
 
-    async def _begin(
+    async def _forward_hello(
         self, client: socket.socket, upstream: socket.socket, target: Target, first: Hello, meter: Meter
     ) -> None:
-        """Send on a hello that was checked, and nothing behind it before the server has answered: it may ask for
-        another hello, and goes by the name in that. The second is checked as the first was.
+        """Forward a hello that was checked, and nothing after it until the server has answered: the server may ask for
+        another hello and use the name in that one. The second hello is checked too.
         """
         meter.sent(first.size)
         await send(upstream, take(client, first.size))
         try:
             asking = await look(upstream, first_bytes.wants_another, _ANSWER, ANSWER_S, later=True)
         except Ended:
-            return  # without a word, which the tunnel passes on
+            return  # the tunnel passes the end on
         if not asking:
             return
         await copy(upstream, client, meter.received, most=asking)
@@ -288,7 +288,7 @@ def _first(data: bytes) -> First | None:
 
 
 def _opening(data: bytes) -> Opening | None:
-    """What a tunnel begins with. Raises `NotTls` for all that is neither TLS nor HTTP, and `Malformed`."""
+    """Read the beginning of a tunnel. Raises `NotTls` for anything but TLS and HTTP, and `Malformed`."""
     method = _METHOD.match(data)
     if method is None:
         return first_bytes.read_hello(data)
@@ -296,7 +296,7 @@ def _opening(data: bytes) -> Opening | None:
 
 
 def _check(found: Hello, target: Target) -> None:
-    """Raises `Refused` when a hello is not for the target, or does not say whom it is for."""
+    """Raise `Refused` when a hello is not for the target, or does not name one."""
     if found.encrypted:
         raise _unnamed(target, "encrypts the name it is for")
     if target.literal is None and found.name is None:
@@ -310,7 +310,7 @@ def _check(found: Hello, target: Target) -> None:
 
 
 def _connect_target(head: bytes) -> Target:
-    """Whom a CONNECT is for. Raises `Refused`."""
+    """Return the target of a CONNECT. Raises `Refused`."""
     return _known_target(head) if len(head) <= _SHORT else _read_target(head)
 
 
@@ -329,13 +329,12 @@ _known_target = lru_cache(1024)(_read_target)
 
 def _unnamed(target: Target, what: str) -> Refused:
     return Refused(
-        f"the connection to {target} {what}, so that nobody can tell whom it is for",
+        f"the connection to {target} {what}, so its target cannot be checked",
         hint="the operator can name the host in web_access.opaque_domains",
     )
 
 
-async def _tell(client: socket.socket, words: bytes) -> None:
-    """The last words."""
+async def _send_last(client: socket.socket, data: bytes) -> None:
     with suppress(OSError, Ended):
-        await send(client, words)
+        await send(client, data)
         await farewell(client)

@@ -1,6 +1,6 @@
-"""How much one sandbox may take of the way out: connections at once, new ones in a minute, bytes each way.
+"""The limits of one sandbox: open connections, new connections in a minute, bytes each way.
 
-Counts for as long as the proxy runs for the sandbox; a new policy changes the limits, not what was taken.
+Counts as long as the proxy serves the sandbox; a new policy changes the limits, not the counts.
 """
 
 from __future__ import annotations
@@ -14,45 +14,44 @@ from carrel.egress.outbound.rules import Limits
 
 CONNECTIONS = 256
 PER_MINUTE = 6000
-"""What holds where no policy says anything."""
+"""The limits if no policy sets any."""
 REFUSALS = 600
-"""How many refusals within a minute are written down one by one: who is refused can try again at once, and the log
-would be as long as a sandbox likes.
+"""How many refusals in a minute are logged one by one: a refused program can try again at once, and the log would grow
+as fast as it likes.
 """
 
 _MINUTE_S = 60.0
 
 
 class Budget:
-    """What one sandbox has taken."""
+    """The connections and bytes of one sandbox."""
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic):
         self._limits = limits
         self._clock = clock
         self._recent: deque[float] = deque()
         self._refusals: deque[float] = deque()
-        self._unwritten = 0
+        self._unlogged = 0
         self.open = 0
-        """Connections that are open now."""
         self.sent = 0
         self.received = 0
 
     @property
     def connections(self) -> int:
-        """The most connections at once."""
+        """The limit on open connections."""
         return CONNECTIONS if self._limits.connections is None else self._limits.connections
 
     @property
     def per_minute(self) -> int:
-        """The most new connections, and requests over those that are open, within any minute."""
+        """The limit on new connections, and requests over open ones, in any minute."""
         return PER_MINUTE if self._limits.per_minute is None else self._limits.per_minute
 
     def change(self, limits: Limits) -> None:
-        """Other limits hold from now on."""
+        """Replace the limits."""
         self._limits = limits
 
     def enter(self) -> None:
-        """One more connection. Raises `Refused` when that is one too many, and then takes nothing."""
+        """Count a connection that opens. Raises `Refused`, and counts nothing, when it is over a limit."""
         if self.open >= self.connections:
             raise _exceeded(
                 f"{self.connections} connections are open, and more are not allowed at once",
@@ -63,7 +62,7 @@ class Budget:
         self.open += 1
 
     def count(self) -> None:
-        """One more connection or request. Raises `Refused` when that is one too many."""
+        """Count a connection or request. Raises `Refused` when it is over a limit."""
         self._check_bytes()
         now = self._clock()
         _forget(self._recent, now)
@@ -75,23 +74,23 @@ class Budget:
             )
         self._recent.append(now)
 
-    def write_refusal(self) -> int | None:
-        """Whether one more refusal is to be written down: how many before it were not, or None."""
+    def log_refusal(self) -> int | None:
+        """Return how many refusals before this one were not logged, or None when this one is not logged either."""
         now = self._clock()
         _forget(self._refusals, now)
         if len(self._refusals) >= REFUSALS:
-            self._unwritten += 1
+            self._unlogged += 1
             return None
         self._refusals.append(now)
-        unwritten, self._unwritten = self._unwritten, 0
-        return unwritten
+        unlogged, self._unlogged = self._unlogged, 0
+        return unlogged
 
     def leave(self) -> None:
-        """A connection that entered has ended."""
+        """Count a connection that ends."""
         self.open -= 1
 
     def take(self, sent: int, received: int) -> None:
-        """Bytes went through. Raises `Refused` once they are too many."""
+        """Count bytes. Raises `Refused` when they are over a limit."""
         self.sent += sent
         self.received += received
         self._check_bytes()
@@ -105,7 +104,7 @@ class Budget:
 
 
 class Meter:
-    """Counts the bytes of one access, and ends it where it, or the sandbox, has had enough."""
+    """Counts the bytes of one access, and refuses more when it or the sandbox is over its limit."""
 
     __slots__ = ("_access", "_budget", "_most")
 
@@ -115,12 +114,12 @@ class Meter:
         self._most = most_received
 
     def sent(self, size: int) -> None:
-        """So many bytes came from the sandbox. Raises `Refused`: they must not go on."""
+        """Count bytes from the sandbox. Raises `Refused`: they must not be forwarded."""
         self._access.sent += size
         self._budget.take(size, 0)
 
     def received(self, size: int) -> None:
-        """So many bytes came for the sandbox. Raises `Refused`: they must not go on."""
+        """Count bytes for the sandbox. Raises `Refused`: they must not be forwarded."""
         self._access.received += size
         self._budget.take(0, size)
         if self._most is not None and self._access.received > self._most:

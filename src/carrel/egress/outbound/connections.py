@@ -1,6 +1,7 @@
 """The outbound connections of one sandbox: its plan, rules and budget, and the one function that opens a connection.
 
-Nothing is dialled here that was not decided, looked up once, checked address by address, and reported.
+Every connection is decided, its name looked up once, each address checked, and the access reported before it is
+dialled.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from carrel.egress.plan import Index, Plan
 from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.policy.rules import addresses
 from carrel.policy.verdict import Verdict
+from carrel.primitives.cache import Cache
 
 _MOST_VERDICTS = 4096
 _MOST_REFUSALS = 10
 
 
 Inspect = Callable[[socket.socket, socket.socket, Target, "Outbound", Access], Awaitable[None]]
-"""Opens the TLS of a tunnel between a client and an upstream, decides each request, and serves the tunnel to its end.
-Every byte that the client sent after its CONNECT is still unread, and the name in its ClientHello was checked. Closes
-neither socket.
+"""Opens the TLS of a tunnel, decides each request inside, and serves the tunnel to its end. Every byte that the client
+sent after its CONNECT is still unread, and the name in its ClientHello was checked. Closes neither socket.
 """
 
 
@@ -70,14 +71,15 @@ class Outbound:
         self._installs = InstallBudget()
         self._running: dict[int, _Running] = {}
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
-        """The last refusals, as text, for a page that programs in the sandbox can read."""
-        self._verdicts: dict[tuple[str, int, Address | None], Verdict] = {}
+        """The last refusals as text, for a page that programs in the sandbox can read."""
+        self._verdicts: Cache[tuple[str, int, Address | None], Verdict] = Cache(_MOST_VERDICTS)
 
     async def open(self, access: Access, target: Target) -> socket.socket:
-        """A connection to the target, non-blocking and owned by the caller, who calls `close` once it has ended.
+        """Open a connection to the target. The caller owns the non-blocking socket, and calls `close` once it has
+        ended.
 
-        The access is reported, also one that is refused, which is closed at once. Raises `Refused`. A later policy
-        that denies the target cancels the task that called this.
+        Reports the access; a refused one is closed at once. Raises `Refused`. A later policy that denies the target
+        cancels the calling task.
         """
         access.target = target
         try:
@@ -91,7 +93,7 @@ class Outbound:
             self.budget.leave()
             self.refuse(access, error)
             raise
-        access.address = str(found[0]) if found else None  # the log tells where it is going before it goes
+        access.address = str(found[0]) if found else None  # logged before anything is sent there
         self._begin(access, entered=True)
         try:
             return await self._dial(target, found, access)
@@ -100,9 +102,9 @@ class Outbound:
             raise
 
     async def again(self, access: Access, target: Target, before: Access) -> None:
-        """Admit one more request over a connection that `before` opened to the same target. It is decided by itself and
-        reported as by `open`, but nothing is looked up or dialled. It counts as a connection, unless `before` still
-        does. Raises `Refused`.
+        """Admit another request over the connection that `before` opened to the same target. The request is decided and
+        reported by itself, but nothing is looked up or dialled. It counts as a connection, unless `before` still does.
+        Raises `Refused`.
         """
         access.target, access.address, access.upstream = target, before.address, before.upstream
         entering, rules = id(before) not in self._running, self.rules
@@ -126,8 +128,8 @@ class Outbound:
         self._begin(access, entered=entering)
 
     async def within(self, access: Access, target: Target, tunnel: Access) -> None:
-        """Admit a request inside a tunnel to the target, as `again` does. A person who was asked about the tunnel, or
-        about a request in it, is not asked about the next one.
+        """Admit a request inside a tunnel, as `again` does. A person who was asked about the tunnel, or about a request
+        in it, is not asked again.
         """
         asks = self._verdict(target).asks
         if asks and tunnel.verdict.rule is None:
@@ -140,7 +142,7 @@ class Outbound:
             tunnel.verdict = access.verdict
 
     def begin(self, access: Access) -> None:
-        """Report an access that somebody else allowed, and that needs no connection of its own. Raises `Refused`."""
+        """Report an access that was allowed elsewhere and needs no connection. Raises `Refused`."""
         try:
             self.budget.count()
         except Refused as refusal:
@@ -149,25 +151,25 @@ class Outbound:
         self._begin(access, entered=False)
 
     def refuse(self, access: Access, error: BaseException) -> None:
-        """Report an access that does not happen. `open` and `again` call it themselves."""
+        """Report a refused access. `open` and `again` call it themselves."""
         access.result = _code(error)
         if isinstance(error, Refused):
             if not (access.verdict.denies and access.verdict.reason):
                 access.verdict = error.verdict
             self.refusals.append(f"{access.target or 'a request'}: {answers.words_of(error)}")
         access.ended = time.time()
-        unwritten = self.budget.write_refusal()
-        if unwritten is None:
+        unlogged = self.budget.log_refusal()
+        if unlogged is None:
             return
-        if unwritten:
-            more = f"{access.verdict.reason} (and {unwritten} more refusals before it)"
+        if unlogged:
+            more = f"{access.verdict.reason} (and {unlogged} more refusals before it)"
             access.verdict = replace(access.verdict, reason=more)
-        with suppress(Refused):  # what cannot be written down is refused, as this is
+        with suppress(Refused):  # the log is full; this access is refused anyway
             self.report.opened(access)
             self.report.closed(access)
 
     def close(self, access: Access, error: BaseException | None = None) -> None:
-        """The access has ended, perhaps because something went wrong. Does nothing for one that is not running."""
+        """End an access, with the error if there is one. Does nothing if it is not running."""
         running = self._running.pop(id(access), None)
         if running is None:
             return
@@ -181,12 +183,12 @@ class Outbound:
         self.report.closed(access)
 
     def meter(self, access: Access) -> Meter:
-        """Counts the bytes of an access that was opened."""
+        """Return the byte counter of an open access."""
         most = None if access.target is None else self.rules.most_received(access.target)
         return Meter(access, self.budget, most)
 
     def packages(self) -> Packages:
-        """What the sandbox may install, and from where."""
+        """Return what the sandbox may install, and from which indexes."""
         rules = self.rules.packages
         if rules.registries is None:
             indexes = self.plan.indexes
@@ -195,7 +197,7 @@ class Outbound:
         return Packages(indexes, rules.blocked, rules.allowed, rules.max_install_bytes, rules.enabled, self._installs)
 
     def change(self, plan: Plan) -> None:
-        """Follow another plan from now on, and cut the running accesses that it would not let out."""
+        """Replace the plan, and cut the running accesses that the new one denies."""
         before = self.rules
         self.plan, self.rules = plan, _rules(plan)
         self._verdicts.clear()
@@ -209,17 +211,17 @@ class Outbound:
                 running.task.cancel()
 
     def _verdict_now(self, access: Access, before: Rules) -> Verdict:
-        """The verdict of the rules that hold now on an access that was let out under `before`."""
+        """Return the verdict of the current rules on an access that was allowed by the rules `before`."""
         target = access.target
         if target is None:
             return access.verdict
         verdict = self._verdict(target)
-        # An access that a person allowed needs no rule. In an inspected tunnel, the next request asks.
+        # An access that a person allowed needs no rule. In an inspected tunnel, the next request asks again.
         asks = access.protocol == "http" or not access.inspected
         if verdict.asks and access.verdict.rule is not None and asks:
             return replace(verdict, verdict="deny")
         if not verdict.denies and not access.inspected and _newly_inspected(target, before, self.rules):
-            return Verdict("deny", f"what is said to {target.host} is looked at from now on", hint="connect again")
+            return Verdict("deny", f"requests to {target.host} are inspected from now on", hint="connect again")
         if not verdict.denies and access.address is not None:
             return self._verdict(target, ip_address(access.address))
         return verdict
@@ -227,18 +229,16 @@ class Outbound:
     # deciding
 
     def _verdict(self, target: Target, address: Address | None = None) -> Verdict:
-        """The verdict of the rules on a target, or on an address found for it. Kept until the rules change."""
+        """Return the verdict on a target, or on an address of it. Cached until the rules change."""
         key = (target.host, target.port, address)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            if len(self._verdicts) >= _MOST_VERDICTS:
-                self._verdicts.clear()
             verdict = self.rules.decide(target) if address is None else self.rules.check_address(target, address)
-            self._verdicts[key] = verdict
+            self._verdicts.put(key, verdict)
         return verdict
 
     async def _decide(self, access: Access, target: Target) -> Sequence[Address]:
-        """The addresses to dial, each of them checked. Sets the verdict of the access. Raises `Refused`."""
+        """Decide an access, set its verdict, and return the checked addresses to dial. Raises `Refused`."""
         rules = self.rules
         verdict = access.verdict = self._verdict(target)
         if not verdict.allows:
@@ -261,13 +261,13 @@ class Outbound:
         return found
 
     async def _look_up(self, target: Target) -> Sequence[Address] | None:
-        """The addresses of a name; None where an upstream proxy looks names up, and the operator relies on it."""
+        """Look up a target; return None when its upstream proxies look names up themselves."""
         if self.plan.upstreams and all(each.remote_names for each in self.plan.upstreams):
             return None
         return await self._resolve(target.host)
 
     async def _consent(self, access: Access, target: Target, verdict: Verdict) -> None:
-        """Follow a verdict; where it asks, follow the verdict of the control plane. Raises `Refused`."""
+        """Follow a verdict; if it is to ask, follow the verdict of the control plane. Raises `Refused`."""
         access.verdict = verdict
         if verdict.asks:
             access.verdict = await self._ask(self.plan.sandbox, target, verdict)
@@ -275,8 +275,8 @@ class Outbound:
             raise Refused(access.verdict)
 
     def _check_change(self, access: Access, before: Rules, found: Sequence[Address] = ()) -> None:
-        """Refuse an access that a newer plan denies: it came while the access was decided by `before`, when it was not
-        yet among the running ones that `change` cuts. Raises `Refused`.
+        """Refuse an access that a newer plan denies, if the plan changed while the access was decided by the rules
+        `before`: `change` cuts only running accesses. Raises `Refused`.
         """
         if self.rules is before or access.target is None:
             return
@@ -287,9 +287,7 @@ class Outbound:
                 raise Refused(verdict)
 
     def _check_own(self, access: Access, target: Target, address: Address) -> None:
-        """Refuse the proxy's own address for targets with its port: with one request, a sandbox could use up the whole
-        budget of connections.
-        """
+        """Refuse the proxy's own address: one request could otherwise use up all connections of the sandbox."""
         meant = addresses.destination(address)
         if meant.is_loopback or meant.is_unspecified:
             hint = "connect to loopback directly, without the proxy"
@@ -311,7 +309,7 @@ def _rules(plan: Plan) -> Rules:
 
 
 def _newly_inspected(target: Target, before: Rules, now: Rules) -> bool:
-    """Whether the answers of a host must be inspected from now on: it could send a credential back."""
+    """Whether the responses of a host must be inspected from now on: they could hold a credential."""
     return (now.inspected(target) and not before.inspected(target)) or (
         now.credited(target) and not before.credited(target)
     )

@@ -1,7 +1,7 @@
-"""Reads the hosts and ports that a sandbox writes: one spelling passes, every other is refused.
+"""Parses the hosts and ports that a sandbox writes: one spelling is accepted, all others are refused.
 
-What passes means the same to every program that reads it: a name in lower-case ASCII, or an address in the plain form.
-Knows nothing of policy and looks nothing up.
+An accepted host means the same to every program: a name in lower-case ASCII, or an address in its usual form. Knows no
+policy and looks nothing up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 
 def read_host(text: str | bytes, port: int) -> Target:
-    """One host: a name, four decimal numbers, or an IPv6 address in brackets. Raises `Refused`."""
+    """Parse a host: a name, four decimal numbers, or an IPv6 address in brackets. Raises `Refused`."""
     if not 1 <= port <= MAX_PORT:
         raise _refused(f"{port} is not a port")
     host = _ascii(text)
@@ -38,7 +38,9 @@ def read_host(text: str | bytes, port: int) -> Target:
 
 @lru_cache(1024)
 def read_authority(text: str | bytes, default_port: int | None) -> Target:
-    """A host and perhaps a port, as in `CONNECT` and `Host`; without a default the port must be there."""
+    """Parse a host with an optional port, as in `CONNECT` and `Host`. The port is required when there is no default.
+    Cached, because programs repeat them.
+    """
     whole = _ascii(text)
     host, colon, port = whole.rpartition(":")
     if not colon or whole.endswith("]"):
@@ -51,21 +53,21 @@ def read_authority(text: str | bytes, default_port: int | None) -> Target:
 
 
 def read_port(text: str) -> int:
-    """A port: decimal digits, nothing else."""
+    """Parse a port: decimal digits only."""
     if not _PORT.fullmatch(text) or int(text) > MAX_PORT:
         raise _refused(f"'{_shown(text)}' is not a port")
     return int(text)
 
 
 def of_address(address: Address, port: int) -> Target:
-    """The target of an address that came as bytes. An IPv4 address in IPv6 clothes is taken out of them."""
+    """Return the target of an address. An IPv4 address mapped into IPv6 is unwrapped."""
     if isinstance(address, IPv6Address):
         address = address.ipv4_mapped or IPv6Address(int(address))
     return Target(str(address), port, address)
 
 
 def _ascii(text: str | bytes) -> str:
-    # The longest thing that can be right is a name with a dot and a port.
+    # The longest valid text is a name with a trailing dot and a port.
     if len(text) > MAX_NAME + 7:
         raise _refused("the host is longer than a name can be")
     try:
@@ -76,7 +78,7 @@ def _ascii(text: str | bytes) -> str:
 
 def _in_brackets(host: str) -> IPv6Address:
     inner = host[1:-1]
-    # A scope (`%eth0`) chooses an interface of the machine that connects: never the sandbox's to choose.
+    # A scope (`%eth0`) would choose a network interface of this host.
     if not host.endswith("]") or "%" in inner or "/" in inner:
         raise _refused(f"'{_shown(host)}' is not an IPv6 address")
     try:
@@ -97,7 +99,7 @@ def _name(host: str) -> str:
     labels = name.split(".")
     if not name or len(name) > MAX_NAME or any(len(each) > MAX_LABEL or not _LABEL.fullmatch(each) for each in labels):
         raise _refused(f"'{_shown(host)}' is not the name of a host")
-    # Some programs take such names for addresses, in octal, hexadecimal, or with parts left out.
+    # Some programs read such names as addresses: octal, hexadecimal, or with missing parts.
     if _NUMBER.fullmatch(labels[-1]):
         raise _refused(f"'{_shown(host)}' is not the name of a host", "write an address as four decimal numbers")
     for label in labels:

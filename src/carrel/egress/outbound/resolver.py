@@ -1,6 +1,6 @@
-"""Looks names up, by the system or by given name servers. Knows nothing of policy: who asks checks the addresses.
+"""Looks names up, with the system's resolver or given name servers. Knows no policy: the caller checks the addresses.
 
-A name is asked for once however many wait for it, and an answer is kept for seconds only.
+A name is looked up once for all who wait for it, and the answer is cached for some seconds.
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 
@@ -25,64 +22,60 @@ import dns.resolver
 from carrel.egress.access import Address, Refused, Resolve
 from carrel.egress.outbound.names import read_authority
 from carrel.errors import InvalidRequest
+from carrel.primitives.cache import Cache
 
 DEADLINE_S = 5.0
 MOST_KEPT = 1000
 MOST_AT_ONCE = 256
 """Names that are looked up at the same time."""
 MOST_OF_ONE = 8
-"""Of those, names for one sandbox."""
+"""Of these, names for one sandbox."""
 THREADS = 64
 ABSENT_S = 1.0
-"""How long it is remembered that a name has no address."""
+"""How long it is cached that a name has no address."""
 
 _Ask = Callable[[str], Awaitable[list[Address]]]
 
 
-def names_are_whole() -> None:
-    """Make the system look up the names it is given and no others. Call it once, before anything is looked up.
+def use_exact_names() -> None:
+    """Make the system look up exactly the names it is given. Call it once, before the first look-up.
 
-    Else it may try `api.example.org.office.example` first, and whoever has that name answers for the allowed one.
+    Otherwise it may try `api.example.org.office.example` first, and the owner of that name could answer for the allowed
+    one.
     """
     os.environ["LOCALDOMAIN"] = ""
-    # A look-up cannot be called back: a thread is not to wait for silent servers much longer than we do.
+    # A look-up cannot be cancelled, so its thread should not wait much longer for silent servers than the caller does.
     os.environ["RES_OPTIONS"] = f"{os.environ.get('RES_OPTIONS', '')} timeout:2 attempts:2".lstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    until: float
-    addresses: tuple[Address, ...]
-
-
 class Resolver:
-    """`access.Resolve`. Belongs to one event loop; close it in the end."""
+    """An `access.Resolve`, for one event loop."""
 
     def __init__(self, nameservers: Sequence[str] = (), *, ttl_s: float = 5.0):
-        """`nameservers` are addresses, `1.1.1.1` or `[::1]:5353`; none: as the system does it."""
+        """`nameservers` are addresses such as `1.1.1.1` or `[::1]:5353`; if there are none, the system's resolver is
+        used.
+        """
         self._pool: ThreadPoolExecutor | None = None
         if nameservers:
             self._ask: _Ask = partial(_by_servers, _servers(nameservers))
         else:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="names")
             self._ask = partial(_by_system, self._pool)
-        self._ttl_s = ttl_s
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._known: Cache[str, tuple[Address, ...]] = Cache(MOST_KEPT, ttl_s)
+        self._absent: Cache[str, tuple[()]] = Cache(MOST_KEPT, ABSENT_S)
         self._running: dict[str, asyncio.Task[tuple[Address, ...]]] = {}
 
     async def __call__(self, name: str) -> Sequence[Address]:
-        """The addresses of a name. Raises `Refused` with status 502, or 504 when nobody answers in time."""
-        kept = self._kept.get(name)
-        if kept is None or kept.until <= time.monotonic():
+        """Look up a name. Raises `Refused` with status 502, or 504 when there is no answer in time."""
+        addresses = self._known.get(name)
+        if addresses is None and (addresses := self._absent.get(name)) is None:
             addresses = await self._once(name)
-        else:
-            addresses = kept.addresses
         if not addresses:
             raise _failed(f"the name {name} has no address")
         return addresses
 
     def share(self, most: int = MOST_OF_ONE) -> Resolve:
-        """The resolver for one of many who use it: so many names at once, further ones wait their turn."""
+        """Return the resolver for one sandbox, with a limit on names at once; more names wait."""
         turns = asyncio.Semaphore(most)
 
         async def resolve(name: str) -> Sequence[Address]:
@@ -99,7 +92,7 @@ class Resolver:
         return resolve
 
     async def close(self) -> None:
-        """Give up what is being looked up."""
+        """Cancel all look-ups."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -114,7 +107,7 @@ class Resolver:
                 raise _too_many()
             task = self._running[name] = asyncio.create_task(self._look_up(name))
             task.add_done_callback(lambda done: self._done(name, done))
-        # Who gives up waiting takes nothing away from the others.
+        # One caller that gives up does not cancel the look-up for the others.
         return await asyncio.shield(task)
 
     async def _look_up(self, name: str) -> tuple[Address, ...]:
@@ -126,18 +119,17 @@ class Resolver:
 
     def _done(self, name: str, task: asyncio.Task[tuple[Address, ...]]) -> None:
         del self._running[name]
-        # The failure is also told to those who wait, if there still are any.
+        # Those who still wait get the failure too.
         if task.cancelled() or task.exception() is not None:
             return
-        addresses = task.result()
-        self._kept[name] = _Kept(time.monotonic() + (self._ttl_s if addresses else ABSENT_S), addresses)
-        self._kept.move_to_end(name)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
+        if addresses := task.result():
+            self._known.put(name, addresses)
+        else:
+            self._absent.put(name, ())
 
 
 async def _by_system(pool: ThreadPoolExecutor, name: str) -> list[Address]:
-    # As bytes: a string would be put through a codec that has ideas of its own about names.
+    # As bytes: a string would be converted by a codec that changes some names.
     ask = partial(socket.getaddrinfo, name.encode("ascii"), None, type=socket.SOCK_STREAM)
     try:
         found = await asyncio.get_running_loop().run_in_executor(pool, ask)
@@ -153,7 +145,7 @@ async def _by_system(pool: ThreadPoolExecutor, name: str) -> list[Address]:
 def _servers(nameservers: Iterable[str]) -> dns.asyncresolver.Resolver:
     resolver = dns.asyncresolver.Resolver(configure=False)
     resolver.cache = None
-    resolver.timeout = 1.5  # then the next server, or the same again
+    resolver.timeout = 1.5  # then the next server, or the same one again
     resolver.nameservers = [_server(each) for each in nameservers]
     return resolver
 

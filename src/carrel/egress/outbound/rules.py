@@ -1,6 +1,6 @@
-"""What a sandbox's policy says of a connection. It is never allowed because nobody said anything: then it asks.
+"""The verdict of a sandbox's policy on a connection. Without any rule for a target, the verdict is to ask.
 
-Pure, and quick enough to be asked for every connection: the policy is read once.
+Pure, and fast enough for every connection: the policy is parsed once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The numbers of all layers together, the least of each; None where nobody says any."""
+    """The limits of all layers, the lowest of each; None if no layer sets one."""
 
     connections: int | None = None
     per_minute: int | None = None
@@ -31,11 +31,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PackageRules:
-    """What all layers together say of the packages of pip and uv. Names are as indexes compare them."""
+    """The package rules of all layers, for pip and uv. Names are normalised as indexes do."""
 
     enabled: bool = True
     registries: tuple[Registry, ...] | None = None
-    """The only ones, as the highest layer orders them; None: nobody names any."""
+    """The only registries, in the order of the highest layer; None if no layer names any."""
     blocked: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None
     max_install_bytes: int | None = None
@@ -55,8 +55,8 @@ class Rules:
         internet: bool = False,
         registries: Sequence[HostRegistry] = (),
     ):
-        """`indexes` are those the front uses where the policy names none. With `internet`, what the policy does not
-        speak of is allowed where it is public. `registries` are those of the host's other package managers.
+        """`indexes` are used when the policy names none. With `internet`, public targets that the policy does not
+        mention are allowed. `registries` are those of the host's other package managers.
         """
         sources = [each for _, each in policy.sources]
         webs = [each.web_access for each in sources if each.web_access is not None]
@@ -72,43 +72,43 @@ class Rules:
         self._most_cloned = None if clone is None else clone * MB
 
     def decide(self, target: Target) -> Verdict:
-        """What is said of a name or an address, and a port."""
+        """Return the verdict on a host and port."""
         verdict = self._hosts.host(target.host, target.port)
         if verdict is not None:
             return verdict
         return Verdict("ask", f"no rule allows or denies connecting to {target}", hint="a person can approve it")
 
     def check_address(self, target: Target, address: Address) -> Verdict:
-        """What is said of an address that was found for a target; it is asked after `decide`."""
+        """Return the verdict on an address of a target. Called after `decide`."""
         return self._hosts.address(address, target.port, target.host)
 
     def opaque(self, target: Target) -> bool:
-        """Whether a connection need not say in TLS or HTTP whom it is for."""
+        """Whether a connection need not name its target in TLS or HTTP."""
         return self._opaque.has(target)
 
     def inspected(self, target: Target) -> bool:
-        """Whether TLS is opened: the policy says so, or a credential is put in for the host."""
+        """Whether the TLS of the host is opened: the policy says so, or a credential is injected."""
         return self.credited(target) or self._inspected.has(target)
 
     def credited(self, target: Target) -> bool:
-        """Whether a credential is put into requests to the host."""
+        """Whether a credential is injected into requests to the host."""
         return target.host in self._credited
 
     def most_received(self, target: Target) -> int | None:
-        """How many bytes one connection may bring; None: as many as it likes."""
+        """Return how many bytes one connection may receive; None for no limit."""
         if self._most_cloned is None or not self._hosts.remote(target.host, literal=target.literal is not None):
             return None
         return self._most_cloned
 
 
 class _Named:
-    """Hosts that some layer names, and every layer that has the key."""
+    """Domain lists of several layers. A host must be in all of them."""
 
     def __init__(self, lists: Iterable[Sequence[str] | None]):
         self._layers = [Domains(each) for each in lists if each is not None]
 
     def has(self, target: Target) -> bool:
-        """Whether they name a target's host."""
+        """Whether every list contains the host."""
         literal = target.literal is not None
         return bool(self._layers) and all(each.find(target.host, literal=literal) for each in self._layers)
 
@@ -127,7 +127,7 @@ def _limits(webs: Sequence[WebAccess]) -> Limits:
 
 
 def _packages(sources: Sequence[Sources]) -> PackageRules:
-    """The front cannot tell pip from uv, so what is said of one holds for the other."""
+    """The index cannot distinguish pip from uv, so the rules of one apply to the other."""
     layers = [_managers(each) for each in sources]
     every = [each for layer in layers for each in layer]
     allowed = [frozenset(map(normalised, each.allowed_packages)) for each in every if each.allowed_packages is not None]

@@ -24,8 +24,9 @@ from carrel.egress.http.messages import MOST, end_of, read_response
 from carrel.egress.plan import Upstream
 from carrel.egress.sockets import IDLE_S, connect, look, send, take
 from carrel.errors import InvalidRequest
+from carrel.primitives.backoff import Backoff
 
-# What a SOCKS server says when it cannot reach the target; everything else it says about itself or about its rules.
+# The replies of a SOCKS server that mean it cannot reach the target. All others are about the server or its rules.
 _SOCKS_UNREACHED = {
     1: "it failed",
     3: "the network is unreachable",
@@ -38,20 +39,20 @@ _HTTP_UNREACHED = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPS
 
 
 class Failed(Exception):
-    """The upstream itself does not work, whoever is asked for."""
+    """The upstream proxy does not work, for any target."""
 
 
 class Doubtful(Exception):
-    """It took a connection and then did not answer: perhaps the target's fault, perhaps its own."""
+    """The upstream proxy took a connection and did not answer: the fault may be its own or the target's."""
 
 
 class Unreached(Exception):
-    """The upstream works and cannot reach the target at this address."""
+    """The upstream proxy works and cannot reach the target at this address."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyAddress:
-    """An upstream's URL, read."""
+    """The parsed URL of an upstream proxy."""
 
     name: str
     socks: bool
@@ -62,12 +63,12 @@ class ProxyAddress:
 
     @property
     def authorization(self) -> str:
-        """The header that HTTP proxies are given."""
+        """The value of the `Proxy-Authorization` header."""
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
 def read_proxy_address(upstream: Upstream) -> ProxyAddress:
-    """The address of an upstream proxy. Raises `InvalidRequest`, which shows nothing of the URL."""
+    """Parse the URL of an upstream proxy. Raises `InvalidRequest`, which shows nothing of the URL."""
 
     def wrong(what: str) -> InvalidRequest:
         return InvalidRequest(
@@ -111,7 +112,7 @@ async def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 async def connect_by_http(connection: socket.socket, proxy: ProxyAddress, host: str, port: int) -> None:
-    """CONNECT. Raises `Refused` when the proxy says no."""
+    """Open a tunnel through an HTTP proxy. Raises `Refused` when it refuses."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     proof = "" if proxy.user is None else f"Proxy-Authorization: {proxy.authorization}\r\n"
     status = await _exchange(connection, f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proof}\r\n")
@@ -124,13 +125,15 @@ async def connect_by_http(connection: socket.socket, proxy: ProxyAddress, host: 
 
 
 async def greet_by_http(connection: socket.socket, proxy: ProxyAddress) -> None:
-    """Any answer will do: a proxy that wants credentials or knows no OPTIONS is there."""
+    """Check that an HTTP proxy answers. Any answer will do, also one that asks for credentials or does not know
+    OPTIONS.
+    """
     host = f"[{proxy.host}]" if ":" in proxy.host else proxy.host
     await _exchange(connection, f"OPTIONS * HTTP/1.1\r\nHost: {host}:{proxy.port}\r\n\r\n")
 
 
 async def _exchange(connection: socket.socket, request: str) -> int:
-    """The status of the answer. Its head is taken to its last byte and not one further: the rest is the target's."""
+    """Send a request and return the status of the response. Takes exactly its head: further bytes are the target's."""
     await send(connection, request.encode())
     try:
         while True:
@@ -145,7 +148,7 @@ async def _exchange(connection: socket.socket, request: str) -> int:
 
 
 async def greet_by_socks(connection: socket.socket, proxy: ProxyAddress) -> int:
-    """The method of authentication that the server chose."""
+    """Greet a SOCKS server and return the method of authentication that it chose."""
     methods = b"\x00" if proxy.user is None else b"\x00\x02"
     await send(connection, b"\x05" + bytes([len(methods)]) + methods)
     version, method = await _exactly(connection, 2)
@@ -155,7 +158,7 @@ async def greet_by_socks(connection: socket.socket, proxy: ProxyAddress) -> int:
 
 
 async def connect_by_socks(connection: socket.socket, proxy: ProxyAddress, host: str, port: int) -> None:
-    """The whole of RFC 1928. Raises `Refused` when the proxy says no."""
+    """Open a tunnel through a SOCKS server. Raises `Refused` when it refuses."""
     method = await greet_by_socks(connection, proxy)
     if method == 2 and proxy.user is not None:
         user, password = proxy.user.encode(), proxy.password.encode()
@@ -195,13 +198,13 @@ def _refusal(proxy: ProxyAddress, said: str, *, credentials: bool = False) -> Re
 
 
 MOST_ADDRESSES = 4
-"""Addresses of one target that are tried."""
+"""How many addresses of one target are tried."""
 
-_NEXT_S = 0.25  # until the next address is tried beside one that does not answer (RFC 8305)
-_REACH_S = 3.0  # for an upstream to take a connection: it is near, and the next one waits
-_KEPT_S = 30.0  # for the addresses of an upstream
-_WANTED_S = 120.0  # after its last use an upstream is still checked
-_PAUSE_S = 1.0  # between two looks, however many doubts there are
+_NEXT_S = 0.25  # after this time without an answer, the next address is tried too (RFC 8305)
+_REACH_S = 3.0  # for an upstream to accept a connection: it is near, and another may be available
+_KEPT_S = 30.0  # how long the addresses of an upstream are cached
+_WANTED_S = 120.0  # how long an upstream is still checked after its last use
+_PAUSE_S = 1.0  # between two checks, however often they are requested
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 
 
@@ -211,7 +214,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 async def dial_directly(
     target: Target, addresses: Sequence[Address], access: Access, *, timeout_s: float = 10.0
 ) -> socket.socket:
-    """A connection to the first of the checked addresses that answers; `access.Dial`."""
+    """Connect to the first checked address that answers; an `access.Dial`."""
     try:
         if len(addresses) == 1:
             address = addresses[0]
@@ -228,7 +231,9 @@ async def dial_directly(
 
 
 async def _race(addresses: Sequence[Address], port: int) -> tuple[socket.socket, Address]:
-    """The first that connects. Each gets a head start; one that fails hands on at once."""
+    """Connect to several addresses, each a little later than the one before or as soon as that fails; return the first
+    connection.
+    """
     waiting = list(addresses[:MOST_ADDRESSES])
     if not waiting:
         raise OSError(errno.EHOSTUNREACH, "no address")
@@ -258,7 +263,7 @@ async def _race(addresses: Sequence[Address], port: int) -> tuple[socket.socket,
 
 
 def _drop(task: asyncio.Task[socket.socket]) -> None:
-    """What came second is not wanted; nobody waits for it."""
+    """Close a connection that was not the first."""
     if not task.cancelled() and task.exception() is None:
         task.result().close()
 
@@ -277,22 +282,24 @@ def _words(error: OSError) -> str:
 
 @dataclass(slots=True)
 class _State:
-    """What is known of an upstream."""
+    """The state of an upstream proxy."""
 
     proxy: ProxyAddress
     wanted: float = 0.0
-    failures: int = 0
+    down: bool = False
+    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S))
     again: float = 0.0
-    """When it may be tried again, while it is down."""
+    """When it may be used again, while it is down."""
     addresses: tuple[Address, ...] = ()
     looked_up: float = -_KEPT_S
 
 
 class Health:
-    """Which upstreams work: told by every dial, and looked at while somebody uses them. One for the whole process.
+    """Knows which upstream proxies work: from every dial, and from checks while they are in use. One for the process.
 
-    An upstream is down only when it cannot be reached or makes no sense by itself, never because of what a sandbox
-    asked it for: else one sandbox could take it from the others. Where that is not clear, it is looked at at once.
+    An upstream is down only when it cannot be reached or does not speak its protocol, never because of a target:
+    otherwise one sandbox could make it unavailable to others. If the cause is not clear, the upstream is checked at
+    once.
     """
 
     def __init__(self, *, every_s: float = 15.0):
@@ -303,41 +310,42 @@ class Health:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look from now on at upstreams that are in use."""
+        """Start to check upstreams that are in use."""
         self._task = self._task or asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop the checks."""
         if (task := self._task) is not None:
             self._task = None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     def works(self, upstream: Upstream) -> bool:
-        """Whether it is worth a try: it is not down, or has been down long enough."""
+        """Whether the upstream is up, or has been down long enough to be tried again."""
         state = self._states.get(upstream)
-        return state is None or not state.failures or time.monotonic() >= state.again
+        return state is None or not state.down or time.monotonic() >= state.again
 
     def failed(self, upstream: Upstream) -> None:
-        """It does not work. Each time, it is left alone for longer."""
+        """Record a failure. After each, the upstream is not used for longer."""
         state, now = self._state(upstream), time.monotonic()
-        if state.failures and now < state.again:
-            return  # several found out at once
-        state.again = now + min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(state.failures, 10))
-        state.failures += 1
+        if state.down and now < state.again:
+            return  # several connections failed at the same time
+        state.down, state.again = True, now + state.backoff.next_pause()
         state.looked_up = -_KEPT_S
 
     def worked(self, upstream: Upstream) -> None:
-        """It works."""
-        self._state(upstream).failures = 0
+        """Record a success."""
+        state = self._state(upstream)
+        state.down = False
+        state.backoff.reset()
 
     def doubt(self, upstream: Upstream) -> None:
-        """Look at it now."""
+        """Request a check now."""
         self._doubted.add(upstream)
         self._doubt.set()
 
     async def reach(self, upstream: Upstream) -> socket.socket:
-        """A connection to the upstream itself. Raises `OSError`, which is noted."""
+        """Connect to the upstream itself. Raises `OSError`, after recording the failure."""
         state = self._state(upstream)
         try:
             async with asyncio.timeout(_REACH_S):
@@ -345,13 +353,13 @@ class Health:
                     state.addresses = await _look_up(state.proxy.host)
                     state.looked_up = time.monotonic()
                 connection, _ = await _race(state.addresses, state.proxy.port)
-        except OSError:  # a TimeoutError too
+        except OSError:  # includes TimeoutError
             self.failed(upstream)
             raise
         return connection
 
     def proxy(self, upstream: Upstream) -> ProxyAddress:
-        """Its URL, read; from now on it is in use."""
+        """Return the parsed URL of an upstream, and mark it as in use."""
         state = self._state(upstream)
         state.wanted = time.monotonic()
         return state.proxy
@@ -385,7 +393,7 @@ class Health:
             del self._states[upstream]
 
     async def _check(self, upstream: Upstream) -> None:
-        """Connect and greet; nothing goes out behind the proxy."""
+        """Connect and greet. Nothing is sent beyond the proxy."""
         state = self._state(upstream)
         greet: Callable[[socket.socket, ProxyAddress], Awaitable[object]]
         greet = greet_by_socks if state.proxy.socks else greet_by_http
@@ -400,7 +408,7 @@ class Health:
 
 
 async def _look_up(host: str) -> tuple[Address, ...]:
-    """The addresses of an upstream. It is the operator's, so it may be anywhere. Raises `OSError`."""
+    """Look up an upstream. It is the operator's, so any address is allowed. Raises `OSError`."""
     try:
         return (ip_address(host),)
     except ValueError:
@@ -412,27 +420,27 @@ async def _look_up(host: str) -> tuple[Address, ...]:
 
 
 class Upstreams:
-    """Dials for one sandbox: through the first upstream of its list that works, or directly when the list is empty."""
+    """Dials for one sandbox: through the first upstream of its list that works, or directly if the list is empty."""
 
     def __init__(self, upstreams: Sequence[Upstream], health: Health, *, timeout_s: float = 10.0):
-        """Raises `InvalidRequest` for a URL that cannot be read."""
+        """Raises `InvalidRequest` for an invalid URL."""
         self._health = health
         self._timeout_s = timeout_s
         self.change(upstreams)
 
     def change(self, upstreams: Sequence[Upstream]) -> None:
-        """Others are to be gone through from now on. Raises as making one does, and then changes nothing."""
+        """Replace the upstreams. Raises as the constructor does, and then changes nothing."""
         for upstream in upstreams:
             read_proxy_address(upstream)
         self._upstreams = tuple(upstreams)
 
     async def __call__(self, target: Target, addresses: Sequence[Address], access: Access) -> socket.socket:
-        """A connection to the target. What an upstream's rules refuse is not tried at the next one."""
+        """Connect to a target. If the rules of an upstream refuse it, the next upstream is not tried."""
         if not self._upstreams:
             return await dial_directly(target, addresses, access, timeout_s=self._timeout_s)
         unreached: list[str] = []
         for upstream in self._upstreams:
-            self._health.proxy(upstream)  # those that are down are in use, too
+            self._health.proxy(upstream)  # marks those that are down as in use too
         for upstream in filter(self._health.works, self._upstreams):
             access.upstream, access.address = upstream.name, None
             try:
