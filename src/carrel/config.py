@@ -1,7 +1,5 @@
-"""Every setting of carrel, declared once: defaults, then `carrel.toml`, then `CARREL_*`, then flags, the
-later one wins.
-
-Reads files and the environment when asked to; knows nothing of what the settings are used for.
+"""Every setting of carrel, declared once. Values come from the defaults, `carrel.toml`, `CARREL_*` variables and flags;
+the later source wins.
 """
 
 from __future__ import annotations
@@ -13,28 +11,30 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from carrel.errors import InvalidRequest, UnknownSetting
-from carrel.models import MAX_TIMEOUT_S, Network
+from carrel.models import Network, TemplateName
+from carrel.models.sandboxes import Cpus, DiskMb, MemoryMb, Processes, TimeoutS
 
 PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"
 CLIENT_ENV = frozenset({"CARREL_URL", "CARREL_TOKEN", CONFIG_ENV})
-"""Names that mean something to the client or to this module, besides the settings."""
+"""Variables with this prefix that are not settings: those of the client and of this module."""
 
 DATABASES = ("postgresql", "postgres", "sqlite")
 """The schemes of database URLs."""
 FLEET_DATABASES = ("postgresql://", "postgres://")
-"""How the URL of a database begins that several servers can share."""
+"""URLs of databases that several servers can share begin with one of these."""
+MAX_DAYS = 36_500
 FLEET_TTL_DAYS = 7.0
-"""Days without use until a workspace is deleted, where several servers share a database."""
+"""Days without use until a workspace is deleted, if several servers share a database."""
 
 
 def default_data_dir() -> str:
-    """`$XDG_DATA_HOME/carrel`, or `~/.local/share/carrel`."""
+    """Return `$XDG_DATA_HOME/carrel` or `~/.local/share/carrel`."""
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return str(Path(base).expanduser().absolute() / "carrel")
 
@@ -50,50 +50,48 @@ class SandboxSettings(_Group):
         default="auto",
         min_length=1,
         max_length=64,
-        description="where sandboxes run; `auto` takes the strongest",
+        description="where sandboxes run; `auto` is the strongest available",
     )
-    network: Network = Field(default=Network.NONE, description="what a sandbox reaches unless asked otherwise")
-    cpu_limit: float = Field(default=2.0, gt=0, le=1024, description="CPU cores of a sandbox")
-    memory_mb: int = Field(default=2048, ge=32, le=1_048_576, description="memory of a sandbox")
-    timeout: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, description="deadline of a command, in seconds")
-    disk_mb: int = Field(default=1024, ge=1, le=1_048_576, description="size of a workspace")
-    processes: int = Field(default=512, ge=8, le=32_768, description="processes and threads of a sandbox")
+    network: Network = Field(
+        default=Network.NONE, description="network access of a sandbox, unless requested otherwise"
+    )
+    cpu_limit: Cpus = Field(default=2.0, description="CPU cores of a sandbox")
+    memory_mb: MemoryMb = Field(default=2048, description="memory of a sandbox")
+    timeout: TimeoutS = Field(default=300.0, description="deadline of a command, in seconds")
+    disk_mb: DiskMb = Field(default=1024, description="size of a workspace")
+    processes: Processes = Field(default=512, description="processes and threads of a sandbox")
     idle_stop_s: float = Field(
         default=3600.0, gt=0, description="seconds without an operation or a running command until a sandbox is stopped"
     )
-    workspace_ttl_days: float | None = Field(
+    workspace_ttl_days: Annotated[float, Field(ge=0, le=MAX_DAYS)] | None = Field(
         default=None,
-        ge=0,
-        le=36_500,
         description="days without use until the workspace of a stopped or terminated sandbox is deleted, with the "
-        "snapshots that carrel took by itself; 0 keeps it for ever. Without it, workspaces are kept on a single "
-        "machine and deleted after 7 days in a fleet, which is where `database` is PostgreSQL",
+        "snapshots that carrel took by itself; 0 keeps it for ever. By default workspaces are kept on a single "
+        "machine, and deleted after 7 days if servers share a PostgreSQL `database`",
     )
     checkpoint_s: float = Field(
-        default=300.0, gt=0, description="seconds between checkpoints of a workspace that changes, into the archive"
+        default=300.0, gt=0, description="seconds between checkpoints of a changing workspace to the archive"
     )
     filespace: bool = Field(
-        default=False, description="sync the workspaces of contexts with their filespace unless asked otherwise"
+        default=False, description="sync workspaces with the filespace of their context, unless requested otherwise"
     )
-    template: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="the template of sandboxes that ask for none",
-    )
+    template: TemplateName | None = Field(default=None, description="the template of sandboxes that request none")
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
 
 
 class PolicySettings(_Group):
-    """The policy that holds for every context of the server; a context's own can only tighten what it denies."""
+    """The policy for every context of the server. A context's own policy cannot allow what this one denies."""
 
-    settings_file: str | None = Field(default=None, description="a `settings.json`: what is allowed and denied")
-    sources_file: str | None = Field(default=None, description="a `sources.json`: what may be reached and installed")
+    settings_file: str | None = Field(default=None, description="a `settings.json`: allowed and denied operations")
+    sources_file: str | None = Field(
+        default=None, description="a `sources.json`: what sandboxes may connect to and install"
+    )
 
 
 class ApprovalSettings(_Group):
-    """What waits for a person."""
+    """Operations that a person has to decide."""
 
     ttl_s: float = Field(
         default=3600.0, gt=0, le=30 * 86_400, description="seconds until an undecided approval expires"
@@ -101,13 +99,13 @@ class ApprovalSettings(_Group):
     keep_days: float = Field(
         default=30.0,
         ge=1,
-        le=36_500,
-        description="days after which approvals that were decided, used or have expired are removed; what waits, and "
-        "what was approved for a context, stays",
+        le=MAX_DAYS,
+        description="days until decided, used and expired approvals are removed; pending approvals and those for a "
+        "context are kept",
     )
-    webhook: SecretStr | None = Field(default=None, description="a URL that is told of each new approval")
+    webhook: SecretStr | None = Field(default=None, description="a URL that receives each new approval")
     webhook_secret: SecretStr | None = Field(
-        default=None, description="the key that signs what the webhook is told (HMAC-SHA-256)"
+        default=None, description="the key that signs requests to the webhook (HMAC-SHA-256)"
     )
 
 
@@ -116,47 +114,46 @@ class AuditSettings(_Group):
 
     strict: bool = Field(
         default=True,
-        description="write down each operation before it runs; without, those of the last moment before a crash "
-        "may be missing",
+        description="write each operation to the log before it runs; otherwise the last ones before a crash may be "
+        "missing",
     )
-    keep_days: float | None = Field(
+    keep_days: Annotated[float, Field(ge=1, le=MAX_DAYS)] | None = Field(
         default=None,
-        ge=1,
-        le=36_500,
-        description="days after which records are removed, up to a signed head; without, they are kept for ever",
+        description="days until records are removed, up to a signed head; by default they are kept for ever",
     )
 
 
 class EgressSettings(_Group):
-    """The way out of sandboxes."""
+    """Outbound network (egress)."""
 
     ask_wait_s: float = Field(
         default=30.0, ge=0, le=600, description="seconds a connection to an unknown host waits for a person's decision"
     )
     upstreams_file: str | None = Field(
         default=None,
-        description="a JSON list of proxies that everything goes out through, the first that works: "
-        '`[{"name": "eu", "url": "http://user:password@host:3128"}]`; `socks5://` too',
+        description="a JSON list of proxies for all outbound connections; the first that works is used: "
+        '`[{"name": "eu", "url": "http://user:password@host:3128"}]`, or `socks5://`',
     )
     nameservers: str = Field(
         default="",
         pattern=r"^$|^[0-9A-Fa-f:.\[\]]+(,[0-9A-Fa-f:.\[\]]+)*$",
-        description="addresses of the servers to ask for names, `1.2.3.4,1.2.3.5:5353`; without, as the host does",
+        description="addresses of DNS servers, `1.2.3.4,1.2.3.5:5353`; by default those of the host",
     )
     roots_file: str | None = Field(
-        default=None, description="certificates, as PEM, that inspected hosts may be known by besides the host's own"
+        default=None,
+        description="additional root certificates, as PEM, for the servers of inspected connections",
     )
     cache_mb: int = Field(default=4096, ge=16, description="disk space for packages that sandboxes have installed")
     allow_internet: bool = Field(
         default=False,
-        description="let callers choose the network `internet`, which reaches every public host through the proxy; "
-        "permitted too where it is `sandbox.network`",
+        description="let callers choose the network `internet`, which allows every public host through the proxy; "
+        "also allowed if it is `sandbox.network`",
     )
     allow_bridge: bool = Field(
-        default=False, description="let callers choose the network `bridge`, which goes around the proxy"
+        default=False, description="let callers choose the network `bridge`, which bypasses the proxy"
     )
     allow_host: bool = Field(
-        default=False, description="let callers choose the network `host`, which reaches what the host reaches"
+        default=False, description="let callers choose the network `host`, which is the network of the host"
     )
 
 
@@ -164,46 +161,42 @@ class EnvironmentSettings(_Group):
     """Python environments that sandboxes share."""
 
     max_mb: int = Field(
-        default=20_480, ge=1, description="disk space for environments; beyond it those not used for longest go"
+        default=20_480, ge=1, description="disk space for environments; beyond it the least recently used are removed"
     )
     ttl_days: float = Field(default=30.0, gt=0, description="days without use until an environment is removed")
-    largest_mb: int = Field(default=4096, ge=1, le=1_048_576, description="the most one environment may have")
+    largest_mb: DiskMb = Field(default=4096, description="largest size of one environment")
     keep_free_percent: float = Field(
-        default=5.0, ge=0, le=50, description="free disk space below which environments that nobody has go"
+        default=5.0, ge=0, le=50, description="free disk space below which unused environments are removed"
     )
-    build_timeout_s: float = Field(
-        default=1800.0, gt=0, le=MAX_TIMEOUT_S, description="seconds that resolving, and building, may take"
-    )
+    build_timeout_s: TimeoutS = Field(default=1800.0, description="most seconds for resolving, and for building")
 
 
 class McpSettings(_Group):
-    """MCP servers that contexts have."""
+    """MCP servers of contexts."""
 
     start_timeout_s: float = Field(
-        default=60.0, gt=0, le=600, description="seconds an MCP server may take to start and introduce itself"
+        default=60.0, gt=0, le=600, description="most seconds for the start and the handshake of an MCP server"
     )
     discovery_timeout_s: float = Field(
-        default=120.0, gt=0, le=600, description="seconds that finding out what an MCP server offers may take"
+        default=120.0, gt=0, le=600, description="most seconds for the discovery of an MCP server's tools"
     )
-    install_timeout_s: float = Field(
-        default=600.0, gt=0, le=MAX_TIMEOUT_S, description="seconds that npm may take to install an MCP server"
-    )
+    install_timeout_s: TimeoutS = Field(default=600.0, description="most seconds for npm to install an MCP server")
     platform_file: str | None = Field(
         default=None,
-        description="a JSON list of MCP servers that run outside, for every context: "
+        description="a JSON list of MCP servers outside of sandboxes, for every context: "
         '`[{"name": "search", "url": "https://host/mcp", "headers": {"Authorization": {"env": "SEARCH_TOKEN"}}}]`; '
         "a header is a text, or names a variable (`env`) or a `file`",
     )
 
 
 class RouterSettings(_Group):
-    """Sandboxes for calls of Python that have no context."""
+    """Sandboxes for calls of Python without a context."""
 
     max_sandboxes: int = Field(default=16, ge=1, le=10_000, description="sandboxes for calls without a context")
     spares: int = Field(default=1, ge=0, le=100, description="sandboxes kept ready per template that is in use")
-    idle_s: float = Field(default=300.0, gt=0, le=86_400, description="seconds until one that nobody uses is ended")
-    queue: int = Field(default=64, ge=0, le=10_000, description="calls that may wait at once for a sandbox")
-    wait_s: float = Field(default=10.0, gt=0, le=600, description="seconds a call waits for a sandbox at most")
+    idle_s: TimeoutS = Field(default=300.0, description="seconds until an unused sandbox is terminated")
+    queue: int = Field(default=64, ge=0, le=10_000, description="calls that may wait for a sandbox at once")
+    wait_s: float = Field(default=10.0, gt=0, le=600, description="most seconds that a call waits for a sandbox")
 
 
 class Settings(_Group):
@@ -214,87 +207,85 @@ class Settings(_Group):
     data_dir: str = Field(
         default_factory=default_data_dir,
         min_length=1,
-        description="where workspaces, records and the token are kept",
+        description="directory of workspaces, records and the token",
     )
     database: SecretStr | None = Field(
         default=None,
         min_length=1,
-        description="where records are kept: `postgresql://user:password@host/name` or `sqlite:////path`; "
-        "without one, `carrel.db` in `data_dir`",
+        description="the database: `postgresql://user:password@host/name` or `sqlite:////path`; "
+        "by default `carrel.db` in `data_dir`",
     )
     archive: SecretStr | None = Field(
         default=None,
         min_length=1,
-        description="where snapshots are kept beyond this machine: `/path`, or "
+        description="storage for snapshots beyond this machine: `/path`, or "
         "`s3://bucket/prefix?endpoint=https://host&region=name` (keys from the usual AWS variables); "
-        "without one, `archive` in `data_dir`",
+        "by default `archive` in `data_dir`",
     )
     volumes: Literal["auto", "directory", "btrfs"] = Field(
         default="auto",
-        description="how workspaces are kept: `btrfs` has kernel quotas and instant snapshots and needs root; "
-        "`auto` takes it where it can be had",
+        description="storage of workspaces: `btrfs` has kernel quotas and instant snapshots and needs root; "
+        "`auto` uses it if possible",
     )
     templates_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="where templates are kept, a folder each; servers on one database need the same; "
-        "without one, `templates` in `data_dir`",
+        description="directory of templates, one folder each; the same for all servers on one database; "
+        "by default `templates` in `data_dir`",
     )
     node: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
-        description="the name of this server among those on one database; without one, a name is made and kept",
+        description="the name of this server among those on one database; by default a generated name",
     )
     lease_s: float = Field(
-        default=30.0, ge=1, le=3600, description="seconds after which a server that fell silent loses its sessions"
+        default=30.0, ge=1, le=3600, description="seconds without a sign of life until a server loses its sessions"
     )
     token: str | None = Field(
         default=None,
         min_length=8,
         max_length=512,
         pattern=r"^[\x21-\x7e]+$",
-        description="the token callers must show; without one, a token is made and kept in `data_dir`",
+        description="the administrator's token; by default a generated token in `data_dir`",
     )
     secret_key: SecretStr | None = Field(
         default=None,
-        description="the key that seals stored secrets, 32 bytes in base64; several servers on one database need the "
-        "same; without one, a key is made and kept in `data_dir`",
+        description="the key that encrypts stored secrets, 32 bytes in base64; the same for all servers on one "
+        "database; by default a generated key in `data_dir`",
     )
-    auth: bool = Field(default=True, description="ask for the token; only a loopback address may go without")
-    max_body_mb: int = Field(default=32, ge=1, le=4096, description="largest request body, file uploads excepted")
+    auth: bool = Field(default=True, description="require a token; only a loopback address may do without")
+    max_body_mb: int = Field(default=32, ge=1, le=4096, description="largest request body, except for file uploads")
     max_sandboxes: int = Field(default=1000, ge=1, le=1_000_000, description="sandboxes that may run at once")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="how much the server tells"
+        default="info", description="the least severe messages that the server logs"
     )
-    sandbox: SandboxSettings = Field(default_factory=SandboxSettings, description="defaults of sandboxes")
-    policy: PolicySettings = Field(default_factory=PolicySettings, description="the policy of the server")
-    approvals: ApprovalSettings = Field(default_factory=ApprovalSettings, description="what waits for a person")
-    audit: AuditSettings = Field(default_factory=AuditSettings, description="the audit log")
-    egress: EgressSettings = Field(default_factory=EgressSettings, description="the way out of sandboxes")
-    envs: EnvironmentSettings = Field(
-        default_factory=EnvironmentSettings, description="Python environments that sandboxes share"
-    )
-    router: RouterSettings = Field(default_factory=RouterSettings, description="calls of Python without a context")
-    mcp: McpSettings = Field(default_factory=McpSettings, description="MCP servers that contexts have")
+    sandbox: SandboxSettings = Field(default_factory=SandboxSettings)
+    policy: PolicySettings = Field(default_factory=PolicySettings)
+    approvals: ApprovalSettings = Field(default_factory=ApprovalSettings)
+    audit: AuditSettings = Field(default_factory=AuditSettings)
+    egress: EgressSettings = Field(default_factory=EgressSettings)
+    envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
+    router: RouterSettings = Field(default_factory=RouterSettings)
+    mcp: McpSettings = Field(default_factory=McpSettings)
 
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: str) -> str:
         if "\0" in value:
-            raise ValueError("a path cannot hold a NUL")
+            raise ValueError("a path cannot contain a NUL character")
         try:
             return str(Path(value).expanduser().absolute())
         except RuntimeError:
-            raise ValueError("the home it begins with is not known") from None
+            raise ValueError("the home directory at its beginning is unknown") from None
 
     @field_validator("database")
     @classmethod
     def _known_database(cls, value: SecretStr | None) -> SecretStr | None:
-        # Nothing of the value is quoted: it may hold a password.
+        # The message does not quote the value, which may contain a password.
         if value is not None and value.get_secret_value().partition("://")[0] not in DATABASES:
             raise ValueError(f"it must be a URL that starts with one of {', '.join(DATABASES)} and ://")
         if value is not None and "\0" in value.get_secret_value():
-            raise ValueError("a URL cannot hold a NUL")
+            raise ValueError("a URL cannot contain a NUL character")
         return value
 
     @field_validator("archive")
@@ -319,14 +310,14 @@ class Settings(_Group):
 
     @property
     def database_url(self) -> str:
-        """The URL of the database or the path of its file. It may hold a password: never show it."""
+        """The URL of the database or the path of its file. It may contain a password: never show it."""
         if self.database is None:
             return str(Path(self.data_dir) / "carrel.db")
         return self.database.get_secret_value()
 
     @property
     def workspace_ttl_days(self) -> float | None:
-        """Days without use until a workspace is deleted; None where workspaces are kept for ever."""
+        """Days without use until a workspace is deleted; None if workspaces are kept for ever."""
         chosen = self.sandbox.workspace_ttl_days
         if chosen is None:
             fleet = self.database_url.startswith(FLEET_DATABASES)
@@ -335,7 +326,7 @@ class Settings(_Group):
 
     @property
     def archive_url(self) -> str:
-        """The directory or the URL of the archive. It may hold a password: never show it."""
+        """The directory or the URL of the archive. It may contain a password: never show it."""
         if self.archive is None:
             return str(Path(self.data_dir) / "archive")
         return self.archive.get_secret_value()
@@ -348,7 +339,7 @@ class Settings(_Group):
 
 @dataclass(frozen=True)
 class Declaration:
-    """One setting as documentation shows it."""
+    """One setting, for the documentation."""
 
     name: str
     env: str
@@ -378,7 +369,7 @@ def _declare(group: type[BaseModel], prefix: str = "") -> Iterator[Declaration]:
 
 
 def declarations() -> list[Declaration]:
-    """Every setting: name in `carrel.toml`, environment variable, default, meaning."""
+    """Return every setting: name in `carrel.toml`, environment variable, default, meaning."""
     return list(_declare(Settings))
 
 
@@ -415,7 +406,7 @@ def _from_file(path: Path, names: list[str]) -> dict[str, object]:
             hint="check the path and its mode",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} is not TOML: {error}", field="config", hint="mend the file") from None
+        raise InvalidRequest(f"{path} is not TOML: {error}", field="config", hint="correct the file") from None
     return dict(_flatten(table, names, str(path)))
 
 
@@ -425,9 +416,9 @@ def load(
     environ: Mapping[str, str] | None = None,
     config: str | os.PathLike[str] | None = None,
 ) -> Settings:
-    """The settings from all sources. `flags` maps dotted names to values; None means the flag was not given.
+    """Read the settings from all sources. `flags` maps dotted names to values; None means that the flag was not given.
 
-    Raises `UnknownSetting` for a name that does not exist, `InvalidRequest` with the field for a bad value.
+    Raises `UnknownSetting` for an unknown name and `InvalidRequest` with the field for an invalid value.
     """
     environ = os.environ if environ is None else environ
     declared = declarations()
@@ -468,5 +459,5 @@ def _build(values: Mapping[str, object]) -> Settings:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         declared = {each.name: each for each in declarations()}.get(field)
-        hint = f"it is: {declared.description}; set it in carrel.toml or as {declared.env}" if declared else None
+        hint = f"its meaning: {declared.description}; set it in carrel.toml or as {declared.env}" if declared else None
         raise InvalidRequest(f"setting '{field}': {first['msg']}", field=field, hint=hint) from None

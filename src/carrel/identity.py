@@ -76,7 +76,7 @@ SCOPES = (
 )
 """Every scope. Which operations it covers is said in the table of operations."""
 
-LISTED = frozenset(row.id for row in TABLE if row.reach == "listed")
+LISTED = frozenset(row.id for row in TABLE if row.context_from == "listed")
 """The API operations that are about no single context: they show what the identity may see, and no more."""
 _INCLUDED = {each.scope: frozenset({each.scope, *each.includes}) for each in SCOPES}
 _NOT_FOR_AGENTS = frozenset({Scope.APPROVE, Scope.ADMINISTER})

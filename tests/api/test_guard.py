@@ -27,7 +27,7 @@ ADMINISTER = {
     "put_template_secret", "list_template_secrets", "delete_template_secret", "prune_audit", "forget_context",
 }  # fmt: skip
 """What is deliberately for administrators only."""
-THEMSELVES = {row.id for row in TABLE if row.reach == "handler"}
+THEMSELVES = {row.id for row in TABLE if row.context_from == "handler"}
 """Routes whose functions check the context themselves."""
 
 

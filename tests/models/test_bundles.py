@@ -89,7 +89,7 @@ def test_bounds() -> None:
         list(Unbundling().feed(struct.pack(">I", MOST_HEAD + 1)))
     with pytest.raises(InvalidRequest):
         Part("file", 1, "x" * MOST_HEAD).head()
-    with pytest.raises(InvalidRequest, match="more after"):
+    with pytest.raises(InvalidRequest, match="bytes after"):
         list(Unbundling().feed(END + b"x"))
     many = Part("file", 0, "x").head() * (MOST_FILES + 2)
     with pytest.raises(InvalidRequest, match="more than"):

@@ -62,7 +62,7 @@ async def permit(operation: Operation, scope: Scope) -> None:
         if not identity.reaches(context_id):
             # What is out of reach is told like what is not there: nothing is said of it.
             raise identity.refusal(operation.id, "reach", f"'{name[:128]}' is out of the token's reach")
-    elif operation.reach != "handler":
+    elif operation.context_from != "handler":
         require(operation, None)
 
 

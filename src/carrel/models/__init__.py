@@ -1,4 +1,4 @@
-"""The nouns of the public API, shared by server and client. They hold and check values; they do nothing."""
+"""The models of the public API, shared by server and client: requests and responses with their checks, no behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every noun of the public API is made of."""
+"""Types and base classes that all models of the public API share."""
 
 from __future__ import annotations
 
@@ -12,31 +12,44 @@ from pydantic_core import CoreSchema
 ContextId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
 """Letters, digits, `.`, `_`, `:`, `-`; 1 to 128 characters; starts with a letter or digit."""
 
-TemplateName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""Letters, digits, `.`, `_`, `-`; 1 to 64 characters; starts with a letter or digit. Also the name of a directory."""
+ShortName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""Letters, digits, `.`, `_`, `-`; 1 to 64 characters; starts with a letter or digit."""
+
+TemplateName = ShortName
+"""The name of a template and of its directory."""
 
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 
 NoNul = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 
 OwnId = Annotated[str, StringConstraints(pattern=r"^k[A-Za-z0-9_-]{7,63}$")]
-"""A name of the caller's own for one command or edit: the same request again does not do the same again."""
+"""An id that the caller chooses for one command or edit, so that a repeated request does not run it again."""
+
+MAX_PATH = 4096
+WorkspacePath = Annotated[NoNul, StringConstraints(min_length=1, max_length=MAX_PATH)]
+
+MAX_CODE = 1_048_576
+Code = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CODE)]
+
+CommandText = Annotated[NoNul, StringConstraints(min_length=1, max_length=131_072)]
+
+Stdin = Annotated[str, StringConstraints(max_length=16 * 1024 * 1024)]
 
 
-def _written_out(value: object) -> object:
+def _not_a_number(value: object) -> object:
     if isinstance(value, int | float) or (isinstance(value, str) and "-" not in value[1:]):
-        raise ValueError("a moment is written as in 2026-01-31T12:00:00Z")
+        raise ValueError("write a date with its time, such as 2026-01-31T12:00:00Z")
     return value
 
 
-Moment = Annotated[datetime, BeforeValidator(_written_out)]
-"""A date with its time; a number is none."""
+Moment = Annotated[datetime, BeforeValidator(_not_a_number)]
+"""A date with its time. Numbers are refused."""
 
 MAX_TIMEOUT_S = 86_400.0
 
 
 def _checked_deadline(value: object) -> object:
-    """Seconds from 0 on, or `default`. None and infinity become 0."""
+    """Accept seconds or `default`. None and infinity become 0."""
     if value is None or value == "default":
         return value or 0.0
     if value == math.inf:
@@ -59,8 +72,8 @@ Deadline = Annotated[
         }
     ),
 ]
-"""The deadline of a command in seconds; 0 or null: none; `default`: that of the sandbox. In a parsed request None means
-that the field was left out, and 0 that there is no deadline.
+"""The deadline of a command in seconds; 0 or null: no deadline; `default`: the sandbox's default. In a parsed request
+None means that the field was left out, and 0 that there is no deadline.
 """
 
 MAX_OUTPUT_BYTES = 100 * 1024 * 1024
@@ -80,14 +93,14 @@ def _make_strict(schema: object) -> None:
 
 
 class Request(BaseModel):
-    """A body a caller sends: an unknown field is an error, and so is a value of another type: nothing is converted."""
+    """The body of a request. Unknown fields and values of a wrong type are errors; nothing is converted."""
 
     model_config = ConfigDict(extra="forbid")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The schema with strict booleans and numbers. The option `strict` of a model would also refuse text for an
-        enumeration or a date, which is all that JSON has for them.
+        """Make booleans and numbers strict. The option `strict` of a model would also refuse text for enumerations and
+        dates, and JSON has no other form for them.
         """
         schema = handler(source)
         _make_strict(schema)
@@ -95,6 +108,6 @@ class Request(BaseModel):
 
 
 class Answer(BaseModel):
-    """A body carrel sends: a newer server may add fields an older client ignores."""
+    """The body of a response. Unknown fields are ignored, so that a newer server may add fields."""
 
     model_config = ConfigDict(extra="ignore", defer_build=True)

@@ -1,7 +1,7 @@
-"""Many files as one stream of bytes: for each a line that says what comes, then its content as it is.
+"""Bundles: many files in one stream of bytes.
 
-A part begins with four bytes, the length of its head (big-endian); then comes the head as JSON, then as many bytes as
-it says. A length of 0 ends the stream. Knows the form alone: not where files come from, nor where they go.
+A part has four bytes with the length of its head (big-endian), the head as JSON, and the content, whose size is in the
+head. A length of 0 ends the stream. This module knows only the format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PartKind = Literal["file", "request", "result", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What comes next: a file; or what the files are for, as JSON; or, in the place of a file, why there is none."""
+    """The head of a part: a file, or JSON with the request, the result, or the problem in the place of a file."""
 
     kind: PartKind
     size: int
@@ -34,7 +34,7 @@ class Part:
     mode: int | None = None
 
     def head(self) -> bytes:
-        """As it goes before the content. A path that is not UTF-8 comes with surrogate escapes, and so it goes."""
+        """Encode it. A path that is not UTF-8 has surrogate escapes, which JSON keeps."""
         value = {"kind": self.kind, "size": self.size, "path": self.path, "mode": self.mode}
         text = json.dumps({name: each for name, each in value.items() if each not in {"", None}}).encode()
         if len(text) > MOST_HEAD:
@@ -43,7 +43,7 @@ class Part:
 
 
 class Unbundling:
-    """Takes a stream apart as it comes; `ended` once all of it was there. Holds no more than what it was fed."""
+    """Splits a stream into parts while it arrives. `ended` is true after its end."""
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -52,11 +52,11 @@ class Unbundling:
         self.ended = False
 
     def feed(self, data: bytes) -> Iterator[Part | bytes]:
-        """What these bytes tell: parts, and after each the pieces of its content. `InvalidRequest` for nonsense."""
+        """Yield the parts in these bytes, and after each part the pieces of its content. Raises `InvalidRequest`."""
         self._held += data
         while self._held:
             if self.ended:
-                raise _wrong("there is more after its end")
+                raise _wrong("there are bytes after its end")
             if self._left:
                 piece = bytes(self._held[: self._left])
                 del self._held[: len(piece)]
@@ -83,7 +83,7 @@ class Unbundling:
             yield part
 
     def finish(self) -> None:
-        """Nothing more comes: `InvalidRequest` unless all was there."""
+        """Check that the stream is complete; raises `InvalidRequest` if not."""
         if not self.ended:
             raise _wrong("it ends in the middle")
 
@@ -95,13 +95,15 @@ def _part(head: bytes) -> Part:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _wrong("a head is not JSON with 'kind' and 'size'") from None
     if kind not in get_args(PartKind) or not isinstance(path, str) or "\0" in path:
-        raise _wrong("a head has a kind or a path that cannot be")
+        raise _wrong("a head has an invalid kind or path")
     if type(size) is not int or not 0 <= size <= _LARGEST:
-        raise _wrong("a head has a size that cannot be")
+        raise _wrong("a head has an invalid size")
     if mode is not None and (type(mode) is not int or not 0 <= mode <= 0o777):
-        raise _wrong("a head has a mode that cannot be")
+        raise _wrong("a head has an invalid mode")
     return Part(kind, size, path, mode)
 
 
 def _wrong(why: str) -> InvalidRequest:
-    return InvalidRequest(f"the bundle cannot be read: {why}", field="body", hint="the SDK writes and reads bundles")
+    return InvalidRequest(
+        f"the bundle cannot be read: {why}", field="body", hint="use the SDK to write and read bundles"
+    )

@@ -1,4 +1,4 @@
-"""Commands, code and tools. They hold and check values; they do nothing."""
+"""Models of commands, code and tools."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from pydantic import Field
 from carrel.models.base import (
     DEFAULT_OUTPUT_BYTES,
     MAX_OUTPUT_BYTES,
+    MAX_PATH,
     Answer,
+    Code,
+    CommandText,
     Deadline,
     EnvName,
     NoNul,
     OwnId,
     Request,
+    Stdin,
 )
-from carrel.models.environments import EnvironmentName, IndexName, Requirement
+from carrel.models.environments import EnvironmentName, IndexName, Requirements
 
 
 class TerminalSize(Request):
@@ -29,28 +33,27 @@ class TerminalSize(Request):
 
 
 class CommandRequest(Request):
-    """A command: a string runs under `/bin/sh -c`, a list runs as it is."""
+    """A command. A string runs with `/bin/sh -c`; a list runs without a shell."""
 
-    command: (
-        Annotated[NoNul, Field(min_length=1, max_length=131_072)]
-        | Annotated[list[NoNul], Field(min_length=1, max_length=4096)]
-    )
-    cwd: NoNul | None = Field(default=None, max_length=4096, description="relative to the workspace")
+    command: CommandText | Annotated[list[NoNul], Field(min_length=1, max_length=4096)]
+    cwd: NoNul | None = Field(default=None, max_length=MAX_PATH, description="relative to the workspace")
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
     timeout: Deadline = Field(
         default=None,
-        description="seconds until the whole process tree is killed; 0 or null: no deadline; `default`: that of the "
-        "sandbox (`limits.timeout_s`). Left out, it is `default`, and 0 for a command started in the background",
+        description="seconds until the whole process tree is killed; 0 or null: no deadline; `default`: the sandbox's "
+        "`limits.timeout_s`. If left out: 0 for a command in the background, else `default`",
     )
-    stdin: str | None = Field(default=None, max_length=16 * 1024 * 1024, description="text given, then closed")
+    stdin: Stdin | None = Field(default=None, description="text for standard input, which is then closed")
     output_limit: int = Field(default=DEFAULT_OUTPUT_BYTES, ge=0, le=MAX_OUTPUT_BYTES)
     terminal: TerminalSize | None = Field(default=None, description="run under a PTY of this size")
     interactive: bool = Field(default=False, description="keep stdin open for `send_input`; implies background")
-    id: OwnId | None = Field(default=None, description="an id of the caller's own; a second command of it is refused")
+    id: OwnId | None = Field(
+        default=None, description="an id that the caller chooses; a second command with it is refused"
+    )
 
 
 class CommandResult(Answer):
-    """A finished command. `exit_code` is None when a signal ended it, then `signal` names it."""
+    """A finished command. If a signal ended it, `signal` names the signal and `exit_code` is null."""
 
     id: str
     stdout: str
@@ -62,7 +65,7 @@ class CommandResult(Answer):
     duration_ms: float
     truncated: bool = False
     dropped_bytes: int = 0
-    stdout_base64: str | None = Field(default=None, description="the exact bytes, when they are not UTF-8")
+    stdout_base64: str | None = Field(default=None, description="the exact bytes, if they are not UTF-8")
     stderr_base64: str | None = None
 
     @property
@@ -72,17 +75,17 @@ class CommandResult(Answer):
 
     @property
     def stdout_bytes(self) -> bytes:
-        """Exactly what the command wrote to standard output."""
+        """The exact bytes of standard output."""
         return self.stdout.encode() if self.stdout_base64 is None else b64decode(self.stdout_base64)
 
     @property
     def stderr_bytes(self) -> bytes:
-        """Exactly what the command wrote to standard error."""
+        """The exact bytes of standard error."""
         return self.stderr.encode() if self.stderr_base64 is None else b64decode(self.stderr_base64)
 
 
 class CommandInfo(Answer):
-    """A command as listed: running or ended."""
+    """A running or finished command."""
 
     id: str
     command: str | list[str]
@@ -95,51 +98,51 @@ class CommandInfo(Answer):
     signal: str | None = None
     timed_out: bool = False
     oom_killed: bool = False
-    output_bytes: int = Field(description="bytes kept; the offset of the end of the output")
+    output_bytes: int = Field(description="bytes of stored output; the offset of its end")
     dropped_bytes: int = 0
 
 
 class CommandList(Answer):
-    """The commands a sandbox remembers, newest last."""
+    """The recorded commands of a sandbox, newest last."""
 
     items: list[CommandInfo]
 
 
 class SignalRequest(Request):
-    """A signal for a command: to its process group, or to every process of its tree."""
+    """A signal for the process group of a command or, with `tree`, for every process of its tree."""
 
     signal: str = Field(default="TERM", max_length=16)
     tree: bool = False
 
 
 class OutputEvent(Answer):
-    """One line of an output stream. `text` for UTF-8, `base64` for other bytes, `result` on the last line."""
+    """One line of an output stream: `text` for UTF-8, `base64` for other bytes, `result` on the last line."""
 
     stream: Literal["stdout", "stderr", "end"]
-    offset: int = Field(description="offset after this chunk; re-attach from here")
+    offset: int = Field(description="the offset after this chunk; attach again from here")
     text: str | None = None
     base64: str | None = None
     result: CommandInfo | None = None
 
 
 class ExecuteRequest(Request):
-    """`/execute`: code in a language, files in, files produced out. Python has 30 seconds, and 120 at most."""
+    """Code in a language, with files to write before. Python has 30 seconds by default, 120 at most."""
 
-    code: str = Field(min_length=1, max_length=1_048_576)
+    code: Code
     language: Literal["shell", "python"] = "shell"
     timeout: Deadline = Field(
-        default=None, description="seconds; 0 or null: no deadline (shell only); left out: that of the sandbox"
+        default=None, description="seconds; 0 or null: no deadline (shell only); left out: the sandbox's default"
     )
     files: dict[NoNul, str] = Field(default_factory=dict, max_length=256, description="path → base64")
     env_name: EnvironmentName | None = Field(default=None, description="an environment by its name or label")
-    requirements: list[Requirement] | None = Field(
-        default=None, min_length=1, max_length=256, description="an environment by what it holds; built if need be"
+    requirements: Requirements | None = Field(
+        default=None, description="an environment by its packages; it is built if necessary"
     )
-    python_index: IndexName | None = Field(default=None, description="the one registry of the policy to build it from")
+    python_index: IndexName | None = Field(default=None, description="the registry of the policy to build it from")
 
 
 class ExecuteResult(Answer):
-    """What `/execute` answers."""
+    """The result of `/execute`."""
 
     output: str
     stderr: str
@@ -150,7 +153,7 @@ class ExecuteResult(Answer):
     truncated: bool = False
     execution_time_ms: float
     files_produced: list[str]
-    files_truncated: bool = Field(default=False, description="whether more files changed than are named")
+    files_truncated: bool = Field(default=False, description="whether more files changed than are listed")
 
 
 class ToolRequest(Request):
@@ -161,7 +164,7 @@ class ToolRequest(Request):
 
 
 class ToolResult(Answer):
-    """What a tool answered."""
+    """The result of a tool."""
 
     tool_name: str
     result: dict[str, object]

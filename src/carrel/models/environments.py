@@ -1,4 +1,4 @@
-"""Environments: sets of Python packages, built once. They hold and check values; they do nothing."""
+"""Models of environments: sets of Python packages, built once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import Answer, Request
+from carrel.models.base import Answer, Request, ShortName
 
 Requirement = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
-"""A requirement as PEP 508 writes it: `pandas>=2`."""
+"""A requirement in the form of PEP 508: `pandas>=2`."""
+Requirements = Annotated[list[Requirement], Field(min_length=1, max_length=256)]
 
-EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+EnvironmentName = ShortName
 """The name of an environment, or a label on one."""
 
 PythonVersion = Annotated[str, StringConstraints(pattern=r"^3\.[0-9]{1,2}$")]
@@ -26,41 +27,41 @@ IndexName = Annotated[str, StringConstraints(min_length=1, max_length=128, patte
 
 
 class EnvironmentRequest(Request):
-    """What an environment is to hold."""
+    """The packages of an environment."""
 
-    requirements: list[Requirement] = Field(min_length=1, max_length=256, description="as PEP 508 writes them")
-    python: PythonVersion | None = Field(default=None, description="such as 3.11; without, the sandbox's own python3")
+    requirements: Requirements = Field(description="in the form of PEP 508")
+    python: PythonVersion | None = Field(default=None, description="such as 3.11; by default the sandbox's python3")
     index: IndexName | None = Field(
-        default=None, description="the one registry of the policy to use; without, all of them in their order"
+        default=None, description="the registry of the policy to use; by default all of them in order"
     )
 
 
 class EnvironmentBuild(EnvironmentRequest):
-    """An environment to build, and the label it is to have."""
+    """An environment to build, and its label."""
 
-    name: EnvironmentName | None = Field(default=None, description="a label, which may be moved from another")
+    name: EnvironmentName | None = Field(default=None, description="a label; another environment loses it")
 
 
 class EnvironmentAttach(Request):
-    """An environment for one sandbox: by its name or label, by what it is to hold, or the one of its template."""
+    """An environment for one sandbox: by its name or label, by its packages, or the one of the template."""
 
     env: EnvironmentName | None = None
-    template: bool = Field(default=False, description="the packages of its template, which it gets in any case")
-    requirements: list[Requirement] | None = Field(default=None, min_length=1, max_length=256)
+    template: bool = Field(default=False, description="the packages of the template, which the sandbox has in any case")
+    requirements: Requirements | None = None
     python: PythonVersion | None = None
     index: IndexName | None = None
     venv: bool = Field(
-        default=False, description="make the workspace's own virtual environment, /workspace/.venv, on top of it"
+        default=False, description="create the workspace's own virtual environment, /workspace/.venv, on top of it"
     )
 
     @model_validator(mode="after")
     def _one_of_two(self) -> EnvironmentAttach:
         if (self.env is not None) + (self.requirements is not None) + self.template != 1:
-            raise ValueError("name an environment, or give requirements, or ask for those of the template")
+            raise ValueError("give exactly one of env, requirements and template")
         if self.template and self.venv:
-            raise ValueError("the workspace's own virtual environment is on top of the template's packages anyway")
+            raise ValueError("venv is not needed with template: /workspace/.venv is on top of its packages anyway")
         if self.requirements is None and (self.python is not None or self.index is not None):
-            raise ValueError("an environment that is named has its Python and its packages already")
+            raise ValueError("python and index need requirements")
         return self
 
 
@@ -72,32 +73,32 @@ class EnvironmentPackage(Answer):
 
 
 class EnvironmentInfo(Answer):
-    """An environment. In a sandbox it is the directory `path`."""
+    """An environment. `path` is its directory in a sandbox."""
 
     name: str
-    path: str = Field(description="where sandboxes see it, read-only; empty while none of yours has it")
-    hash: str = Field(description="of the lock it was built from")
+    path: str = Field(description="its path in sandboxes, read-only; empty if no sandbox of the caller has it")
+    hash: str = Field(description="hash of the lock that it was built from")
     labels: list[str]
-    templates: list[str] = Field(default_factory=list, description="the templates that ask for just these packages")
+    templates: list[str] = Field(default_factory=list, description="the templates with exactly these packages")
     python: str
-    requirements: list[str] = Field(description="what was asked for")
+    requirements: list[str] = Field(description="the requirements of the request")
     packages: list[EnvironmentPackage]
-    imports: list[str] = Field(description="the modules of what was asked for")
+    imports: list[str] = Field(description="the modules of the requirements")
     size: int = Field(description="bytes")
     created_at: datetime
     last_used_at: datetime
-    built_by: str | None = Field(default=None, description="the context it was first built for")
-    in_use: bool = Field(default=False, description="whether a session has it: then it is never removed")
+    built_by: str | None = Field(default=None, description="the context that it was first built for")
+    in_use: bool = Field(default=False, description="whether a session uses it; then it is never removed")
 
 
 class EnvironmentList(Answer):
-    """Environments, the last used first."""
+    """Environments, most recently used first."""
 
     items: list[EnvironmentInfo]
 
 
 class EnvironmentEvent(Answer):
-    """One line of a build that is followed: what is going on, then the environment or why there is none."""
+    """One line of the progress of a build. The last line has the environment or the problem."""
 
     progress: str | None = None
     environment: EnvironmentInfo | None = None

@@ -1,4 +1,4 @@
-"""Files of a workspace. They hold and check values; they do nothing."""
+"""Models of files of a workspace."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from enum import StrEnum
 
 from pydantic import BaseModel, Field
 
-from carrel.models.base import Answer, NoNul, OwnId, Request
+from carrel.models.base import MAX_PATH, Answer, OwnId, Request, WorkspacePath
 from carrel.models.bundles import MOST_FILES
 
 
 class FileKind(StrEnum):
-    """What a directory entry is."""
+    """The kinds of directory entries."""
 
     FILE = "file"
     DIRECTORY = "directory"
@@ -21,41 +21,41 @@ class FileKind(StrEnum):
 
 
 class FileInfo(Answer):
-    """A file or directory. Names that are not UTF-8 carry surrogate escapes as `\\udcXX`."""
+    """A file or directory. Names that are not UTF-8 contain surrogate escapes (`\\udcXX`)."""
 
     path: str
     kind: FileKind
     size: int
     mode: str = Field(description="octal permissions")
     modified_at: datetime
-    target: str | None = Field(default=None, description="where a symlink points")
+    target: str | None = Field(default=None, description="the target of a symlink")
 
 
 class Nothing(Answer):
-    """An answer without a body."""
+    """A response without a body."""
 
 
 class FileList(Answer):
-    """Entries of a directory; `truncated` when there were more than the limit."""
+    """Entries of a directory; `truncated` if there were more than the limit."""
 
     items: list[FileInfo]
     truncated: bool = False
 
 
 class EditRequest(Request):
-    """Replace `old` with `new`; fails unless `old` occurs exactly once (or `replace_all`)."""
+    """Replace `old` with `new`. Without `replace_all`, `old` must occur exactly once."""
 
-    path: NoNul = Field(min_length=1, max_length=4096)
+    path: WorkspacePath
     old: str = Field(min_length=1)
     new: str
     replace_all: bool = False
     id: OwnId | None = Field(
-        default=None, description="an id of the caller's own; the same again is answered as before"
+        default=None, description="an id that the caller chooses; a second edit with it gets the first response again"
     )
 
 
 class EditResult(Answer):
-    """How many places were replaced, and the file after."""
+    """The number of replacements, and the file after them."""
 
     replaced: int
     file: FileInfo
@@ -64,46 +64,46 @@ class EditResult(Answer):
 class MoveRequest(Request):
     """Move or rename inside the workspace."""
 
-    source: NoNul = Field(min_length=1, max_length=4096)
-    destination: NoNul = Field(min_length=1, max_length=4096)
+    source: WorkspacePath
+    destination: WorkspacePath
     overwrite: bool = False
 
 
 class MkdirRequest(Request):
     """Make a directory and its parents."""
 
-    path: NoNul = Field(min_length=1, max_length=4096)
+    path: WorkspacePath
 
 
 class StatRequest(BaseModel):
-    """What is at a path: the query of the route. Text is converted, unlike in a body."""
+    """The query of the route that describes a path. Unlike in a body, values are converted from text."""
 
-    path: str = Field(min_length=1, max_length=4096, description="relative to the workspace")
+    path: str = Field(min_length=1, max_length=MAX_PATH, description="relative to the workspace")
 
 
 class ListRequest(BaseModel):
-    """The entries of a directory: the query of the route."""
+    """The query of the route that lists a directory."""
 
-    path: str = Field(default=".", min_length=1, max_length=4096, description="relative to the workspace")
+    path: str = Field(default=".", min_length=1, max_length=MAX_PATH, description="relative to the workspace")
     recursive: bool = False
     limit: int = Field(default=1000, ge=1, le=10_000)
 
 
 class DeleteRequest(BaseModel):
-    """Delete a file, or with `recursive` a tree: the query of the route."""
+    """The query of the route that deletes a file or, with `recursive`, a tree."""
 
     recursive: bool = False
-    path: str = Field(min_length=1, max_length=4096, description="relative to the workspace")
+    path: str = Field(min_length=1, max_length=MAX_PATH, description="relative to the workspace")
 
 
 class FilesRequest(Request):
-    """Files that are wanted at once, in this order."""
+    """The files to read, in this order."""
 
     paths: list[str] = Field(min_length=1, max_length=MOST_FILES, description="relative to the workspace")
 
 
 class FilesWritten(Answer):
-    """What came in a bundle and was written."""
+    """How much of a bundle was written."""
 
     files: int
     bytes: int

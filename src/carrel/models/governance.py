@@ -1,4 +1,4 @@
-"""Approvals, policies, secrets, the audit log and tokens. They hold and check values; they do nothing."""
+"""Models of approvals, policies, secrets, the audit log and tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import Answer, Moment, NoNul, Request
+from carrel.models.base import MAX_PATH, Answer, CommandText, Moment, NoNul, Request
 
 
 class AuditRecord(Answer):
-    """One operation in the audit log: its begin, and its end once there is one."""
+    """One operation in the audit log: its start and, after it has ended, its end."""
 
     chain: str
-    seq: int = Field(description="its place in the chain")
+    seq: int = Field(description="its number in the chain")
     at: datetime
     context_id: str | None
     node: str
@@ -30,8 +30,8 @@ class AuditRecord(Answer):
     request: str | None = None
     arguments: dict[str, object] = Field(default_factory=dict, description="redacted")
     truncated: bool = Field(default=False, description="whether arguments were left out because they were too large")
-    arguments_hash: str | None = Field(default=None, description="of the full arguments, with the key of the server")
-    result: str | None = Field(default=None, description="`ok` or the code of an error; None while it runs")
+    arguments_hash: str | None = Field(default=None, description="hash of the full arguments, with the server's key")
+    result: str | None = Field(default=None, description="`ok` or the code of an error; null while it runs")
     reason: str | None = None
     duration_ms: float | None = None
     bytes_in: int | None = None
@@ -39,28 +39,28 @@ class AuditRecord(Answer):
 
 
 class AuditKey(Answer):
-    """Who signs the audit log of a server: an Ed25519 key in hexadecimal."""
+    """The Ed25519 key that signs the audit log of a server, in hexadecimal."""
 
     node: str
     key: str
 
 
 class AuditPruned(Answer):
-    """What was removed from the audit log: records from before that moment, as far as a signed head covers them."""
+    """How many records were removed from the audit log. Only records that a signed head covers are removed."""
 
     before: datetime
     records: int
 
 
 class AuditPage(Answer):
-    """Operations, newest first. A page may have few or none and still a `next`: so far, not further, was searched."""
+    """Operations, newest first. A page with few or no items may still have a `next`: the search continues there."""
 
     items: list[AuditRecord]
     next: str | None = None
 
 
 class ApprovalState(StrEnum):
-    """How far an approval is."""
+    """The states of an approval."""
 
     PENDING = "pending"
     APPROVED = "approved"
@@ -69,7 +69,9 @@ class ApprovalState(StrEnum):
 
 
 class ApprovalScope(StrEnum):
-    """What an approval covers: this one operation, the same one in this context from now on, or a rule."""
+    """What an approval covers: one operation, all equal operations in this context, or everything
+    that a rule allows.
+    """
 
     ONCE = "once"
     CONTEXT = "context"
@@ -77,16 +79,16 @@ class ApprovalScope(StrEnum):
 
 
 class ApprovalInfo(Answer):
-    """An operation that waits for a person, or waited."""
+    """An operation that a person has to decide, or has decided."""
 
     id: str
     context_id: str | None
     sandbox_id: str
     kind: Literal["shell", "file", "network", "mcp", "session"]
     operation: str
-    summary: str = Field(description="what is asked for, in one line; what it leaves out, it says")
+    summary: str = Field(description="the operation in one line; it says so if something is left out")
     arguments: dict[str, object] = Field(description="secrets are redacted")
-    reason: str = Field(description="why it needs a person")
+    reason: str = Field(description="why a person must decide")
     requested_by: str
     created_at: datetime
     expires_at: datetime
@@ -95,8 +97,8 @@ class ApprovalInfo(Answer):
     rule: str | None = Field(default=None, description="the rule that was added to the context's settings")
     decided_by: str | None = None
     decided_at: datetime | None = None
-    message: str | None = Field(default=None, description="what the person said to the agent")
-    used_at: datetime | None = Field(default=None, description="when the operation ran; one approval runs it once")
+    message: str | None = Field(default=None, description="the person's message to the agent")
+    used_at: datetime | None = Field(default=None, description="when the operation ran; an approval is used once")
 
 
 class ApprovalPage(Answer):
@@ -107,12 +109,12 @@ class ApprovalPage(Answer):
 
 
 class ApprovalDecision(Request):
-    """Approve or deny what waits. `rule` is needed for the scope of that name, such as `shell(git push:*)`."""
+    """Approve or deny an operation. The scope `rule` needs a `rule`, such as `shell(git push:*)`."""
 
     approve: bool
     scope: ApprovalScope = ApprovalScope.ONCE
     rule: str | None = Field(default=None, max_length=1000)
-    message: str | None = Field(default=None, max_length=2000, description="reaches the agent")
+    message: str | None = Field(default=None, max_length=2000, description="a message to the agent")
 
 
 class ApprovalBatch(Request):
@@ -123,23 +125,23 @@ class ApprovalBatch(Request):
 
 
 class ApprovalBatchResult(Answer):
-    """What became of each: decided, or why not."""
+    """The approvals that were decided, and the reasons for the others."""
 
     decided: list[ApprovalInfo]
-    refused: dict[str, str] = Field(default_factory=dict, description="id → why")
+    refused: dict[str, str] = Field(default_factory=dict, description="id → reason")
 
 
 class PolicyDocuments(Request):
     """The two documents of a context's policy. A document that is left out is not changed; null removes it."""
 
-    settings: dict[str, object] | None = Field(default=None, description="as settings.json")
-    sources: dict[str, object] | None = Field(default=None, description="as sources.json")
-    version: int | None = Field(default=None, ge=0, description="change only this version; 0 when there is none yet")
-    restart: bool = Field(default=False, description="restart a running sandbox when that is needed for it to hold")
+    settings: dict[str, object] | None = Field(default=None, description="the content of settings.json")
+    sources: dict[str, object] | None = Field(default=None, description="the content of sources.json")
+    version: int | None = Field(default=None, ge=0, description="change only this version; 0 if there is none yet")
+    restart: bool = Field(default=False, description="restart a running sandbox if the policy needs it to take effect")
 
 
 class PolicyWarning(Answer):
-    """Something about a rule that its author should know."""
+    """A warning about a rule for its author."""
 
     source: str
     rule: str
@@ -157,19 +159,19 @@ class PolicyInfo(Answer):
     updated_by: str | None = None
     warnings: list[PolicyWarning] = Field(default_factory=list)
     restart_needed: bool = Field(
-        default=False, description="whether programs and files are masked as it says only after a restart"
+        default=False, description="whether the sandbox hides programs and files by this policy only after a restart"
     )
 
 
 class ExplainRequest(Request):
-    """A command to be explained, as a text for the shell or as a list of arguments."""
+    """A command to explain, as a text for the shell or as a list of arguments."""
 
-    command: Annotated[NoNul, Field(min_length=1, max_length=131_072)] | Annotated[list[NoNul], Field(min_length=1)]
-    cwd: NoNul | None = Field(default=None, max_length=4096)
+    command: CommandText | Annotated[list[NoNul], Field(min_length=1)]
+    cwd: NoNul | None = Field(default=None, max_length=MAX_PATH)
 
 
 class ExplainedPart(Answer):
-    """One thing a command would do, and what the policy says of it."""
+    """One thing that a command would do, and the policy's verdict on it."""
 
     kind: str
     text: str
@@ -177,11 +179,11 @@ class ExplainedPart(Answer):
     reason: str
     rule: str | None = None
     source: str | None = None
-    via: list[str] = Field(default_factory=list, description="what would run it")
+    via: list[str] = Field(default_factory=list, description="the commands that would run it")
 
 
 class Explanation(Answer):
-    """What the policy says of a command: the strictest answer of its parts."""
+    """The policy's verdict on a command: the strictest verdict on its parts."""
 
     verdict: Literal["allow", "deny", "ask"]
     reason: str
@@ -195,18 +197,18 @@ TokenScope = Literal["read", "operate", "approve", "administer"]
 
 
 class TokenRequest(Request):
-    """A token to be made. Without `namespace` and `contexts` it reaches everything its maker reaches."""
+    """A token to create. Without `namespace` and `contexts` it has access to everything that its creator has."""
 
-    name: str = Field(min_length=1, max_length=128, description="who it is for; what they do is recorded under it")
+    name: str = Field(min_length=1, max_length=128, description="its owner; the audit log records operations under it")
     kind: TokenKind
     scopes: list[TokenScope] = Field(min_length=1, max_length=16)
     namespace: str | None = Field(default=None, max_length=128, description="only contexts of this namespace")
     contexts: list[str] | None = Field(default=None, max_length=1000, description="only these contexts")
-    expires_at: Moment | None = Field(default=None, description="worthless from then on; by default it has no end")
+    expires_at: Moment | None = Field(default=None, description="when it expires; by default never")
 
 
 class TokenInfo(Answer):
-    """What is known of a token: everything but the token itself."""
+    """A token, without its value."""
 
     id: str
     name: str
@@ -218,24 +220,24 @@ class TokenInfo(Answer):
     created_by: str
     expires_at: datetime | None = None
     revoked_at: datetime | None = None
-    used_at: datetime | None = Field(default=None, description="to the hour")
+    used_at: datetime | None = Field(default=None, description="last use, to the hour")
 
 
 class NewToken(TokenInfo):
-    """A token that was just made: the only time that it is shown."""
+    """A new token with its value, which is shown only this once."""
 
     token: str
 
 
 class IdentityInfo(Answer):
-    """Who a token stands for. Two tokens of one name and kind are the same subject."""
+    """The identity of a token. Two tokens with the same name and kind are the same subject."""
 
-    subject: str = Field(description="what is done with the token is recorded under it")
+    subject: str = Field(description="the audit log records operations under it")
     kind: TokenKind
     scopes: list[TokenScope]
     namespace: str | None = None
     contexts: list[str] | None = None
-    token_id: str | None = Field(default=None, description="none for the token of the data directory")
+    token_id: str | None = Field(default=None, description="null for the token of the data directory")
     expires_at: datetime | None = None
 
 
@@ -247,10 +249,10 @@ class TokenPage(Answer):
 
 
 class SecretName(Answer):
-    """A secret as it is listed: never its value."""
+    """A secret, without its value."""
 
     name: str
-    version: int = Field(description="how often it was put")
+    version: int = Field(description="how often it was set")
     created_at: datetime
     updated_at: datetime
 

@@ -1,4 +1,4 @@
-"""What a host can do. They hold and check values; they do nothing."""
+"""Models of the capabilities and the disk usage of a host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from carrel.models.base import Answer
 
 
 class Check(Answer):
-    """One line of `carrel doctor`: a primitive, whether it is there, why it matters, how to get it."""
+    """One line of `carrel doctor`: a feature of the host, whether it is available, why it matters, how to get it."""
 
     name: str
     status: Literal["ok", "degraded", "missing"]
@@ -21,7 +21,7 @@ class Check(Answer):
 
 
 class ProviderStatus(Answer):
-    """A provider on this host: whether it can be used, and what is missing when not."""
+    """A provider on this host: whether it is available, and why not."""
 
     name: str
     isolation_level: int
@@ -32,24 +32,24 @@ class ProviderStatus(Answer):
 
 
 class DiskPart(Answer):
-    """One thing that fills the disk of a server."""
+    """One part of the disk usage of a server."""
 
     name: Literal["workspaces", "snapshots", "archive", "environments", "packages", "records", "other"]
     bytes: int
-    complete: bool = Field(default=True, description="false when there was too much to count all of it")
+    complete: bool = Field(default=True, description="false if there were too many files to count all of them")
 
 
 class DiskUsage(Answer):
-    """What fills the disk of a server. An archive in a bucket is not on the disk and not counted."""
+    """The disk usage of a server. An archive in a bucket is not on the disk, so it is not counted."""
 
     parts: list[DiskPart]
-    capacity_bytes: int = Field(description="of the file system that the data directory lies on")
+    capacity_bytes: int = Field(description="size of the file system of the data directory")
     free_bytes: int
     measured_at: datetime
 
 
 class HostReport(Answer):
-    """What `carrel doctor` shows."""
+    """The output of `carrel doctor`."""
 
     kernel: str
     user: str

@@ -1,4 +1,4 @@
-"""MCP servers of a context, what they offer, and calls of their tools. They hold and check values; they do nothing."""
+"""Models of MCP servers, their catalogues, and calls of their tools."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import Answer, EnvName, NoNul, Request
-from carrel.models.environments import PythonVersion, Requirement
+from carrel.models.base import MAX_PATH, Answer, EnvName, NoNul, Request, ShortName
+from carrel.models.environments import PythonVersion, Requirements
 
 MCP_TIMEOUT_S = 60.0
 MAX_MCP_TIMEOUT_S = 3600.0
 MOST_MCP_SERVERS = 16
-"""How many MCP servers a context may have."""
+"""The most MCP servers of a context."""
 
-McpServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""Letters, digits, `.`, `_`, `-`; 1 to 64 characters; starts with a letter or digit."""
+McpServerName = ShortName
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,128}$")]
-"""What the protocol lets a tool be called: letters, digits, `_`, `-`, `.`, `/`; 1 to 128 characters."""
+"""The names that the protocol allows: letters, digits, `_`, `-`, `.`, `/`; 1 to 128 characters."""
 
 NpmPackage = Annotated[
     str, StringConstraints(pattern=r"^(@[a-z0-9~_][a-z0-9._~-]*/)?[a-z0-9~_][a-z0-9._~-]*(@[A-Za-z0-9.+^~<>=*-]+)?$")
 ]
-"""A package of npm by its name, with a version or a tag: `@scope/name@1.2`."""
+"""The name of an npm package, optionally with a version or a tag: `@scope/name@1.2`."""
 
 _SecretFile = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
 
@@ -32,41 +31,43 @@ McpState = Literal["stopped", "running", "failed", "backing_off"]
 
 
 class McpServerRequest(Request):
-    """How an MCP server is started inside the sandbox. It speaks over its standard input and output."""
+    """An MCP server that runs inside the sandbox and uses standard input and output."""
 
-    command: list[NoNul] = Field(min_length=1, max_length=256, description="a program and its arguments, no shell text")
-    variables: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256, description="of its environment")
+    command: list[NoNul] = Field(
+        min_length=1, max_length=256, description="a program and its arguments, not a shell text"
+    )
+    variables: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256, description="environment variables")
     secret_variables: dict[EnvName, _SecretFile] = Field(
         default_factory=dict,
         max_length=64,
-        description="variables whose values are secrets: name of the variable → name of the secret; read inside",
+        description="environment variables with secrets: name of the variable → name of the secret",
     )
-    requirements: list[Requirement] | None = Field(
-        default=None, min_length=1, max_length=256, description="Python packages it runs with, as PEP 508 writes them"
+    requirements: Requirements | None = Field(
+        default=None, description="Python packages that it needs, in the form of PEP 508"
     )
-    python: PythonVersion | None = Field(default=None, description="the Python of the requirements, such as 3.11")
+    python: PythonVersion | None = Field(default=None, description="the Python version for them, such as 3.11")
     npm: list[Annotated[NpmPackage, Field(max_length=214)]] | None = Field(
         default=None, min_length=1, max_length=64, description="npm packages, installed into the workspace"
     )
-    cwd: NoNul | None = Field(default=None, max_length=4096, description="relative to the workspace")
-    enabled: bool = Field(default=True, description="whether it may be started")
+    cwd: NoNul | None = Field(default=None, max_length=MAX_PATH, description="relative to the workspace")
+    enabled: bool = Field(default=True, description="whether it may start")
 
     @model_validator(mode="after")
     def _plain(self) -> McpServerRequest:
         if not self.command[0]:
             raise ValueError("the command names no program")
         if twice := self.variables.keys() & self.secret_variables.keys():
-            raise ValueError(f"the variable {min(twice)} is given twice")
+            raise ValueError(f"the variable {min(twice)} is in variables and in secret_variables")
         if self.python is not None and self.requirements is None:
-            raise ValueError("a version of Python is for requirements")
+            raise ValueError("python needs requirements")
         return self
 
 
 class McpTool(Answer):
-    """A tool, as its server describes it: its words are the server's own."""
+    """A tool, as its server describes it."""
 
     name: str
-    qualified: str = Field(description="`server:tool`, as rules and approvals name it")
+    qualified: str = Field(description="`server:tool`, as in rules and approvals")
     title: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] = Field(default_factory=dict)
@@ -75,23 +76,23 @@ class McpTool(Answer):
 
 
 class McpCatalogue(Answer):
-    """What an MCP server offers, as it was when it was last asked. Reading it starts nothing."""
+    """What an MCP server offered at its last discovery. Reading the catalogue does not start the server."""
 
     server: str
     protocol_version: str | None = None
-    server_info: dict[str, Any] | None = Field(default=None, description="what the server calls itself")
+    server_info: dict[str, Any] | None = Field(default=None, description="the server's description of itself")
     instructions: str | None = None
     tools: list[McpTool] = Field(default_factory=list)
-    prompts: list[dict[str, Any]] = Field(default_factory=list, description="as the protocol has them")
-    resources: list[dict[str, Any]] = Field(default_factory=list, description="as the protocol has them")
-    resource_templates: list[dict[str, Any]] = Field(default_factory=list, description="as the protocol has them")
+    prompts: list[dict[str, Any]] = Field(default_factory=list, description="in the form of the protocol")
+    resources: list[dict[str, Any]] = Field(default_factory=list, description="in the form of the protocol")
+    resource_templates: list[dict[str, Any]] = Field(default_factory=list, description="in the form of the protocol")
     discovered_at: datetime | None = None
-    current: bool = Field(default=False, description="whether it is of the server as it is declared now")
-    error: str | None = Field(default=None, description="why the server could not be asked when that was last tried")
+    current: bool = Field(default=False, description="whether the server's declaration is still the same")
+    error: str | None = Field(default=None, description="why the last discovery failed")
 
 
 class McpServerInfo(Answer):
-    """An MCP server of a context, or one that the operator runs for all."""
+    """An MCP server of a context, or one that the operator runs for all contexts."""
 
     name: str
     origin: Literal["context", "platform"] = "context"
@@ -104,15 +105,15 @@ class McpServerInfo(Answer):
     python: str | None = None
     npm: list[str] | None = None
     cwd: str | None = None
-    environment: str | None = Field(default=None, description="the Python environment it runs in")
+    environment: str | None = Field(default=None, description="its Python environment")
     generation: str = Field(description="changes whenever the declaration does")
-    tools: int = Field(default=0, description="how many tools its catalogue has")
+    tools: int = Field(default=0, description="the number of tools in its catalogue")
     discovered_at: datetime | None = None
     discovery_error: str | None = None
-    starts: int | None = Field(default=None, description="how often it was started in this sandbox")
-    reason: str | None = Field(default=None, description="why it does not run, when it failed")
-    retry_in_s: float | None = Field(default=None, description="how long it is not started again after it failed")
-    url: str = Field(description="where any MCP client connects to it, relative to the server's URL")
+    starts: int | None = Field(default=None, description="the number of starts in this sandbox")
+    reason: str | None = Field(default=None, description="why it failed")
+    retry_in_s: float | None = Field(default=None, description="seconds until it may start again after a failure")
+    url: str = Field(description="the URL for MCP clients, relative to the server's URL")
 
 
 class McpServerList(Answer):
@@ -130,34 +131,36 @@ class McpRequest(Request):
 
 
 class McpError(Answer):
-    """An error of the protocol that a server answered with."""
+    """An error response of an MCP server."""
 
     code: int
     message: str
 
 
 class McpResult(Answer):
-    """What a tool answered. An error of the tool or of its server is a result; a failure of carrel never is."""
+    """The result of a tool call. Errors of the tool or its server are results; failures of carrel are not."""
 
     server: str
     tool: str
-    content: list[dict[str, Any]] = Field(default_factory=list, description="as the protocol has it: text, images, …")
+    content: list[dict[str, Any]] = Field(
+        default_factory=list, description="in the form of the protocol: text, images, …"
+    )
     structured_content: Any = None
     is_error: bool = False
     timed_out: bool = False
-    error: McpError | None = Field(default=None, description="when the server refused the call itself")
+    error: McpError | None = Field(default=None, description="set if the server refused the call")
     duration_ms: float
 
     @property
     def text(self) -> str:
-        """The texts of the content, one after the other."""
+        """The texts of the content, joined by line breaks."""
         return "\n".join(str(each.get("text", "")) for each in self.content if each.get("type") == "text")
 
 
 class McpLog(Answer):
-    """What an MCP server wrote to its standard error, and when it started and ended."""
+    """The log of an MCP server: its standard error, with its starts and ends."""
 
     text: str
-    offset: int = Field(description="where the text begins; bytes from the first one ever written")
-    next: int = Field(description="where to go on")
-    dropped: int = Field(default=0, description="bytes before the text that are gone")
+    offset: int = Field(description="position of the text, in bytes since the start of the log")
+    next: int = Field(description="the offset for the next request")
+    dropped: int = Field(default=0, description="bytes before the text that were dropped")

@@ -1,9 +1,9 @@
-"""The table of operations: every operation is declared here once, and everything else reads its row.
+"""The table of operations: every operation is declared once, in one row.
 
-A row says how the operation is called in policies, approvals, the audit log and metrics; which scope a token needs for
-it; which HTTP route it has; what of its arguments policy decides; and, where one request to the supervisor is all there
-is to do, how that request is made. Scopes (`carrel.identity`), routes (`carrel.api`), decisions and the audit log
-(`carrel.control`) and the reference pages are made from these rows. Pure: this module does nothing.
+A row has the name of the operation in policies, approvals, the audit log and metrics; the scope that a token needs; the
+HTTP route; which arguments policy decides about; and, if the operation is one request to the supervisor, that request.
+Scopes (`carrel.identity`), routes (`carrel.api`), decisions and the audit log (`carrel.control`) and the reference
+pages are derived from these rows. Pure: this module does nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SMALL = 1024 * 1024
 LIST = 32 * 1024 * 1024
 
 Kind = Literal["shell", "file", "mcp", "network", "session"]
-Reach = Literal["path", "listed", "handler"]
-"""How an API route knows the context it is about. `path`: the path names a sandbox or a context, or it is about what
-belongs to no context. `listed`: it shows what the caller's token reaches, and no more. `handler`: the context is in the
-body or in what is found, and the route's function checks it.
+ContextSource = Literal["path", "listed", "handler"]
+"""Where an API route finds the context of a request. `path`: the path names a sandbox or a context, or the route
+belongs to no context. `listed`: the route lists only what the caller's token has access to. `handler`: the context is
+in the body or in a record, and the route's function checks it.
 """
 
 
 class Scope(StrEnum):
-    """What a token is for."""
+    """The scopes of a token."""
 
     READ = "read"
     OPERATE = "operate"
@@ -54,8 +54,8 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileAccess:
-    """One thing that a file operation does to the path in one of its arguments. `tree`: to everything below it too.
-    `surely`: rules that only may mean something in the tree do not count.
+    """An access of a file operation to the path in one of its arguments; with `tree`, to everything below it too. With
+    `surely`, rules that only may match something in the tree do not count.
     """
 
     access: Literal["read", "write", "delete"]
@@ -65,8 +65,8 @@ class FileAccess:
 
 
 Decides = Literal["nothing", "command", "variables", "tool", "host"] | tuple[FileAccess, ...]
-"""What policy decides of an operation: a command with its variables, files and packages; the variables of a sandbox; an
-MCP server and its tool; a host and port; or accesses to files.
+"""What policy decides about: a command with its variables, files and packages; the variables of a sandbox; a tool of an
+MCP server; a host and port; or accesses to files.
 """
 
 READS = (FileAccess("read"),)
@@ -75,7 +75,7 @@ DELETES = (FileAccess("delete"),)
 READS_ALL = (FileAccess("read", tree=True),)
 DELETES_ALL = (FileAccess("delete", tree=True),)
 MOVES = (
-    FileAccess("read", tree=True, surely=True),  # a file can be read at its new place
+    FileAccess("read", tree=True, surely=True),  # the file can be read at its destination
     FileAccess("delete", tree=True, surely=True),
     FileAccess("write", "destination"),
 )
@@ -83,30 +83,28 @@ MOVES = (
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One row. `kind` is None for an API route that is not an operation by itself: it only shows what the server knows,
-    or it performs other operations.
-    """
+    """One row. `kind` is None for an API route that only shows records of the server, or performs other operations."""
 
     name: str
     kind: Kind | None = None
     scope: Scope | None = None
-    """The scope a token needs; None for what has no API route."""
+    """The scope that a token needs; None if there is no API route."""
     http: str = ""
     """Method and path of its API route."""
     id: str = ""
-    """The operation id of that route; the name unless given."""
+    """The operation id of that route, by default the name."""
     decides: Decides = "nothing"
     asks: bool = True
-    """False: what policy leaves to a person is allowed, because a person was asked for it earlier."""
-    reach: Reach = "path"
+    """False: if policy asks, the operation is allowed, because a person was asked before."""
+    context_from: ContextSource = "path"
     of_server: bool = False
-    """Whether it belongs to no context: its audit record goes into the chain of the server."""
+    """It belongs to no context: its audit record goes into the chain of the server."""
 
     def __post_init__(self) -> None:
         if self.kind == "file" and not isinstance(self.decides, tuple):
-            raise ValueError(f"{self.name}: say what it does to files")
+            raise ValueError(f"{self.name}: declare its file accesses in `decides`")
         if self.kind in {"mcp", "network"} and self.decides == "nothing":
-            raise ValueError(f"{self.name}: say what policy decides of it")
+            raise ValueError(f"{self.name}: declare in `decides` what policy decides about")
 
     @property
     def method(self) -> str:
@@ -121,8 +119,8 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardedOperation(Operation, Generic[Q, A]):
-    """An operation on files that is one request to the supervisor. Its row is all there is of it in the control plane
-    and the API: the request is sent on, as JSON or as a query, and the answer is checked against the result's model.
+    """An operation on files that is one request to the supervisor. It needs no other code in the control plane and the
+    API: the request is forwarded as JSON or as a query, and the response is checked against the model of the result.
     """
 
     supervisor: str
@@ -130,20 +128,20 @@ class ForwardedOperation(Operation, Generic[Q, A]):
     request: type[Q]
     result: type[A]
     arguments: Callable[[Q], Mapping[str, object]]
-    """What policy, approvals and the audit log see of a request."""
+    """Returns the arguments for policy, approvals and the audit log."""
     summary: str
-    """This and the description are for the OpenAPI document."""
+    """The summary and the description are for the OpenAPI document."""
     description: str
     paths: tuple[str, ...] = ("path",)
     """The fields of the request that are paths in the workspace."""
     content: str | None = None
-    """The field of the request whose text goes into the workspace, for the count of bytes."""
+    """The field of the request whose text is written to the workspace; its bytes are counted."""
     fills_disk: bool = False
-    """Whether it is refused while the workspace is over its quota."""
+    """It is refused while the workspace is over its quota."""
     deadline: float = 30.0
     largest_result: int = SMALL
     doubt: Callable[[Q, A], str | None] | None = None
-    """Says why an answer cannot be one to the request, else None."""
+    """Returns why a response cannot be right for its request, or None."""
 
     @property
     def has_body(self) -> bool:
@@ -191,11 +189,11 @@ def _too_many(request: ListRequest, answer: FileList) -> str | None:
 
 
 _SHOWN = 2000
-"""How much of a text that is replaced is shown to a person who decides."""
+"""Characters of a replaced text that are shown to the person who decides."""
 
 
 def _of_edit(request: EditRequest) -> dict[str, object]:
-    """The texts as far as a person reads them, and a digest of all of both."""
+    """Shorten both texts for a person, and add a digest of the full texts."""
     texts = f"{len(request.old)}:{request.old}{request.new}".encode("utf-8", "surrogatepass")
     arguments: dict[str, object] = {"path": request.path, "old": _cut(request.old), "new": _cut(request.new)}
     if request.replace_all:
@@ -215,9 +213,9 @@ _FILESPACE, _SNAPSHOTS = "/v1/filespaces/{context_id}", f"{_SANDBOX}/snapshots"
 _MCP, _TEMPLATE_SECRETS = f"{_SANDBOX}/mcp-servers/{{server}}", "/v1/templates/{template}/secrets"
 
 # sandboxes
-LIST_SANDBOXES = _row("list_sandboxes", None, READ, "GET /v1/sandboxes", reach="listed")
+LIST_SANDBOXES = _row("list_sandboxes", None, READ, "GET /v1/sandboxes", context_from="listed")
 DEPLOY_OR_RESUME = _row(
-    "deploy_or_resume", "session", OPERATE, "POST /v1/sandboxes", decides="variables", reach="handler"
+    "deploy_or_resume", "session", OPERATE, "POST /v1/sandboxes", decides="variables", context_from="handler"
 )
 GET_SANDBOX = _row("get_sandbox", None, READ, f"GET {_SANDBOX}")
 GET_USAGE = _row("get_usage", None, READ, f"GET {_SANDBOX}/usage")
@@ -252,8 +250,8 @@ STAT_FILE = _forwarded(
     ForwardedOperation(
         "stat", "file", READ, f"GET {_FILES}/stat", "stat_file", decides=READS,
         supervisor="GET /files/stat", request=StatRequest, result=FileInfo, arguments=_only_path,
-        summary="What is at a path",
-        description="A symlink is shown itself.",
+        summary="Describe a path",
+        description="A symlink is described itself, not its target.",
     )
 )  # fmt: skip
 LIST_FILES = _forwarded(
@@ -262,7 +260,7 @@ LIST_FILES = _forwarded(
         supervisor="GET /files/list", request=ListRequest, result=FileList, arguments=_only_path,
         largest_result=LIST, doubt=_too_many,
         summary="List a directory",
-        description="Entries, at most `limit`.",
+        description="Returns at most `limit` entries.",
     )
 )  # fmt: skip
 EDIT_FILE = _forwarded(
@@ -271,7 +269,7 @@ EDIT_FILE = _forwarded(
         supervisor="POST /files/edit", request=EditRequest, result=EditResult, arguments=_of_edit,
         content="new", fills_disk=True,
         summary="Replace text in a file",
-        description="Fails unless the old text is there exactly once, or `replace_all`.",
+        description="Without `replace_all`, the old text must occur exactly once.",
     )
 )  # fmt: skip
 MOVE_FILE = _forwarded(
@@ -280,7 +278,7 @@ MOVE_FILE = _forwarded(
         supervisor="POST /files/move", request=MoveRequest, result=FileInfo, arguments=_of_move,
         paths=("source", "destination"),
         summary="Move or rename",
-        description="Inside the workspace.",
+        description="Source and destination are inside the workspace.",
     )
 )  # fmt: skip
 MAKE_DIRECTORY = _forwarded(
@@ -289,7 +287,7 @@ MAKE_DIRECTORY = _forwarded(
         supervisor="POST /files/mkdir", request=MkdirRequest, result=FileInfo, arguments=_only_path,
         fills_disk=True,
         summary="Make a directory",
-        description="And its parents.",
+        description="Missing parents are made too.",
     )
 )  # fmt: skip
 DELETE_FILE = _forwarded(
@@ -330,20 +328,20 @@ FORK = _row("fork", "session", OPERATE, f"POST {_SANDBOX}/fork")
 STREAM_EVENTS = _row("stream_events", None, READ)
 
 # approvals
-LIST_APPROVALS = _row("list_approvals", None, READ, "GET /v1/approvals", reach="listed")
-GET_APPROVAL = _row("get_approval", None, READ, "GET /v1/approvals/{approval_id}", reach="handler")
-WATCH_APPROVALS = _row("watch_approvals", None, READ, "GET /v1/approvals/watch", reach="listed")
+LIST_APPROVALS = _row("list_approvals", None, READ, "GET /v1/approvals", context_from="listed")
+GET_APPROVAL = _row("get_approval", None, READ, "GET /v1/approvals/{approval_id}", context_from="handler")
+WATCH_APPROVALS = _row("watch_approvals", None, READ, "GET /v1/approvals/watch", context_from="listed")
 DECIDE_APPROVAL = _row(
-    "decide_approval", "session", APPROVE, "POST /v1/approvals/{approval_id}/decide", reach="handler"
+    "decide_approval", "session", APPROVE, "POST /v1/approvals/{approval_id}/decide", context_from="handler"
 )
-DECIDE_APPROVALS = _row("decide_approvals", None, APPROVE, "POST /v1/approvals/decide", reach="listed")
+DECIDE_APPROVALS = _row("decide_approvals", None, APPROVE, "POST /v1/approvals/decide", context_from="listed")
 
 # tokens
-CREATE_TOKEN = _row("create_token", "session", ADMINISTER, "POST /v1/tokens", reach="handler", of_server=True)
-LIST_TOKENS = _row("list_tokens", None, ADMINISTER, "GET /v1/tokens", reach="handler")
-GET_TOKEN = _row("get_token", None, ADMINISTER, "GET /v1/tokens/{token_id}", reach="handler")
+CREATE_TOKEN = _row("create_token", "session", ADMINISTER, "POST /v1/tokens", context_from="handler", of_server=True)
+LIST_TOKENS = _row("list_tokens", None, ADMINISTER, "GET /v1/tokens", context_from="handler")
+GET_TOKEN = _row("get_token", None, ADMINISTER, "GET /v1/tokens/{token_id}", context_from="handler")
 REVOKE_TOKEN = _row(
-    "revoke_token", "session", ADMINISTER, "DELETE /v1/tokens/{token_id}", reach="handler", of_server=True
+    "revoke_token", "session", ADMINISTER, "DELETE /v1/tokens/{token_id}", context_from="handler", of_server=True
 )
 
 # policies
@@ -366,22 +364,22 @@ DELETE_TEMPLATE_SECRET = _row(
 )
 
 # the audit log
-SEARCH_AUDIT = _row("search_audit", None, READ, "GET /v1/audit", reach="handler")
-EXPORT_AUDIT = _row("export_audit", None, READ, "GET /v1/audit/export", reach="handler")
-GET_AUDIT_KEY = _row("get_audit_key", None, READ, "GET /v1/audit/key", reach="listed")
+SEARCH_AUDIT = _row("search_audit", None, READ, "GET /v1/audit", context_from="handler")
+EXPORT_AUDIT = _row("export_audit", None, READ, "GET /v1/audit/export", context_from="handler")
+GET_AUDIT_KEY = _row("get_audit_key", None, READ, "GET /v1/audit/key", context_from="listed")
 PRUNE_AUDIT = _row("prune_audit", None, ADMINISTER, "POST /v1/audit/prune")
 FORGET_CONTEXT = _row("forget_context", "session", ADMINISTER, f"DELETE {_CONTEXT}")
 
 # the server
-GET_HOST = _row("get_host", None, READ, "GET /v1/host", reach="listed")
+GET_HOST = _row("get_host", None, READ, "GET /v1/host", context_from="listed")
 GET_METRICS = _row("get_metrics", None, READ, "GET /metrics")
-HEALTHZ = _row("healthz", None, READ, "GET /healthz", reach="listed")
-READYZ = _row("readyz", None, READ, "GET /readyz", reach="listed")
-LIST_TEMPLATES = _row("list_templates", None, READ, "GET /v1/templates", reach="listed")
+HEALTHZ = _row("healthz", None, READ, "GET /healthz", context_from="listed")
+READYZ = _row("readyz", None, READ, "GET /readyz", context_from="listed")
+LIST_TEMPLATES = _row("list_templates", None, READ, "GET /v1/templates", context_from="listed")
 
 # environments
-LIST_ENVS = _row("list_envs", None, READ, "GET /v1/envs", reach="listed")
-GET_ENV = _row("get_env", None, READ, "GET /v1/envs/{env}", reach="listed")
+LIST_ENVS = _row("list_envs", None, READ, "GET /v1/envs", context_from="listed")
+GET_ENV = _row("get_env", None, READ, "GET /v1/envs/{env}", context_from="listed")
 BUILD_ENV = _row("build_env", "shell", OPERATE, "POST /v1/envs", decides="command")
 DELETE_ENV = _row("delete_env", "session", OPERATE, "DELETE /v1/envs/{env}", of_server=True)
 ATTACH_ENV = _row("attach_env", "shell", OPERATE, f"POST {_SANDBOX}/envs", decides="command")
@@ -418,7 +416,7 @@ REFRESH_MCP_SERVER = _row("refresh_mcp_server", "session", OPERATE, f"POST {_MCP
 CONNECT_MCP_SERVER = _row("connect_mcp_server", None, OPERATE, f"POST {_MCP}/mcp")
 
 # others
-GET_IDENTITY = _row("get_identity", None, READ, "GET /v1/tokens/me", reach="listed")
+GET_IDENTITY = _row("get_identity", None, READ, "GET /v1/tokens/me", context_from="listed")
 GET_DISK_USAGE = _row("get_disk_usage", None, READ, "GET /v1/disk")
 CONNECT = _row("connect", "network", decides="host")
 

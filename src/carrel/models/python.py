@@ -1,32 +1,42 @@
-"""Python: calls, code contexts and their cells. They hold and check values; they do nothing."""
+"""Models of calls of Python, code contexts and their cells."""
 
 from __future__ import annotations
 
 from base64 import b64decode
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
-from carrel.models.base import Answer, Deadline, EnvName, NoNul, OwnId, Request, TemplateName
+from carrel.models.base import (
+    MAX_PATH,
+    Answer,
+    Code,
+    Deadline,
+    EnvName,
+    NoNul,
+    OwnId,
+    Request,
+    ShortName,
+    Stdin,
+    TemplateName,
+)
 from carrel.models.commands import CommandResult, ExecuteResult
-from carrel.models.environments import EnvironmentName, IndexName, Requirement
+from carrel.models.environments import EnvironmentName, IndexName, Requirements
 
 PYTHON_TIMEOUT_S = 30.0
 MAX_PYTHON_TIMEOUT_S = 120.0
 MAX_PYTHON_OUTPUT_BYTES = 1024 * 1024
-MAX_CODE = 1_048_576
 
-CodeContextName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""Letters, digits, `.`, `_`, `-`; 1 to 64 characters; starts with a letter or digit."""
+CodeContextName = ShortName
 
 Figure = Literal["png", "svg"]
 
 
 class _InEnvironment(Request):
     env: EnvironmentName | None = Field(default=None, description="an environment by its name or label")
-    requirements: list[Requirement] | None = Field(
-        default=None, min_length=1, max_length=256, description="an environment by what it holds; built if need be"
+    requirements: Requirements | None = Field(
+        default=None, description="an environment by its packages; it is built if necessary"
     )
     variables: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
 
@@ -38,43 +48,47 @@ class _InEnvironment(Request):
 
 
 class PythonRequest(_InEnvironment):
-    """A code that runs in a fresh process, as `python -c` would run it."""
+    """Code that runs in a new process, as with `python -c`."""
 
-    code: str = Field(min_length=1, max_length=MAX_CODE)
-    args: list[NoNul] = Field(default_factory=list, max_length=256, description="`sys.argv` from 1 on")
-    cwd: NoNul | None = Field(default=None, max_length=4096, description="relative to the workspace")
+    code: Code
+    args: list[NoNul] = Field(default_factory=list, max_length=256, description="`sys.argv[1:]`")
+    cwd: NoNul | None = Field(default=None, max_length=MAX_PATH, description="relative to the workspace")
     timeout: float | None = Field(
-        default=None, gt=0, le=MAX_PYTHON_TIMEOUT_S, description=f"seconds; {PYTHON_TIMEOUT_S:.0f} when not given"
+        default=None, gt=0, le=MAX_PYTHON_TIMEOUT_S, description=f"seconds; {PYTHON_TIMEOUT_S:.0f} by default"
     )
-    stdin: str | None = Field(default=None, max_length=16 * 1024 * 1024, description="text given, then closed")
+    stdin: Stdin | None = Field(default=None, description="text for standard input, which is then closed")
     files: dict[NoNul, str] = Field(
-        default_factory=dict, max_length=256, description="path → base64, put in place first"
+        default_factory=dict, max_length=256, description="files to write first: path → base64"
     )
     output_limit: int = Field(default=MAX_PYTHON_OUTPUT_BYTES, ge=0, le=MAX_PYTHON_OUTPUT_BYTES)
     interactive: bool = Field(default=False, description="keep stdin open for `send_input`; implies background")
-    id: OwnId | None = Field(default=None, description="an id of the caller's own; a second call of it is refused")
+    id: OwnId | None = Field(
+        default=None, description="an id that the caller chooses; a second call with it is refused"
+    )
 
 
 class PythonResult(CommandResult):
     """A finished call of Python."""
 
-    files_produced: list[str] = Field(default_factory=list, description="files of the workspace that changed meanwhile")
-    files_truncated: bool = Field(default=False, description="whether more files changed than are named")
+    files_produced: list[str] = Field(
+        default_factory=list, description="files of the workspace that changed during the call"
+    )
+    files_truncated: bool = Field(default=False, description="whether more files changed than are listed")
 
 
 class CellRequest(_InEnvironment):
-    """A cell for a code context. The environment and the variables count when the context starts."""
+    """A cell for a code context. The environment and the variables apply only when the context starts."""
 
-    code: str = Field(min_length=1, max_length=MAX_CODE)
+    code: Code
     timeout: Deadline = Field(
         default=None,
-        description="seconds until it is interrupted; 0 or null: no deadline; left out: that of the sandbox",
+        description="seconds until it is interrupted; 0 or null: no deadline; left out: the sandbox's default",
     )
-    figures: list[Figure] = Field(default=["png"], max_length=2, description="how figures of matplotlib are drawn")
+    figures: list[Figure] = Field(default=["png"], max_length=2, description="formats of matplotlib figures")
 
 
 class RichResult(Answer):
-    """Something a cell shows: the same thing in several forms, by media type. Images that are no text are base64."""
+    """An output of a cell in several forms, by media type. PNG images are base64."""
 
     kind: Literal["result", "display", "figure"] = Field(description="the last expression, `display(…)`, or a figure")
     data: dict[str, str]
@@ -91,7 +105,7 @@ class RichResult(Answer):
 
     @property
     def json_text(self) -> str | None:
-        """As JSON; of a data frame its columns, index and data."""
+        """As JSON; for a data frame, its columns, index and data."""
         return self.data.get("application/json")
 
     @property
@@ -107,7 +121,7 @@ class RichResult(Answer):
 
 
 class CellError(Answer):
-    """What a cell raised."""
+    """The exception of a cell."""
 
     name: str
     value: str
@@ -115,17 +129,17 @@ class CellError(Answer):
 
 
 class CellResult(Answer):
-    """A finished cell. `died` says that the whole context ended with it: its variables are gone."""
+    """A finished cell. The status `died` means that the code context ended with it, and its variables are lost."""
 
     id: str
     context: str
-    number: int = Field(description="which cell of its context this is, since it started")
+    number: int = Field(description="the number of the cell since the start of its context")
     status: Literal["ok", "error", "interrupted", "died"]
     stdout: str
     stderr: str
     results: list[RichResult] = Field(default_factory=list)
     error: CellError | None = None
-    exit_code: int | None = Field(default=None, description="of the context, when it died")
+    exit_code: int | None = Field(default=None, description="exit code of the context, if it died")
     signal: str | None = None
     timed_out: bool = False
     oom_killed: bool = False
@@ -136,7 +150,7 @@ class CellResult(Answer):
 
     @property
     def ok(self) -> bool:
-        """Whether the cell ran to its end."""
+        """Whether the cell ran without an error."""
         return self.status == "ok"
 
     @property
@@ -146,13 +160,13 @@ class CellResult(Answer):
 
 
 class CodeContextInfo(Answer):
-    """A code context: a Python that keeps its variables from cell to cell."""
+    """A code context: a Python process that keeps its variables from cell to cell."""
 
     name: str
     state: Literal["starting", "idle", "busy", "dead"]
     env: str | None = None
     pid: int | None = None
-    cells: int = Field(description="how many ran since it started")
+    cells: int = Field(description="cells that ran since it started")
     queued: int = 0
     started_at: datetime | None = None
 
@@ -164,19 +178,19 @@ class CodeContextList(Answer):
 
 
 class StatelessRequest(Request):
-    """A call of Python that has no context: some sandbox of the template runs it, and keeps nothing."""
+    """A call of Python without a context. Any sandbox of the template runs it, and its files are deleted."""
 
-    code: str = Field(min_length=1, max_length=MAX_CODE)
-    template: TemplateName | None = Field(default=None, description="the recipe of the sandbox")
+    code: Code
+    template: TemplateName | None = Field(default=None, description="the template of the sandbox")
     timeout: float | None = Field(
-        default=None, gt=0, le=MAX_PYTHON_TIMEOUT_S, description=f"seconds; {PYTHON_TIMEOUT_S:.0f} when not given"
+        default=None, gt=0, le=MAX_PYTHON_TIMEOUT_S, description=f"seconds; {PYTHON_TIMEOUT_S:.0f} by default"
     )
     files: dict[NoNul, str] = Field(default_factory=dict, max_length=256, description="path → base64")
     env_name: EnvironmentName | None = Field(default=None, description="an environment by its name or label")
-    requirements: list[Requirement] | None = Field(
-        default=None, min_length=1, max_length=256, description="an environment by what it holds; built if need be"
+    requirements: Requirements | None = Field(
+        default=None, description="an environment by its packages; it is built if necessary"
     )
-    python_index: IndexName | None = Field(default=None, description="the one registry of the policy to build it from")
+    python_index: IndexName | None = Field(default=None, description="the registry of the policy to build it from")
 
     @model_validator(mode="after")
     def _at_most_one(self) -> StatelessRequest:
@@ -186,8 +200,8 @@ class StatelessRequest(Request):
 
 
 class StatelessResult(ExecuteResult):
-    """What such a call answers."""
+    """The result of a call of Python without a context."""
 
     files: dict[str, str] = Field(
-        default_factory=dict, description="produced files, path → base64; what is beyond 8 MB in all is only named"
+        default_factory=dict, description="produced files, path → base64, up to 8 MB in all; others are only listed"
     )

@@ -1,10 +1,10 @@
-"""Sandboxes and sessions. They hold and check values; they do nothing."""
+"""Models of sandboxes and sessions."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from carrel.models.base import MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul,
 
 
 class Trust(StrEnum):
-    """How far the code that will run is trusted; picks the least isolation that is acceptable."""
+    """How much the code is trusted. It decides the weakest isolation that is acceptable."""
 
     HIGH = "high"
     MEDIUM = "medium"
@@ -20,7 +20,7 @@ class Trust(StrEnum):
 
 
 class Network(StrEnum):
-    """What a sandbox can reach."""
+    """The network access of a sandbox."""
 
     NONE = "none"
     ALLOWLIST = "allowlist"
@@ -30,7 +30,7 @@ class Network(StrEnum):
 
     @property
     def proxied(self) -> bool:
-        """Whether the proxy is the one way out."""
+        """Whether all connections go through the egress proxy."""
         return self in (Network.ALLOWLIST, Network.INTERNET)
 
 
@@ -45,36 +45,46 @@ class State(StrEnum):
     TERMINATED = "terminated"
 
 
-class Limits(Request):
-    """What a sandbox may use. A limit that is asked for and cannot be enforced is refused."""
+Cpus = Annotated[float, Field(gt=0, le=1024)]
+MemoryMb = Annotated[int, Field(ge=32, le=1_048_576)]
+DiskMb = Annotated[int, Field(ge=1, le=1_048_576)]
+Processes = Annotated[int, Field(ge=8, le=32_768)]
+TimeoutS = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 
-    cpus: float | None = Field(default=None, gt=0, le=1024, description="CPU cores")
-    memory_mb: int | None = Field(default=None, ge=32, le=1_048_576, description="memory of all its processes")
-    disk_mb: int | None = Field(default=None, ge=1, le=1_048_576, description="bytes in the workspace")
-    processes: int | None = Field(default=None, ge=8, le=32_768, description="processes and threads")
-    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S, description="default deadline of a command")
+
+class Limits(Request):
+    """The limits of a sandbox. A limit that cannot be enforced is refused."""
+
+    cpus: Cpus | None = Field(default=None, description="CPU cores")
+    memory_mb: MemoryMb | None = Field(default=None, description="memory of all its processes, in MiB")
+    disk_mb: DiskMb | None = Field(default=None, description="size of the workspace, in MiB")
+    processes: Processes | None = Field(default=None, description="processes and threads")
+    timeout_s: TimeoutS | None = Field(default=None, description="default deadline of a command, in seconds")
 
 
 class SandboxRequest(Request):
-    """What `deploy_or_resume` takes. Without `context_id` the sandbox is ephemeral: nothing is kept."""
+    """The body of `deploy_or_resume`. Without `context_id` the sandbox is ephemeral: its files are deleted with it."""
 
     context_id: ContextId | None = None
     template: TemplateName | None = Field(
-        default=None, description="the recipe it is made by; a context keeps the one it was made with"
+        default=None, description="the template of the sandbox; an existing context keeps its template"
     )
     provider: str = Field(default="auto", max_length=64)
     trust: Trust = Trust.MEDIUM
-    network: Network | None = Field(default=None, description="None: the server's default, as far as it holds")
+    network: Network | None = Field(
+        default=None,
+        description="null: the server's default, if the policy and the provider allow it",
+    )
     limits: Limits = Field(default_factory=Limits)
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
     labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32)
     filespace: bool | None = Field(
-        default=None, description="keep the workspace in sync with the context's filespace; None: the server's default"
+        default=None, description="keep the workspace in sync with the context's filespace; null: the server's default"
     )
 
 
 class SandboxInfo(Answer):
-    """A session and its sandbox as the API shows them."""
+    """A session and its sandbox."""
 
     id: str
     context_id: str | None
@@ -82,7 +92,7 @@ class SandboxInfo(Answer):
     state: State
     provider: str
     isolation_level: int
-    unsafe: bool = Field(description="true when the provider does not isolate at all")
+    unsafe: bool = Field(description="true if the provider does not isolate at all")
     trust: Trust
     network: Network
     limits: Limits
@@ -90,27 +100,28 @@ class SandboxInfo(Answer):
     created_at: datetime
     last_activity_at: datetime
     error: str | None = None
-    node: str | None = Field(default=None, description="the server that has the session")
+    node: str | None = Field(default=None, description="the server that runs the session")
     filespace: bool = Field(default=False, description="whether the workspace is kept in sync with the filespace")
     snapshot: str | None = Field(default=None, description="the newest good snapshot")
     notice: str | None = Field(
-        default=None, description="what a person should know though work goes on, such as an archive out of reach"
+        default=None,
+        description="a warning about a working sandbox, such as an archive that does not answer",
     )
-    template: str | None = Field(default=None, description="the recipe it was made by")
+    template: str | None = Field(default=None, description="the template of the sandbox")
     agent: str | None = Field(
         default=None,
-        description="whom the workspace belongs to: the agent or service whose token made it, else its template",
+        description="the owner of the workspace: the agent or service whose token created it, or its template",
     )
     expires_at: datetime | None = Field(
-        default=None, description="when an unused workspace is deleted; None while that is not near"
+        default=None, description="when the unused workspace will be deleted; null if that is not soon"
     )
     files_kept: bool | None = Field(
-        default=None, description="in a list of terminated sessions: whether the files are still on this server"
+        default=None, description="only in a list of terminated sessions: whether the files are still on this server"
     )
 
 
 class TemplateInfo(Answer):
-    """A template: what a sandbox gets that is made by it and asks for nothing else."""
+    """A template: the defaults of its sandboxes."""
 
     name: str
     description: str = ""
@@ -119,11 +130,11 @@ class TemplateInfo(Answer):
     limits: Limits = Field(default_factory=Limits)
     env: list[str] = Field(default_factory=list, description="names of variables, without their values")
     labels: dict[str, str] = Field(default_factory=dict)
-    packages: list[str] = Field(default_factory=list, description="Python packages that its sandboxes have")
-    built: bool = Field(default=False, description="whether an environment of its packages lies ready")
-    shipped: bool = Field(default=False, description="whether it came with carrel")
-    settings: bool = Field(default=False, description="whether it has a settings.json of its own")
-    sources: bool = Field(default=False, description="whether it has a sources.json of its own")
+    packages: list[str] = Field(default_factory=list, description="Python packages of its sandboxes")
+    built: bool = Field(default=False, description="whether the environment of its packages is built")
+    shipped: bool = Field(default=False, description="whether it is part of carrel")
+    settings: bool = Field(default=False, description="whether it has its own settings.json")
+    sources: bool = Field(default=False, description="whether it has its own sources.json")
     error: str | None = Field(default=None, description="why it cannot be used")
 
 
@@ -141,34 +152,34 @@ class SandboxPage(Answer):
 
 
 class TerminateRequest(Request):
-    """Why a sandbox ends."""
+    """The body of a request to terminate a sandbox."""
 
     reason: str = Field(default="", max_length=1000)
     delete_files: bool = Field(default=False, description="delete a durable workspace too")
     snapshot: bool | None = Field(
-        default=None, description="take a last snapshot of the workspace; None: unless its files are deleted"
+        default=None, description="take a last snapshot of the workspace; null: only if its files are not deleted"
     )
 
 
 class SupervisorHealth(Answer):
-    """What a supervisor says of itself. It comes from inside the sandbox, so it proves nothing."""
+    """The state that a supervisor reports. It comes from inside the sandbox, so it is not reliable."""
 
     status: Literal["ok"]
     state: Literal["idle", "busy"]
-    commands_running: int = Field(description="commands, and code contexts that have a cell to run")
-    python_calls: int = Field(default=0, description="those of the commands that are calls of Python")
-    code_contexts: int = Field(default=0, description="code contexts, whether they run a cell or not")
-    processes: int = Field(default=0, description="those of the supervisor included")
-    memory_bytes: int = Field(default=0, description="at most what is held: pages that a fork shares count twice")
-    capacity: int = Field(description="how many commands may run at once")
+    commands_running: int = Field(description="running commands, and code contexts with a cell to run")
+    python_calls: int = Field(default=0, description="running commands that are calls of Python")
+    code_contexts: int = Field(default=0, description="code contexts, busy or idle")
+    processes: int = Field(default=0, description="processes, including those of the supervisor")
+    memory_bytes: int = Field(default=0, description="an upper limit: pages that a fork shares count twice")
+    capacity: int = Field(description="the most commands that may run at once")
     uptime_s: float
 
 
 class WorkspaceUsage(Answer):
-    """What a workspace holds against what it may."""
+    """The size of a workspace, and its limit."""
 
     context_id: str | None
     bytes: int
     limit_bytes: int | None
     measured_at: datetime
-    enforced_by: Literal["kernel", "watch"] = Field(description="who stops a write beyond the limit")
+    enforced_by: Literal["kernel", "watch"] = Field(description="what stops a write beyond the limit")

@@ -1,4 +1,4 @@
-"""Snapshots, forks and filespaces. They hold and check values; they do nothing."""
+"""Models of snapshots, forks and filespaces."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from carrel.models.base import Answer, ContextId, Request
 
 
 class SnapshotInfo(Answer):
-    """An immutable picture of a workspace. Only a ready one can be restored."""
+    """An immutable copy of a workspace. Only a ready one can be restored."""
 
     id: str
     context_id: str
     status: Literal["creating", "ready", "failed"]
     created_at: datetime
     parent: str | None = None
-    bytes: int | None = Field(default=None, description="what the workspace held")
-    new_bytes: int | None = Field(default=None, description="what this snapshot added to the storage")
+    bytes: int | None = Field(default=None, description="size of the workspace")
+    new_bytes: int | None = Field(default=None, description="storage that this snapshot added")
     files: int | None = None
     error: str | None = None
     reason: Literal["request", "checkpoint", "stop", "fork"] = Field(
-        default="request", description="why it was taken; carrel keeps only the newest of those nobody asked for"
+        default="request", description="why it was taken; of those without a request, carrel keeps only the newest"
     )
     archived: bool = Field(default=False, description="whether it is in the archive, so that any server can restore it")
 
@@ -37,13 +37,13 @@ class SnapshotPage(Answer):
 
 
 class RestoreRequest(Request):
-    """Which snapshot's files the workspace gets."""
+    """The snapshot to restore."""
 
     snapshot_id: str = Field(min_length=1, max_length=64)
 
 
 class ForkRequest(Request):
-    """The new context, and the snapshot it starts from; without one a snapshot is taken now."""
+    """The new context, and the snapshot that it starts from; by default a new snapshot is taken."""
 
     context_id: ContextId
     snapshot_id: str | None = Field(default=None, min_length=1, max_length=64)
@@ -58,14 +58,14 @@ class FileChange(Answer):
 
 
 class FileChanges(Answer):
-    """What leads from one snapshot to another; `truncated` when there were more than the limit."""
+    """The differences between two snapshots; `truncated` if there were more than the limit."""
 
     items: list[FileChange]
     truncated: bool = False
 
 
 class SyncDirection(StrEnum):
-    """Which way files go between a workspace and its filespace."""
+    """The direction of a sync between a workspace and its filespace."""
 
     PUSH = "push"
     PULL = "pull"
@@ -79,7 +79,7 @@ class SyncRequest(Request):
 
 
 class SyncSummary(Answer):
-    """What a sync did. `conflicts` are paths that both sides had changed: the later write won."""
+    """The result of a sync. `conflicts` are paths that both sides had changed; the later write won."""
 
     direction: SyncDirection
     pushed: int = Field(description="files written to the filespace")
@@ -89,7 +89,7 @@ class SyncSummary(Answer):
     pulled_bytes: int
     pull_deleted: int = Field(description="files deleted in the workspace")
     conflicts: list[str] = Field(default_factory=list, description="at most 100 paths")
-    skipped: int = Field(description="links, sockets and other things a filespace does not hold")
+    skipped: int = Field(description="links, sockets and other entries that a filespace cannot store")
     duration_ms: float
 
 
@@ -104,7 +104,7 @@ class FilespaceFile(Answer):
 
 
 class FilespacePage(Answer):
-    """Files of a filespace in the order of their paths; `next` is the cursor of the following page."""
+    """Files of a filespace, ordered by path; `next` is the cursor of the following page."""
 
     items: list[FilespaceFile]
     next: str | None = None
