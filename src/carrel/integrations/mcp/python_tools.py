@@ -14,8 +14,8 @@ from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.command_tools import TIDY_S, followed, joined
 from carrel.integrations.mcp.output import Capture, cut_middle
 from carrel.models import MAX_PYTHON_TIMEOUT_S, CellResult, CodeContextName
-from carrel.models.environments import EnvironmentName
 from carrel.models.base import MAX_CODE
+from carrel.models.environments import EnvironmentName
 from carrel.models.python import PYTHON_TIMEOUT_S
 
 CELL = "cell/"
