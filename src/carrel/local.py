@@ -1,8 +1,8 @@
-"""One fresh sandbox of this process's own, without a server: for `carrel run` where none is running.
+"""A new sandbox of this process, without a server: for `carrel run` when no server is running.
 
-It has what needs no server: a provider, limits, a workspace that is gone afterwards. It has no store, no API and no
-policy, so whatever a policy, a template or the proxy would decide is left to a server: see `local_sandbox`.
-Most of a start is waiting for other processes, so they are started first and the rest is imported meanwhile.
+It has a provider, limits, and a workspace that is removed afterwards. It has no store, no API and no policy, so
+requests that need a policy, a template or the proxy are left to a server: see `local_sandbox`. Most of a start is
+waiting for other processes, so these are started first and the rest is imported meanwhile.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _PROVIDERS = frozenset({"auto", "namespace"})
 
 
 def short_temporary_directory() -> str:
-    """Where temporary directories go: the paths of sockets beneath have to stay under the kernel's 108 bytes."""
+    """Return the directory for temporary files: paths of sockets in it must be shorter than 108 bytes."""
     base = tempfile.gettempdir()
     return "/tmp" if len(os.fsencode(base)) > _LONGEST_BASE else base
 
 
 class LocalSandbox:
-    """A sandbox with the part of the SDK's `AsyncSandbox` that running one command takes."""
+    """A sandbox with the part of the SDK's `AsyncSandbox` that is needed to run one command."""
 
     def __init__(self, provider: Provider, handle: Handle, resolved: Resolved, workspace: str):
         from carrel.control.supervisor.client import SupervisorClient
@@ -59,11 +59,11 @@ class LocalSandbox:
         self._source, self._handle = provider, handle
 
     async def watch_disk(self) -> None:
-        """End the sandbox when its workspace is over the limit."""
+        """End the sandbox when its workspace exceeds the limit."""
         limit = self._disk_mb
         while limit is not None:
             await asyncio.sleep(_DISK_EVERY_S)
-            await asyncio.to_thread(import_module, "carrel.workspaces.usage")  # most commands have ended before
+            await asyncio.to_thread(import_module, "carrel.workspaces.usage")  # not earlier: most commands are short
             from carrel.workspaces.usage import max_entries, measure, verdict
 
             usage = await measure(self._workspace, stop_bytes=limit * _MB * 2, stop_entries=max_entries(limit) * 2)
@@ -119,7 +119,7 @@ class LocalCommands:
         return LocalCommand(self, info.id)
 
     async def output(self, command_id: str) -> AsyncIterator[Chunk]:
-        """The output of a command until it ends, then an `end` with its info as JSON."""
+        """Yield the output of a command until it ends, then an `end` chunk with its info as JSON."""
         from carrel.control.governance.redaction import clean_output
         from carrel.redaction.redact import Redactor
 
@@ -142,7 +142,7 @@ class LocalCommands:
             raise
 
     async def told(self, end: bytes) -> CommandInfo:
-        """How a command ended, checked; only the provider knows whether memory was short."""
+        """Validate the info of a command that has ended, and ask the provider whether memory ran out."""
         from carrel.control.operations.checks import check, json_object
         from carrel.models import CommandInfo
 
@@ -160,7 +160,7 @@ class LocalCommand:
         self._commands = commands
 
     def stream(self) -> LocalStream:
-        """The output until the command ends."""
+        """Return the output until the command ends."""
         return LocalStream(self._commands, self.id)
 
     async def signal(self, signal: str = "TERM", *, tree: bool = False) -> None:
@@ -186,7 +186,7 @@ class LocalCommand:
 
 
 class LocalStream:
-    """The output of a command while it is written; afterwards `info` tells how it ended."""
+    """The output of a running command; afterwards `info` has its end."""
 
     def __init__(self, commands: LocalCommands, command_id: str):
         self._commands = commands
@@ -202,7 +202,7 @@ class LocalStream:
 
 
 def needs_server(settings: Settings) -> bool:
-    """Whether the settings say what a local sandbox cannot keep: a policy, a template, a network, another provider."""
+    """Whether the settings need a server: for a policy, a template, a network or another provider."""
     policy = settings.policy.settings_file or settings.policy.sources_file
     sandbox = settings.sandbox
     return bool(policy or sandbox.template) or sandbox.network != "none" or sandbox.provider not in _PROVIDERS
@@ -218,9 +218,9 @@ async def local_sandbox(
     template: str | None = None,
     limits: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[LocalSandbox | None]:
-    """A fresh sandbox that is gone afterwards; None when only a server can give what is asked for.
+    """Yield a new sandbox that is removed afterwards, or None when the request needs a server.
 
-    `flags` are settings that come before those of `carrel.toml` and the environment.
+    `flags` are settings that override those of `carrel.toml` and the environment.
     """
     if template is not None or network not in {None, "none"} or (provider or "auto") not in _PROVIDERS:
         yield None
@@ -262,7 +262,7 @@ async def local_sandbox(
 
 
 def _settings(flags: Mapping[str, object]) -> Settings:
-    """Read the settings, and import what the sandbox needs while the caller waits for other processes."""
+    """Read the settings, and import modules while the caller waits for other processes."""
     import carrel.control.governance.redaction
     import carrel.control.sessions.placement
     import carrel.control.supervisor.client
@@ -273,7 +273,7 @@ def _settings(flags: Mapping[str, object]) -> Settings:
 
 
 def _request(trust: str | None, limits: Mapping[str, float | None]) -> SandboxRequest | None:
-    """What is asked for, checked; None when it is wrong: the server says so, in words that are written once."""
+    """Return the validated request, or None when it is invalid: then the server reports the error."""
     from pydantic import ValidationError
 
     from carrel.models import SandboxRequest

@@ -56,7 +56,7 @@ def heard(child):
 
 def bury(child):
     child.orders.close()
-    child.let_go()
+    child.close()
     code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     deadline = time.monotonic() + 10
     while forker.cgroups.remove(child.group) is False and time.monotonic() < deadline:
@@ -114,7 +114,7 @@ def test_a_way_out_is_kept_where_it_was_asked_for(workspaces: Path) -> None:
                     assert word == WAY_OUT
                     child.take_way_out(*fds)
                     assert child.way_out.getsockname() == ("127.0.0.1", WAY_OUT_PORT)
-                child.settle_network(network)
+                child.set_network(network)
                 forker.configure(child, Spec("s", "w1", network=network, trust=kept, env={"GOES": ""}), listener.fileno())
                 assert heard(child) == b"ready"
                 assert (child.way_out is not None) is kept

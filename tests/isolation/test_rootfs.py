@@ -101,7 +101,7 @@ def test_only_what_everybody_may_read_is_copied(tmp_path: Path) -> None:
     os.mkfifo(source / "open" / "pipe")
     (source / "open" / "huge").write_bytes(b"")
     os.truncate(source / "open" / "huge", rootfs.LARGEST_COPY + 1)
-    rootfs.carry_out(
+    rootfs.apply_plan(
         (
             Copy(str(source / "open"), "/copy"),
             Copy(str(source / "missing"), "/none"),
@@ -120,7 +120,7 @@ def test_only_what_everybody_may_read_is_copied(tmp_path: Path) -> None:
 
 def test_the_first_step_that_fails_is_raised(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        rootfs.carry_out((Symlink("/missing/link", "x"), Text("/after", "")), str(tmp_path))
+        rootfs.apply_plan((Symlink("/missing/link", "x"), Text("/after", "")), str(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
@@ -142,6 +142,6 @@ def test_configuration_of_packages_is_shown_and_nothing_secret(tmp_path: Path) -
         (etc / name).write_text(text)
     root.mkdir()
     plan = rootfs.base_plan({}, str(tmp_path / "host"))
-    rootfs.carry_out([step for step in plan if isinstance(step, Directory | Copy)], str(root))
+    rootfs.apply_plan([step for step in plan if isinstance(step, Directory | Copy)], str(root))
     found = {str(path.relative_to(root / "etc")) for path in (root / "etc").rglob("*") if path.is_file()}
     assert found == set(shown)

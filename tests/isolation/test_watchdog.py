@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from carrel.isolation import watchdog
-from carrel.isolation.watchdog import Shared, Watched, count, look
+from carrel.isolation.watchdog import Shared, WatchedSandbox, count, enforce_limits
 
 MB = 1024 * 1024
 # A first process whose children hold as many megabytes as its arguments say, without their first thread for those below
@@ -77,20 +77,20 @@ def tree() -> Iterator[Tree]:
 
 
 def test_the_largest_process_of_a_tree_over_its_limit_dies(tree: Tree) -> None:
-    watched = Watched(tree.first.pid, 70 * MB)
-    look([watched])
+    watched = WatchedSandbox(tree.first.pid, 70 * MB)
+    enforce_limits([watched])
     assert watched.used > 90 * MB
     assert watched.kills == 1
     tree.settled([True, False, True])
-    look([watched])
+    enforce_limits([watched])
     assert (watched.kills, watched.used < 70 * MB) == (1, True), "what is left is below the limit"
     assert tree.alive() == [True, False, True]
     assert tree.first.poll() is None
 
 
 def test_a_tree_below_its_limit_is_left_alone(tree: Tree) -> None:
-    watched = Watched(tree.first.pid, 1000 * MB)
-    look([watched])
+    watched = WatchedSandbox(tree.first.pid, 1000 * MB)
+    enforce_limits([watched])
     assert (watched.kills, tree.alive()) == (0, [True, True, True])
     assert 90 * MB < watched.used < 200 * MB
 
@@ -98,8 +98,8 @@ def test_a_tree_below_its_limit_is_left_alone(tree: Tree) -> None:
 def test_each_tree_has_its_own_limit(tree: Tree) -> None:
     other = Tree(30)
     try:
-        within, over = Watched(tree.first.pid, 1000 * MB), Watched(other.first.pid, 5 * MB)
-        look([within, over])
+        within, over = WatchedSandbox(tree.first.pid, 1000 * MB), WatchedSandbox(other.first.pid, 5 * MB)
+        enforce_limits([within, over])
         assert (within.kills, over.kills) == (0, 1)
         other.settled([False])
         assert tree.alive() == [True, True, True]
@@ -111,8 +111,8 @@ def test_a_process_whose_first_thread_has_ended_is_counted() -> None:
     """What is told of such a process by its own name is nothing."""
     tree = Tree(10, headless=60)
     try:
-        watched = Watched(tree.first.pid, 40 * MB)
-        look([watched])
+        watched = WatchedSandbox(tree.first.pid, 40 * MB)
+        enforce_limits([watched])
         assert (watched.used > 60 * MB, watched.kills) == (True, 1)
     finally:
         tree.close()
@@ -121,8 +121,8 @@ def test_a_process_whose_first_thread_has_ended_is_counted() -> None:
 def test_the_first_process_is_never_killed() -> None:
     tree = Tree()
     try:
-        watched = Watched(tree.first.pid, 1)
-        look([watched])
+        watched = WatchedSandbox(tree.first.pid, 1)
+        enforce_limits([watched])
         assert (watched.kills, tree.first.poll()) == (0, None)
     finally:
         tree.close()
@@ -131,8 +131,8 @@ def test_the_first_process_is_never_killed() -> None:
 def test_a_sandbox_that_is_gone_is_no_harm() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    watched = Watched(gone.pid, 1)
-    look([watched])
+    watched = WatchedSandbox(gone.pid, 1)
+    enforce_limits([watched])
     assert (watched.used, watched.kills) == (0, 0)
 
 
@@ -149,8 +149,8 @@ def test_odd_names_and_vanishing_processes(tmp_path: Path) -> None:
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "stat").write_text(stat)
         (tmp_path / pid / "statm").write_text(statm)
-    watched = Watched(10, 1000 * pages)
-    look([watched], str(tmp_path))
+    watched = WatchedSandbox(10, 1000 * pages)
+    enforce_limits([watched], str(tmp_path))
     assert watched.used == (5 - 1 + 9 - 1) * pages
 
 
@@ -215,37 +215,37 @@ def test_count_of_too_many_entries_names_the_largest_process(
 
 def test_counts_travel_as_text_and_a_broken_text_is_none(sharing: tuple[int, int]) -> None:
     first, child = sharing
-    text = watchdog.counted([Watched(first, 1)])
+    text = watchdog.count_all([WatchedSandbox(first, 1)])
     assert sum(watchdog.parse_counted(text)[first].files([child]).values()) == 48 * MB
     assert watchdog.parse_counted(text[:-5]) == watchdog.parse_counted(b"") == {}
 
 
 def test_nobody_is_killed_for_shared_memory_that_was_counted_earlier(tree: Tree) -> None:
     largest = Shared({tree.children[0]: {1: 500 * MB}})
-    watched = Watched(tree.first.pid, 200 * MB)
+    watched = WatchedSandbox(tree.first.pid, 200 * MB)
     watched.take_count(largest, kills=1)
-    assert look([watched]), "a new count is wanted"
+    assert enforce_limits([watched]), "a new count is wanted"
     assert (watched.kills, watched.used > 500 * MB) == (0, True)
     watched.take_count(largest, kills=0)
-    look([watched])
+    enforce_limits([watched])
     assert watched.kills == 1
     tree.settled([False, True, True])
-    look([watched])
+    enforce_limits([watched])
     assert (watched.kills, watched.used < 200 * MB) == (1, True), "who has ended holds nothing"
 
 
 def test_memory_file_systems_and_segments_are_counted(tree: Tree, tmp_path: Path) -> None:
     listed = tmp_path / "shm"
     listed.write_text("key shmid perms size cpid rss swap\n0 1 600 9 1 4096 100\n0 2 600 9 1 8192 0\n")
-    watched = Watched(tree.first.pid, 1000 * MB)
-    look([watched])
+    watched = WatchedSandbox(tree.first.pid, 1000 * MB)
+    enforce_limits([watched])
     before = watched.used
     watched.segments = os.open(listed, os.O_RDONLY)
-    look([watched])
+    enforce_limits([watched])
     assert 0 <= watched.used - before - 12_388 < MB
     watched.mounts = [os.open("/dev/shm", os.O_PATH)]
-    look([watched])
-    watched.let_go()
+    enforce_limits([watched])
+    watched.close()
     assert (watched.segments, watched.mounts) == (-1, ())
 
 
@@ -261,8 +261,8 @@ def test_sockets_are_held_by_their_number(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "12" / "fd" / str(number)).touch()
     killed: list[int] = []
     monkeypatch.setattr(watchdog, "_kill", lambda pid: not killed.append(pid))
-    watched = Watched(10, 100 * MB, own_network=True)
+    watched = WatchedSandbox(10, 100 * MB, own_network=True)
     for number, victims in ((watchdog.FEWEST_SOCKETS, []), (watchdog.FEWEST_SOCKETS + 1, [12])):
         sockstat.write_text(f"sockets: used {number}\nTCP: inuse 0\n")
-        look([watched], str(tmp_path))
+        enforce_limits([watched], str(tmp_path))
         assert killed == victims

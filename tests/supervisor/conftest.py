@@ -13,7 +13,7 @@ from tests.support.sandboxes import KINDS
 
 HERE = Path(__file__).parent
 ONE_KIND = {
-    "test_answers", "test_cells", "test_contexts", "test_environment", "test_feeding", "test_hosts", "test_mcp_servers",
+    "test_answers", "test_cells", "test_contexts", "test_environment", "test_command_input", "test_hosts", "test_mcp_servers",
     "test_mcp_starting", "test_secrets",
 }  # fmt: skip
 

@@ -148,7 +148,7 @@ def kill(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
 files = Files()
-files.settle(sys.argv[1])
+files.configure(sys.argv[1])
 if sys.argv[2] == "named":
     import errno
     original = os.open

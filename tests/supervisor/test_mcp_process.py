@@ -30,7 +30,7 @@ class Ground:
         loop = asyncio.get_running_loop()
         self.commands.watch(loop)
         self.score = os.open("/dev/null", os.O_WRONLY)
-        self.commands.settle(loop, self.score, ROOM)
+        self.commands.configure(loop, self.score, ROOM)
         self.directory = os.open(directory, os.O_PATH)
         self.room = Budget(ROOM)
         self.log = Log()

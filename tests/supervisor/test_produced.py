@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from carrel.supervisor import produced
 from carrel.supervisor.files import Files
-from carrel.supervisor.produced import Produced
+from carrel.supervisor.produced import ProducedFiles
 
 
 @pytest.fixture
@@ -24,16 +24,16 @@ def workspace() -> Iterator[Path]:
 
 
 @pytest.fixture
-def watch(workspace: Path) -> Iterator[Produced]:
+def watch(workspace: Path) -> Iterator[ProducedFiles]:
     files = Files()
-    files.settle(str(workspace))
-    watch = Produced(files)
+    files.configure(str(workspace))
+    watch = ProducedFiles(files)
     yield watch
     watch.close()
     files.close()
 
 
-async def test_finds_what_changes(workspace: Path, watch: Produced) -> None:
+async def test_finds_what_changes(workspace: Path, watch: ProducedFiles) -> None:
     (workspace / "old").write_text("1")
     (workspace / "deep/er").mkdir(parents=True)
     (workspace / "deep/er/known").write_text("1")
@@ -51,7 +51,7 @@ async def test_finds_what_changes(workspace: Path, watch: Produced) -> None:
     assert look.found == []
 
 
-async def test_moved_folders_keep_being_watched(workspace: Path, watch: Produced) -> None:
+async def test_moved_folders_keep_being_watched(workspace: Path, watch: ProducedFiles) -> None:
     (workspace / "a/b").mkdir(parents=True)
     async with watch.looking() as look:
         (workspace / "a").rename(workspace / "z")
@@ -62,14 +62,14 @@ async def test_moved_folders_keep_being_watched(workspace: Path, watch: Produced
     assert look.found == ["z/b/file"]
 
 
-async def test_what_was_given_is_not_produced(workspace: Path, watch: Produced) -> None:
+async def test_what_was_given_is_not_produced(workspace: Path, watch: ProducedFiles) -> None:
     stamps = [watch._files.write_bytes(name, b"x") for name in ("kept", "changed")]
     async with watch.looking(stamps) as look:
         (workspace / "changed").write_text("y")
     assert look.found == ["changed"]
 
 
-async def test_two_look_at_once(workspace: Path, watch: Produced) -> None:
+async def test_two_look_at_once(workspace: Path, watch: ProducedFiles) -> None:
     async with watch.looking() as outer:
         (workspace / "first").write_text("1")
         async with watch.looking() as inner:
@@ -79,7 +79,7 @@ async def test_two_look_at_once(workspace: Path, watch: Produced) -> None:
     assert outer.found == ["first", "second", "third"]
 
 
-async def test_one_who_goes_away_leaves_no_half_of_a_watch(workspace: Path, watch: Produced) -> None:
+async def test_one_who_goes_away_leaves_no_half_of_a_watch(workspace: Path, watch: ProducedFiles) -> None:
     names = [f"d{number:03}" for number in range(500)]
     for name in names:
         (workspace / name).mkdir()
@@ -100,7 +100,7 @@ async def test_one_who_goes_away_leaves_no_half_of_a_watch(workspace: Path, watc
     assert await call() == [f"{name}/new" for name in names]
 
 
-async def test_one_who_goes_away_at_the_end_looks_no_more(workspace: Path, watch: Produced) -> None:
+async def test_one_who_goes_away_at_the_end_looks_no_more(workspace: Path, watch: ProducedFiles) -> None:
     """What changed is kept for those who look: were one never to end, it would be kept for ever."""
     begun, end = asyncio.Event(), asyncio.Event()
 
@@ -126,7 +126,7 @@ async def test_one_who_goes_away_at_the_end_looks_no_more(workspace: Path, watch
 
 @pytest.mark.parametrize("what", ["too many folders", "too many events"])
 async def test_falls_back_to_a_scan(
-    workspace: Path, watch: Produced, monkeypatch: pytest.MonkeyPatch, what: str
+    workspace: Path, watch: ProducedFiles, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(produced, "MOST_WATCHED", 3)
     if what == "too many folders":
@@ -152,8 +152,8 @@ actions = st.lists(st.tuples(st.sampled_from(["write", "append", "rename", "remo
 async def test_agrees_with_a_scan(before: list[tuple[str, str, str]], during: list[tuple[str, str, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = Files()
-        files.settle(folder)
-        watch = Produced(files)
+        files.configure(folder)
+        watch = ProducedFiles(files)
         try:
             async with watch.looking():
                 act(Path(folder), before)
@@ -193,7 +193,7 @@ def act(root: Path, steps: list[tuple[str, str, str]]) -> set[str]:
     return touched
 
 
-async def test_the_description_of_the_workspace_is_not_produced(workspace: Path, watch: Produced) -> None:
+async def test_the_description_of_the_workspace_is_not_produced(workspace: Path, watch: ProducedFiles) -> None:
     async with watch.looking() as look:
         (workspace / ".context.json").write_text("{}")
         (workspace / "made").write_text("x")

@@ -16,7 +16,7 @@ from tests.support.leaks import below
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent, status, until
 
 from carrel.supervisor import commands, reaper
-from carrel.supervisor.reaper import Reaper, Runner, descendants, doomed
+from carrel.supervisor.reaper import Reaper, Runner, descendants, is_ending
 
 isolated = pytest.mark.parametrize("house", [kind for kind in KINDS if kind != "process"], indirect=True)
 
@@ -225,18 +225,18 @@ def test_descendants_are_what_leads_up_to_the_root(parents: dict[int, int], stop
 
 
 def test_who_is_doomed() -> None:
-    assert not doomed(os.getpid())
+    assert not is_ending(os.getpid())
     pid = os.fork()
     if pid == 0:
         while True:
             signal.pause()
     try:
-        assert not doomed(pid)
+        assert not is_ending(pid)
         os.kill(pid, signal.SIGKILL)
-        assert doomed(pid), "whether it has come to its end or not"
+        assert is_ending(pid), "whether it has come to its end or not"
     finally:
         os.waitpid(pid, 0)
-    assert doomed(pid)
+    assert is_ending(pid)
 
 
 async def test_what_a_lost_reaper_had_is_looked_for_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ async def test_the_largest_sets_fit_twice(box: Box) -> None:
 def folder(tmp_path: Path) -> Iterator[tuple[Path, Secrets]]:
     directory = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
     secrets = Secrets()
-    secrets.settle(directory)
+    secrets.configure(directory)
     yield tmp_path, secrets
     os.close(directory)
 

@@ -92,7 +92,7 @@ async def serve(top: Path) -> AsyncIterator[Box]:
     workspace.mkdir()
     before = descriptors()
     files = Files()
-    files.settle(str(workspace))
+    files.configure(str(workspace))
     router = Router()
     files.routes(router)
     tasks: set[asyncio.Task[None]] = set()

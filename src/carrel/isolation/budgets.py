@@ -1,11 +1,11 @@
-"""Kernel budgets that a sandbox would share with the machine or with the server's user: each sandbox is held to a part.
+"""Limits for kernel resources that a sandbox would otherwise share with the machine or with the server's user.
 
-The kernel counts inotify, pending signals, message queues and locked memory for the owner of a user namespace too, up
-to the host's own namespace. As root every sandbox gets an owner of its own (`ids.owner`): nobody shares these counts.
-An ordinary user has one id for everything: there all sandboxes together get three quarters of what the user may have,
-so that the user's other programs go on, and each sandbox gets an eighth.
+The kernel counts inotify, pending signals, message queues and locked memory also for the owner of a user namespace, up
+to the host's own namespace. As root, every sandbox gets its own owner (`ids.owner`), so no two share these counts. An
+ordinary user has only one id: there, all sandboxes together get three quarters of the user's limit, so that the user's
+other programs keep working, and each sandbox gets an eighth.
 
-What neither limits nor namespaces can hold is refused by the system call filter. The whole table is in
+The system call filter refuses what neither limits nor namespaces can restrict. The whole table is in
 `docs/explanation/isolation.md`.
 """
 
@@ -25,7 +25,7 @@ LIMITS: Mapping[int, int] = {
     resource.RLIMIT_NICE: 0,
     resource.RLIMIT_CORE: 0,
 }
-"""Resource limits of every sandbox, whatever was asked for. Those of other budgets are counted per user namespace."""
+"""Resource limits of every sandbox. The kernel counts the other resources per user namespace."""
 
 _OF_NAMESPACES = (resource.RLIMIT_NPROC, *list(LIMITS)[:3])
 _NOTIFICATIONS = ("max_inotify_instances", "max_inotify_watches")
@@ -33,15 +33,15 @@ _FEWEST = 8
 
 
 def limit_process() -> None:
-    """Hold this process, and all it will start, to the limits that are the same for every sandbox."""
+    """Apply the limits that are the same for every sandbox to this process and all it will start."""
     for which, most in LIMITS.items():
         linux.lower_limit(which, most)
 
 
 def enter_user_namespace(namespaces: int) -> None:
-    """Unshare a user namespace (and others) that may use three quarters of each budget of this ordinary user.
+    """Unshare a user namespace (and others) that may use three quarters of each limit of this ordinary user.
 
-    The kernel takes the limits that hold for a namespace from the process that makes it.
+    The kernel takes the limits of a namespace from the process that creates it.
     """
     before = {which: resource.getrlimit(which) for which in _OF_NAMESPACES}
     notifications = {name: _read(name) * 3 // 4 for name in _NOTIFICATIONS}
@@ -57,12 +57,12 @@ def enter_user_namespace(namespaces: int) -> None:
 
 
 def sandbox_notifications() -> dict[str, int]:
-    """What one of an ordinary user's sandboxes may have: an eighth of the host's limit. Called in the zygote."""
+    """Return the inotify limits of one sandbox of an ordinary user: an eighth of the host's. Called in the zygote."""
     return {name: max(_FEWEST, _read(name) // 6) for name in _NOTIFICATIONS}
 
 
 def limit_tcp_buffers() -> None:
-    """Hold the buffers of TCP sockets of this network namespace to what other sockets have: no cgroup counts them."""
+    """Limit the TCP buffers of this network namespace to the size of other sockets' buffers: no cgroup counts them."""
     write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992")
     write("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992")
 

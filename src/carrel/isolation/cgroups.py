@@ -1,8 +1,8 @@
 """Memory and CPU limits by cgroup: version 2, version 1 where that is what the host has, or none.
 
-A `Cgroups` owns one directory per hierarchy, named after the process that made it, with one group per sandbox below.
-It keeps directory descriptors, so that it works after its owner has left the host's file system. It creates and
-removes groups of its own only.
+A `Cgroups` owns one directory per hierarchy, named after the process that created it, with one group per sandbox below.
+It keeps directory descriptors, so it works after its owner has left the host's file system. It creates and removes
+only its own groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERIOD_US = 100_000
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """One mounted cgroup hierarchy: where it is, its version, and which of our controllers it has."""
+    """One mounted cgroup hierarchy: its path, its version, and which of our controllers it has."""
 
     path: str
     version: int
@@ -31,18 +31,18 @@ class Hierarchy:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The way into a sandbox's groups, for the one process that starts there.
+class GroupEntry:
+    """The descriptors with which the first process of a sandbox enters its groups.
 
-    Moving another process makes the kernel wait for a grace period of many milliseconds. A child that is forked into
-    its group (version 2), or a single thread that moves itself by its `tasks` file (version 1), does not.
+    Moving another process makes the kernel wait for a grace period of many milliseconds. There is no such wait for a
+    child that is forked into its group (version 2), or a single thread that moves itself by a `tasks` file (version 1).
     """
 
     tasks: tuple[int, ...] = ()
     into: int = -1
 
-    def sit(self) -> None:
-        """Called by the child itself, before anything else."""
+    def enter(self) -> None:
+        """Enter the groups of version 1. Called by the child itself, first of all."""
         for descriptor in self.tasks:
             os.write(descriptor, b"0")
 
@@ -54,7 +54,7 @@ class Seat:
 
 
 def settings(version: int, controller: str, memory_mb: int | None, cpus: float | None) -> dict[str, str]:
-    """The files to write, in order, for the limits asked of one controller."""
+    """Return the files to write, in order, for the limits of one controller."""
     if controller == "memory" and memory_mb is not None:
         limit = str(memory_mb * 1024 * 1024)
         if version == 2:
@@ -72,7 +72,7 @@ _OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory
 
 
 def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
-    """The hierarchies that have a controller we need, from `/proc/self/mountinfo` and `/proc/self/cgroup`."""
+    """Return the hierarchies with a controller that we need, from `/proc/self/mountinfo` and `/proc/self/cgroup`."""
     own_v2 = next((line[3:] for line in own.splitlines() if line.startswith("0::")), "/")
     found = []
     for line in mountinfo.splitlines():
@@ -96,7 +96,7 @@ def _of_this_process() -> list[Hierarchy]:
 
 
 def _nearest_writable(point: str, own: str) -> str:
-    """The top of a version 2 tree for root; for others the highest ancestor of their group they may write to."""
+    """Return the top of a version 2 tree for root; for other users the highest writable ancestor of their group."""
     if os.geteuid() == 0:
         return point
     best = path = (point + own).rstrip("/") or point
@@ -106,8 +106,8 @@ def _nearest_writable(point: str, own: str) -> str:
 
 
 def host_memory_mb() -> int:
-    """The most memory that sandboxes of this host can have together: its own, or less where this server runs in a
-    container that has less.
+    """Return the memory that all sandboxes together can have: that of the host, or of the container that this server
+    runs in.
     """
     with open("/proc/meminfo", encoding="utf-8") as file:
         total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal:"))
@@ -115,12 +115,12 @@ def host_memory_mb() -> int:
 
 
 def memory_limits(found: Iterable[Hierarchy]) -> list[int]:
-    """The limits in bytes that hold for groups made in these hierarchies."""
+    """Return the limits, in bytes, of groups that are created in these hierarchies."""
     limits = []
     for hierarchy in found:
         path, name = hierarchy.path, "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes"
         while "memory" in hierarchy.controllers and os.path.exists(f"{path}/cgroup.procs"):
-            # The top of all groups has no limit, and `max` is none.
+            # The root group has no such file, and `max` means no limit.
             with suppress(OSError, ValueError), open(f"{path}/{name}", encoding="ascii") as file:
                 limits.append(int(file.read()))
             path = os.path.dirname(path)
@@ -137,7 +137,7 @@ class Cgroups:
 
     @property
     def controllers(self) -> frozenset[str]:
-        """`memory` and `cpu`, as far as they can be used."""
+        """Those of `memory` and `cpu` that can be used."""
         return frozenset(self._directories)
 
     @property
@@ -148,7 +148,7 @@ class Cgroups:
 
     @classmethod
     def open(cls) -> Cgroups:
-        """Find what the host offers and make our own directories; never raises for what the host lacks."""
+        """Create our own directories where the host has controllers. Never raises for a controller that is missing."""
         groups = cls()
         name = f"carrel-{os.getpid()}-{start_time(os.getpid())}"
         reasons = []
@@ -181,8 +181,8 @@ class Cgroups:
             for controller in wanted:
                 self._directories[controller] = (hierarchy.version, directory)
 
-    def make(self, group: str) -> Seat:
-        """Make the groups of a sandbox, without limits yet. Raises `PlatformError`, leaving none."""
+    def make(self, group: str) -> GroupEntry:
+        """Create the groups of a sandbox, without limits yet. Raises `PlatformError` and then leaves none."""
         tasks: list[int] = []
         into = -1
         done: set[int] = set()
@@ -197,10 +197,10 @@ class Cgroups:
                 else:
                     into = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         except OSError as error:
-            Seat(tuple(tasks), into).close()
+            GroupEntry(tuple(tasks), into).close()
             self.remove(group)
             raise PlatformError(f"cgroup {group} could not be made: {error}") from error
-        return Seat(tuple(tasks), into)
+        return GroupEntry(tuple(tasks), into)
 
     def limit(self, group: str, memory_mb: int | None, cpus: float | None) -> None:
         """Set the limits of a group. Raises `PlatformError`."""
@@ -225,7 +225,7 @@ class Cgroups:
         return gone
 
     def usage(self, group: str) -> dict[str, int]:
-        """`memory_bytes` and `oom_kills` of a sandbox, as far as they can be known."""
+        """Return `memory_bytes` and `oom_kills` of a sandbox, as far as they are known."""
         if "memory" not in self._directories:
             return {}
         version, directory = self._directories["memory"]
@@ -244,7 +244,7 @@ class Cgroups:
         return answer
 
     def close(self) -> None:
-        """Remove our own directories; those with living groups stay for the next sweep."""
+        """Remove our own directories. Those with living groups stay until the next sweep."""
         for directory in {directory for _, directory in self._directories.values()}:
             os.close(directory)
         self._directories.clear()
@@ -258,7 +258,7 @@ class Cgroups:
 
 
 def start_time(pid: int, proc: str = "/proc") -> int:
-    """When a process started, in clock ticks since boot: with the pid it names a process for good. 0 when gone."""
+    """Return when a process started, in clock ticks since boot, or 0 when it is gone. With the PID it is unique."""
     try:
         with open(f"{proc}/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -268,7 +268,7 @@ def start_time(pid: int, proc: str = "/proc") -> int:
 
 
 def sweep() -> bool:
-    """Remove the empty groups of zygotes that are gone; False when one that is all but empty is still held."""
+    """Remove the empty groups of zygotes that are gone. Returns False while a dying process still holds one."""
     done = True
     for hierarchy in _of_this_process():
         try:
@@ -296,7 +296,7 @@ def _groups(path: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
             return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:  # another swept it
+    except FileNotFoundError:  # removed by another process
         return []
 
 

@@ -1,6 +1,6 @@
 """Forks the processes that become sandboxes, and runs in each of them until the supervisor takes over.
 
-Knows how a sandbox is made, not who asks for one. The zygote's loop knows who asks, and not how it is made.
+It knows how a sandbox is created; the zygote's loop knows who requested it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from carrel.isolation import budgets, cgroups, ids, linux, mask_mounts, rootfs, 
 from carrel.isolation import masks as wire
 from carrel.primitives import libc
 
-# The cgroup namespace comes later: it is rooted in the groups a process is in when it is made.
+# The cgroup namespace is created later: its root is the group that a process is in at that moment.
 _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
 # A request to the forker: the slot of ids; whether to rehearse; whether the network is its own; whether there is a lock
 # of the ids; whether there is a version 2 cgroup. With it come the descriptors: orders, that lock, that cgroup, and the
@@ -36,19 +36,19 @@ _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 
 
 class SupervisorModule(Protocol):
-    """What the program that becomes the supervisor must have."""
+    """The functions that the module of the supervisor must have."""
 
     def prepare(self) -> object:
-        """What every sandbox will use, made once, before the first fork."""
+        """Create what every sandbox will use. Called once, before the first fork."""
 
     def take_over(self, prepared: object, *, rehearse: bool) -> set[int]:
-        """In a new process: make it this process's own; the descriptors that must stay open."""
+        """In a new process, make it this process's own; return the descriptors that must stay open."""
 
-    def main(self, born: sandbox.Born, prepared: object) -> None:
+    def main(self, facts: sandbox.SandboxFacts, prepared: object) -> None:
         """Serve a sandbox; never returns."""
 
     def warm(self) -> None:
-        """Load everything that is otherwise loaded late."""
+        """Load every module that Python would otherwise load late."""
 
     def end_below(self, pid: int) -> None:
         """End every process below `pid`."""
@@ -56,7 +56,7 @@ class SupervisorModule(Protocol):
 
 @dataclass(eq=False)
 class Child:
-    """A sandbox from its fork to the removal of its last trace; without a name it is a spare that waits for one."""
+    """A sandbox, from its fork until nothing of it is left. Without a name it is a spare."""
 
     group: str
     pid: int
@@ -68,7 +68,7 @@ class Child:
     deadline: float = math.inf
     ready: bool = False
     reaped: bool = False
-    watched: watchdog.Watched | None = None
+    watched: watchdog.WatchedSandbox | None = None
     network: str = ""
     way_out: socket.socket | None = None
     network_fd: int = -1
@@ -76,35 +76,35 @@ class Child:
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
 
     def take_way_out(self, descriptor: int) -> None:
-        """Keep the socket of the way out for as long as the child lives, unless its network is to have none."""
+        """Keep the egress socket as long as the child lives, unless its network has none."""
         self.way_out = socket.socket(fileno=descriptor)
         if self.network:
-            self.settle_network(self.network)
+            self.set_network(self.network)
 
-    def settle_network(self, network: str) -> None:
-        """What was asked for is known. Without a network, the child itself listens: it has a copy. On the networks that
-        go around the proxy nothing listens from now on and the port is free.
+    def set_network(self, network: str) -> None:
+        """Set the requested network. Without a network, the child itself listens on its copy of the egress socket. On
+        networks that bypass the proxy, the socket is shut down and the port is free.
         """
         self.network = network
         if self.way_out is not None and network != "allowlist":
             if network != "none":
-                # A child that is being forked may have a copy for a moment: this ends them all.
+                # A child that is just being forked may have a copy: this shuts down all copies.
                 self.way_out.shutdown(socket.SHUT_RDWR)
             self.way_out.close()
             self.way_out = None
 
     def take_memory(self, descriptors: Sequence[int]) -> None:
-        """Keep the descriptors by which its memory is watched: the System V segments first, then the file systems."""
+        """Keep the descriptors for measuring its memory: the System V segments first, then the file systems."""
         if self.watched is None:
             raise PlatformError("the memory of this sandbox is not watched")
         self.watched.segments, *self.watched.mounts = descriptors
 
     @contextmanager
-    def bridgehead(self) -> Iterator[tuple[int, ...]]:
-        """What a bridge to the child's network is built with, once; nothing for a child that is to have none.
+    def network_descriptors(self) -> Iterator[tuple[int, ...]]:
+        """Return, once, the descriptors for building a bridge to the child's network; none for other networks.
 
-        The namespace; a pipe that hangs up when the child is gone, and the bridge must go too; and the zygote's user
-        namespace, in which an ordinary user has the power to build it.
+        They are the network namespace; a pipe that closes when the child is gone, which ends the bridge; and the
+        zygote's user namespace, in which an ordinary user has the capabilities to build it.
         """
         if self.network_fd < 0:
             yield ()
@@ -118,20 +118,20 @@ class Child:
                 os.close(descriptor)
             self.network_fd = -1
 
-    def let_go(self) -> None:
-        """Close what was kept of the child: its way out, its bridge, the descriptors of its memory."""
+    def close(self) -> None:
+        """Close the egress socket, the bridge and the descriptors of the memory."""
         if self.way_out is not None:
             self.way_out.close()
             self.way_out = None
         if self.watched is not None:
-            self.watched.let_go()
+            self.watched.close()
         for descriptor in (self.network_fd, self.lifeline):
             _close(descriptor)
         self.network_fd = self.lifeline = -1
 
 
 class SandboxForker:
-    """Forks sandboxes by way of a process of its own, the forker. Without `isolate` they are plain forks."""
+    """Forks sandboxes through a separate process, the forker. Without `isolate` they are plain forks."""
 
     def __init__(self, supervisor: SupervisorModule, *, isolate: bool):
         self.cgroups = cgroups.Cgroups()
@@ -150,13 +150,10 @@ class SandboxForker:
         self._forker_pid = 0
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Leave the host's file system for a small one, and make there what all sandboxes share.
-
-        See `zygote_root.enter`.
-        """
+        """Move to a small file system of our own and create there what all sandboxes share. See `zygote_root.enter`."""
         self._prepared = self._supervisor.prepare()
         if self._isolate:
-            linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with a way out costs one for as long as it lives
+            linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with an egress socket needs one
             self.cgroups = cgroups.Cgroups.open()
             self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
             self._ids = ids.HostIds() if self._root else None
@@ -169,7 +166,7 @@ class SandboxForker:
         self._idmap = self._ids is not None and self._can_idmap()
 
     def _can_idmap(self) -> bool:
-        """Whether the file system of the workspaces lets owners be translated: tried, not guessed."""
+        """Try whether the file system of the workspaces supports idmapped mounts."""
         read_end, write_end = os.pipe()
         pid = linux.fork_into(linux.CLONE_NEWUSER)
         if pid == 0:
@@ -189,7 +186,7 @@ class SandboxForker:
             os.waitpid(pid, 0)
 
     def describe(self) -> dict[str, Any]:
-        """What sandboxes made here have."""
+        """Return the features of the sandboxes that this forker creates."""
         return {
             "isolate": self._isolate,
             "controllers": sorted(self.cgroups.controllers),
@@ -200,15 +197,15 @@ class SandboxForker:
         }
 
     def held(self, child: Child) -> int:
-        """Bytes of deleted workspace files that a sandbox's processes still hold."""
-        return watchdog.held(child.pid, os.fstat(self._workspaces).st_dev)
+        """Return the bytes of deleted workspace files that a sandbox's processes still have open."""
+        return watchdog.deleted_open_bytes(child.pid, os.fstat(self._workspaces).st_dev)
 
     def configure(self, child: Child, spec: sandbox.Spec, listener: int, masks: int = -1) -> None:
-        """Give a forked child what was asked for: limits, workspace, masks, and the socket it will listen on."""
+        """Send a forked child its limits, workspace, masks, and the socket that it will listen on."""
         order = self._order(masks) if spec.masked else -1
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
             own_network = spec.network != "host"
-            child.watched = watchdog.Watched(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
+            child.watched = watchdog.WatchedSandbox(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
             spec = replace(spec, watched=True)
         fds = [listener]
         try:
@@ -221,33 +218,33 @@ class SandboxForker:
                 os.close(descriptor)
 
     def _order(self, masks: int) -> int:
-        """What packed masks mean in the base root."""
+        """Return the plan for packed masks."""
         if self._covers is None:
             raise PlatformError("what is not isolated cannot be masked")
         return self._covers.order(wire.content(masks))
 
     def fork(self, *, rehearse: bool, own_network: bool = True) -> Child:
-        """Fork a child that does the first half and then waits; `rehearse` when there is time for it."""
+        """Fork a child that does the first part and then waits; `rehearse` when there is time for it."""
         self._count += 1
         group = f"s{self._count}"
         slot, lock = self._ids.take() if self._ids else (0, -1)
         try:
-            seat = self.cgroups.make(group)
+            entry = self.cgroups.make(group)
         except PlatformError:
             _close(lock)
             raise
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             pid = self._ask_forker(
-                _FORK.pack(slot, rehearse, own_network, lock >= 0, seat.into >= 0), theirs, lock, seat
+                _FORK.pack(slot, rehearse, own_network, lock >= 0, entry.into >= 0), theirs, lock, entry
             )
         except OSError:
             self.cgroups.remove(group)
             ours.close()
             raise
-        finally:  # the sandbox's own copy of the lock keeps its ids taken for as long as it lives
+        finally:  # the sandbox has its own copy of the lock, which reserves its ids as long as it lives
             theirs.close()
-            seat.close()
+            entry.close()
             _close(lock)
         child = Child(group, pid, ours, cgroups.start_time(pid))
         if self._isolate:
@@ -264,10 +261,10 @@ class SandboxForker:
 
     # the forker
 
-    def _ask_forker(self, request: bytes, orders: socket.socket, lock: int, seat: cgroups.Seat) -> int:
-        """Have a process forked; its pid. It is a child of this process."""
+    def _ask_forker(self, request: bytes, orders: socket.socket, lock: int, entry: cgroups.GroupEntry) -> int:
+        """Have the forker fork a process; return its PID. It is a child of this process."""
         self._requests = self._requests or self._start_forker()
-        fds = [descriptor for descriptor in (orders.fileno(), lock, seat.into, *seat.tasks) if descriptor >= 0]
+        fds = [descriptor for descriptor in (orders.fileno(), lock, entry.into, *entry.tasks) if descriptor >= 0]
         try:
             socket.send_fds(self._requests, [request], fds)
             answer = self._requests.recv(_FORKED.size)
@@ -286,9 +283,9 @@ class SandboxForker:
     def _start_forker(self) -> socket.socket:
         """Start the process that all sandboxes are forked from.
 
-        A page of memory that a forked process does not write to is shared only until its parent writes to it. The
-        zygote's loop writes to some 350 pages from one fork to the next, and each sandbox would keep the old ones for
-        itself. The forker does nothing else, so its pages stay shared. It also has no descriptor of any sandbox.
+        A forked process shares a memory page with its parent until one of them writes to it. The zygote's loop writes
+        to some 350 pages between two forks, and each sandbox would keep the old ones for itself. The forker does
+        nothing else, so its pages stay shared. It also has no descriptor of any sandbox.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._forker_pid = os.fork()
@@ -306,10 +303,10 @@ class SandboxForker:
         return ours
 
     def _fork_one(self, requests: socket.socket) -> None:
-        """In the forker: fork one process as a sibling of this one."""
+        """In the forker, fork one process as a sibling of this one."""
         message, ancillary, _flags, _address = requests.recvmsg(_FORK.size, _FORK_FDS_SPACE, _CLOSE_ON_EXEC)
         if not message:
-            os._exit(0)  # the zygote has gone
+            os._exit(0)  # the zygote is gone
         slot, rehearse, own_network, has_lock, has_cgroup = _FORK.unpack(message)
         received = ancillary[0][2]
         orders, *rest = fds = struct.unpack(f"{len(received) // 4}i", received)
@@ -326,8 +323,8 @@ class SandboxForker:
         except OSError as error:
             pid = -(error.errno or errno.EIO)
         if pid == 0:
-            seat = cgroups.Seat(tuple(rest), into)
-            self._become(socket.socket(fileno=orders), lock, seat, rehearse=rehearse, own_network=own_network)
+            entry = cgroups.GroupEntry(tuple(rest), into)
+            self._become(socket.socket(fileno=orders), lock, entry, rehearse=rehearse, own_network=own_network)
         for descriptor in fds:
             os.close(descriptor)
         requests.send(_FORKED.pack(pid))
@@ -358,11 +355,11 @@ class SandboxForker:
         return mount
 
     def _become(
-        self, orders: socket.socket, lock: int, seat: cgroups.Seat, *, rehearse: bool, own_network: bool
+        self, orders: socket.socket, lock: int, entry: cgroups.GroupEntry, *, rehearse: bool, own_network: bool
     ) -> None:
-        """In the child: never returns."""
+        """In the child, become the sandbox. Never returns."""
         try:
-            seat.sit()
+            entry.enter()
             if self._isolate:
                 linux.unshare(linux.CLONE_NEWCGROUP)
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
@@ -378,7 +375,7 @@ class SandboxForker:
             if self._isolate:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
-                sandbox.settle(spec, fds[1], self._program, root=self._root, order_fd=fds[-1])
+                sandbox.complete(spec, fds[1], self._program, root=self._root, order_fd=fds[-1])
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 if spec.watched:
@@ -391,7 +388,7 @@ class SandboxForker:
                 os.chdir(spec.workspace)
                 os.close(workspaces)
                 workspace = home = os.getcwd()
-            score = sandbox.give_up_reach()
+            score = sandbox.hide_from_children()
             if way_out is not None and spec.network != "none":
                 way_out.close()
                 way_out = None
@@ -399,7 +396,7 @@ class SandboxForker:
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
-            born = sandbox.Born(
+            facts = sandbox.SandboxFacts(
                 spec.id,
                 listener,
                 workspace,
@@ -413,7 +410,7 @@ class SandboxForker:
                 way_out,
                 spec.trust,
             )
-            self._supervisor.main(born, self._prepared)
+            self._supervisor.main(facts, self._prepared)
         except BaseException as error:
             try:
                 orders.send(f"failed: {error}".encode()[:2000])
@@ -424,7 +421,7 @@ class SandboxForker:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL, if it is still there."""
+    """Send SIGKILL to a process, if it still exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
-"""Host user ids for sandboxes: a range each, that no other sandbox on the host has while it lives.
+"""Host user ids for sandboxes: each has a range that no other sandbox on the host has while it lives.
 
-The ranges lie above those that distributions, container engines and systemd hand out. A range is taken by locking a
-byte of a shared file; the lock belongs to the open file, which the sandbox inherits, so it ends with the sandbox
-whatever happens to the zygote or to carrel.
+The ranges are above those that distributions, container engines and systemd use. A range is taken by locking a byte of
+a shared file. The lock belongs to the open file, which the sandbox inherits, so it ends with the sandbox even if the
+zygote or the server dies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostIds:
         self._next = os.getpid() % SLOTS
 
     def take(self) -> tuple[int, int]:
-        """A free slot, with the descriptor whose lock proves it."""
+        """Return a free slot, and the descriptor with its lock."""
         lock = os.open("ids.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
         for _ in range(SLOTS):
             slot = self._next
@@ -43,19 +43,19 @@ class HostIds:
 
 
 def owner(slot: int) -> int:
-    """The host user id that the user namespace of a sandbox belongs to: no process runs as it outside the sandbox.
+    """Return the host user id that owns the user namespace of a sandbox. No process outside the sandbox has it.
 
-    The kernel counts budgets such as inotify for the owner of a namespace, so no two sandboxes may have the same one.
+    The kernel counts resources such as inotify for the owner of a namespace, so no two sandboxes may share one.
     """
     return FIRST + slot * RANGE
 
 
 def maps(slot: int, *, root: bool, idmap: bool) -> str:
-    """The id map of a sandbox: `inside outside count` a line."""
+    """Return the id map of a sandbox, with `inside outside count` in each line."""
     first, after = owner(slot), SANDBOX_UID + 1
     if not root:  # the zygote's own user namespace knows one id: its user, as 0
         return f"{SANDBOX_UID} 0 1\n"
     if idmap:
         return f"0 {first} {RANGE}\n"
-    # Files keep the one owner they have on disk, so the agents of this host share it.
+    # Files keep their one owner on disk, so the agents of this host share that user id.
     return f"0 {first} {SANDBOX_UID}\n{SANDBOX_UID} {SANDBOX_UID} 1\n{after} {first + after} {RANGE - after}\n"

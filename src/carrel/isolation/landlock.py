@@ -1,7 +1,4 @@
-"""Landlock: a second, path-based wall inside a sandbox, put up by the process itself and inherited for good.
-
-Takes paths or descriptors and knows nothing of mount plans, workspaces or policy.
-"""
+"""Landlock: a second, path-based restriction of a sandbox. A process applies it to itself; its children inherit it."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ _PATH_BENEATH = struct.Struct("=Qi")  # allowed rights, descriptor
 
 
 def abi() -> int:
-    """The version of Landlock this kernel enforces; 0 when it has none or has it switched off.
+    """Return the version of Landlock that this kernel enforces; 0 when it has none or has it switched off.
 
-    Under version 1 a file cannot be moved to another directory at all, whatever the rules say.
+    With version 1 no file can be moved to another directory, whatever the rules say.
     """
     try:
         return libc.system_call("landlock_create_ruleset", _CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)
@@ -45,7 +42,7 @@ def abi() -> int:
 
 
 def rights(version: int) -> int:
-    """Every file system right that a version handles, of those known here."""
+    """Return every file system right, of those known here, that a version handles."""
     known = _FIRST_RIGHTS
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         if version >= since:
@@ -56,12 +53,12 @@ def rights(version: int) -> int:
 def restrict(
     read: Sequence[str | int], write: Sequence[str | int], *, scope: bool = True, missing_ok: bool = False
 ) -> None:
-    """Confine the calling thread and all it will start: it may read and execute beneath `read`, do anything
+    """Restrict the calling thread and all it will start: it may read and execute beneath `read`, do anything
     beneath `write`, and nothing elsewhere.
 
-    A path that does not exist raises, or is passed over with `missing_ok`. A descriptor stays the caller's.
-    `scope` also hides abstract sockets and processes from outside, from version 6 on; below that the
-    namespaces alone do. Sets no_new_privs. Raises PlatformError, also without Landlock: ask `abi` first.
+    A path that does not exist raises an error, or is ignored with `missing_ok`. Descriptors stay the caller's.
+    `scope` also hides abstract sockets and processes outside, from version 6 on; before that only namespaces do.
+    Sets no_new_privs. Raises `PlatformError`, also without Landlock, so call `abi` first.
     """
     version = abi()
     if version == 0:
@@ -101,7 +98,7 @@ def _allow(ruleset: int, place: str | int, allowed: int, missing_ok: bool) -> No
 
 
 def _add(ruleset: int, parent: int, allowed: int) -> bool:
-    # False for a file given what only a directory can have; asking the kernel is cheaper than fstat first.
+    # False for rights of directories on a file. Asking the kernel is cheaper than calling fstat first.
     rule = _PATH_BENEATH.pack(allowed, parent)
     try:
         libc.system_call("landlock_add_rule", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)

@@ -1,14 +1,14 @@
-"""Small programs that come before the host's own in every sandbox: `pip` and `uv` that install into the context's own
-virtual environment and make it on first need, and `python3` that runs in it.
+"""Small programs that come before the host's own on the PATH of every sandbox: `pip` and `uv`, which install into the
+workspace's virtual environment and create it when needed, and `python3`, which runs in it.
 
-Texts only; whoever builds the root writes them. A policy that denies `pip` or `uv` masks these too.
+This module has only their texts. A policy that denies `pip` or `uv` masks these too.
 """
 
 from __future__ import annotations
 
 PLACE = "/etc/carrel/bin"
 VENV = "/workspace/.venv"
-"""Where the virtual environment of a context lies. It is part of the workspace, and goes where that goes."""
+"""The virtual environment of a workspace, and a part of it."""
 
 _MAKE = """\
 #!/bin/sh
@@ -133,7 +133,7 @@ MAINS = (
     "/usr/lib/python3.*/site-packages/pip/__main__.py",
     "/usr/local/lib/python3.*/*-packages/pip/__main__.py",
 )
-"""Where the hosts' own pips are, as patterns."""
+"""Patterns for the paths of the host's own pips."""
 
 SHARED_PIP = """\
 # What a shared environment has for pip: it is read-only, so installing goes where `pip install` goes.
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
 SHARED_PIP_PLACE = "/etc/carrel/shared"
-"""A folder of modules that every shared environment sees after its own."""
+"""A directory of modules that every shared environment can import, after its own."""
 
 TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "python": _PYTHON, "python3": _PYTHON, "uv": _UV}
 """The programs by name."""

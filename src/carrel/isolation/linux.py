@@ -1,6 +1,6 @@
-"""The kernel calls Python does not have, each a function that raises `OSError` with the call's name.
+"""Kernel calls for namespaces, mounts and capabilities; each function raises `OSError` with the name of the call.
 
-Nothing here decides anything. The callers are single-threaded processes between a fork and a pivot_root.
+The callers are single-threaded processes between a fork and a pivot_root.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _LOOPBACK_UP = struct.pack("16sh14x", b"lo", 0x1 | 0x8 | 0x40)  # IFF_UP, IFF_LO
 
 
 def fork_into(namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) -> int:
-    """Fork, with the child in new namespaces (and a version 2 cgroup) from its first instruction on. 0 in the child.
+    """Fork a child that is in new namespaces (and a version 2 cgroup) from its first instruction on; 0 in the child.
 
-    With `sibling` the new process is a child of the caller's parent, and its end is reported there like the caller's.
-    Only for a process that has never had a second thread. libc's fork takes no flags, so this is the bare system call;
-    and it runs no fork hooks of the interpreter: they mend locks and thread lists, which only threads can break, and
-    they write to 160 pages that each sandbox would then have to itself.
+    With `sibling` the new process is a child of the caller's parent, which is notified of its end. Only for a process
+    that has never had a second thread: libc's fork takes no flags, so this is the bare system call, and it runs no fork
+    hooks of the interpreter. They repair locks and thread lists, which only threads can break, and they write to 160
+    memory pages that each sandbox would then have for itself.
     """
     flags = namespaces | (CLONE_INTO_CGROUP if cgroup_fd >= 0 else 0) | (CLONE_PARENT if sibling else 0)
     exit_signal = 0 if sibling else signal.SIGCHLD  # the kernel wants 0 for a sibling, which has that of the caller
@@ -72,10 +72,10 @@ def fork_into(namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) ->
 
 
 def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1, *, sibling: bool = False) -> int:
-    """`fork_into` by root, where the new user namespace belongs to the user id `owner`.
+    """Like `fork_into`, for root: the new user namespace belongs to the user id `owner`.
 
-    The kernel makes the effective user id of the caller the owner, so the caller has that id for the moment of the
-    fork. It keeps its capabilities: hosts may ask for them to make a user namespace or to enter a cgroup.
+    The kernel makes the caller's effective user id the owner, so the caller takes that id during the fork. It keeps its
+    capabilities, which a host may require for creating a user namespace or entering a cgroup.
     """
     capabilities = libc.capabilities(_NR_CAPGET[ARCH], _CAPABILITY_HEADER)
     os.seteuid(owner)
@@ -108,10 +108,10 @@ def unmount(target: str, flags: int = 0) -> None:
 
 
 def pivot_into(root: str, meanwhile: Callable[[], None] | None = None) -> None:
-    """Make `root` (a mount point) this mount namespace's root and let go of the old one.
+    """Make `root` (a mount point) the root of this mount namespace, and unmount the old one.
 
-    `meanwhile` is called in between: paths are those of the new root, and mounts of the old one that it has descriptors
-    of can still be copied. It must not change the working directory.
+    `meanwhile` is called in between: paths are those of the new root, and mounts of the old one can still be copied by
+    descriptor. It must not change the working directory.
     """
     os.chdir(root)
     libc.system_call("pivot_root", _NR_PIVOT_ROOT[ARCH], b".", b".")
@@ -122,7 +122,7 @@ def pivot_into(root: str, meanwhile: Callable[[], None] | None = None) -> None:
 
 
 def open_tree(path: str, *, recursive: bool = False, dir_fd: int = AT_FDCWD) -> int:
-    """A detached copy of the mount at `path`, as a descriptor."""
+    """Return the descriptor of a detached copy of the mount at `path`."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (AT_RECURSIVE if recursive else 0)
     if not path:
         flags |= AT_EMPTY_PATH
@@ -137,14 +137,14 @@ def move_mount(tree_fd: int, target: str) -> None:
 
 
 def set_mount_attributes(tree_fd: int, attributes: int, user_namespace_fd: int = 0, *, recursive: bool = False) -> None:
-    """Set mount attributes; with `MOUNT_ATTR_IDMAP`, owners on disk are seen through the given user namespace."""
+    """Set mount attributes. With `MOUNT_ATTR_IDMAP`, owners on disk are mapped by the given user namespace."""
     packed = struct.pack("=QQQQ", attributes, 0, 0, user_namespace_fd)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     libc.system_call("mount_setattr", _NR_MOUNT_SETATTR, tree_fd, b"", flags, packed, len(packed))
 
 
 def drop_bounding_set() -> None:
-    """No later exec may bring a capability back."""
+    """Drop all capabilities from the bounding set, so that no exec can bring one back."""
     with suppress(OSError):  # from the first number on that the kernel does not know
         for capability in range(64):
             libc.prctl(PR_CAPBSET_DROP, capability)
@@ -157,19 +157,19 @@ def drop_capabilities() -> None:
 
 
 def bring_up_loopback() -> None:
-    """Loopback is the only interface of a new network namespace, and it starts down."""
+    """Bring up loopback: it is the only interface of a new network namespace, and it starts down."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
         fcntl.ioctl(probe, _SIOCSIFFLAGS, _LOOPBACK_UP)
 
 
 def write_id_maps(proc: str, lines: str) -> None:
-    """Map the user and group ids of the process at `proc` (a `/proc/PID` path): `inside outside count` a line."""
+    """Map the user and group ids of the process at `proc` (`/proc/PID`); each line is `inside outside count`."""
     for name in ("uid_map", "gid_map"):
         kernel_files.write(f"{proc}/{name}", lines)
 
 
 def lower_limit(which: int, wanted: int) -> None:
-    """Set a resource limit, hard and soft, as far as the present hard limit allows."""
+    """Set a resource limit, hard and soft, as far as the current hard limit allows."""
     _soft, hard = resource.getrlimit(which)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
@@ -183,7 +183,7 @@ def raise_limit(which: int) -> None:
 
 
 def attempt(action: Callable[[], object], timeout_s: int = 5) -> str | None:
-    """Run `action` in a child of its own; None when it works, else the reason. Used to probe the host."""
+    """Run `action` in a child process. Returns None when it works, else the reason."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -208,7 +208,7 @@ def attempt(action: Callable[[], object], timeout_s: int = 5) -> str | None:
 
 
 def share_descriptors(pid: int, other: int) -> bool:
-    """Whether two threads have one table of descriptors; also true where the kernel does not tell."""
+    """Whether two threads share one table of descriptors; also true where the kernel does not say."""
     try:
         return libc.system_call("kcmp", _NR_KCMP[ARCH], pid, other, _KCMP_FILES, 0, 0) == 0
     except OSError:
@@ -226,7 +226,7 @@ def close_all_but(keep: set[int]) -> None:
 
 
 def hide_arguments() -> None:
-    """Blank the command line that `ps` shows of this process and its forks: it names paths of the host."""
+    """Overwrite the command line that `ps` shows for this process and its forks: it has paths of the host."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

@@ -1,11 +1,11 @@
-"""Puts the masks of a sandbox on: mounts over what is denied, done as root of the sandbox before any agent code.
+"""Applies the masks of a sandbox: mounts over denied paths, done as root of the sandbox before any agent code runs.
 
-A mount covers a name, also that of a link itself, and nobody in the sandbox can take it off, rename or delete it. What
-is mounted lies ready in the zygote, which also finds the programs. Knows paths, not why they are denied.
+A mount covers a name, even if it is a link, and nobody in the sandbox can unmount, rename or delete it. The zygote
+has created the mounted files before, and has found the programs. Knows paths, not why they are denied.
 
-What must stay where it is, and the directories above what is covered, are mounted on as well, but in a view of the
-workspace that lies below the one that is seen: to the kernel such a name is busy in every view, and only a mount that
-can be seen keeps files from being moved across it.
+Paths that must not move, and the directories above covered paths, become mount points too, but in a second mount of the
+workspace below the visible one: the kernel treats such a name as busy in every mount, while a visible mount would also
+keep files from being moved across it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a new sandbox has to cover: programs by path with the name of their cover, the rest as it was asked for."""
+class MaskPlan:
+    """The masks of a new sandbox: programs by path with the name of their cover, the rest as requested."""
 
     programs: dict[str, str]
     hidden: list[str]
@@ -55,10 +55,10 @@ class _Kept:
 
 
 class Store:
-    """The covers: small files in memory, made once for all sandboxes, which see them read-only. Kept by the zygote.
+    """The covers: small files in memory, created once by the zygote for all sandboxes, which see them read-only.
 
-    It also keeps the last orders: most sandboxes have the masks of another, and finding programs takes longer than
-    covering them. An order is good for as long as no directory has changed that was looked into for it.
+    It also caches the last plans: most sandboxes have the same masks as another one, and finding programs takes longer
+    than covering them. A plan is valid as long as no directory has changed that was read for it.
     """
 
     def __init__(self, place: str, root: str) -> None:
@@ -71,18 +71,18 @@ class Store:
             linux.set_mount_attributes(seen, linux.MOUNT_ATTR_RDONLY)
         finally:
             os.close(seen)
-        self._uses: Counter[str] = Counter()  # of each cover, by orders
+        self._uses: Counter[str] = Counter()  # how many plans use each cover
         self._orders: dict[bytes, _Kept] = {}
         self._write(_FILE, b"", 0)
         os.mkdir(_DIRECTORY, 0, dir_fd=self._writable)
 
     def order(self, content: bytes) -> int:
-        """What packed masks mean now, as a file in memory that stays the store's. The covers it names are there."""
+        """Return the plan for packed masks, as a file in memory that the store keeps. Its covers exist."""
         key = hashlib.sha256(content).digest()
         kept = self._orders.get(key)
         if kept is None or not is_unchanged(kept.stamps, self._root):
             kept = self._find(unpack(content))
-            self._forget(key)  # only now: a sandbox that is being made may want the same covers
+            self._forget(key)  # only now: the new plan may use the same covers
         self._orders.pop(key, None)
         self._orders[key] = kept  # the last one now
         while len(self._orders) > 1 and (len(self._orders) > MOST_ORDERS or len(self._uses) > MOST_MADE):
@@ -101,7 +101,7 @@ class Store:
         return _Kept(order, catalogue.stamps, covers)
 
     def _forget(self, key: bytes) -> None:
-        """Sandboxes that have a cover keep it: a mount outlives the name of what is mounted."""
+        """Drop a plan and its unused covers. Sandboxes keep theirs: a mount outlives the name of the mounted file."""
         kept = self._orders.pop(key, None)
         if kept is None:
             return
@@ -129,25 +129,25 @@ class Store:
             os.close(descriptor)
 
 
-def read(descriptor: int) -> Order:
-    """An order, in the new sandbox."""
-    return Order(**json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
+def read(descriptor: int) -> MaskPlan:
+    """Read a plan, in the new sandbox."""
+    return MaskPlan(**json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
 
 
-def pivot_masked(root: str, order: Order, store: str) -> None:
-    """Pivot into `root` and cover what is masked. Raises when something cannot be: then there must be no sandbox.
+def pivot_masked(root: str, order: MaskPlan, store: str) -> None:
+    """Pivot into `root` and cover what is masked. Raises when something cannot be covered: then no sandbox may start.
 
-    `store` is where the covers are in the old root, which they are taken from before it is let go.
+    `store` is the directory of the covers in the old root.
     """
     covers = os.open(store, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        linux.pivot_into(root, lambda: _put_on(order, covers))
+        linux.pivot_into(root, lambda: _apply(order, covers))
     finally:
         os.close(covers)
 
 
-def _put_on(order: Order, covers: int) -> None:
-    """Every path is resolved in the sandbox's own root, and nothing runs yet that could change it."""
+def _apply(order: MaskPlan, covers: int) -> None:
+    """Apply the plan. Paths are resolved in the sandbox's own root, where nothing runs yet that could change it."""
     places = [] if order.writable is None else _open_places(order.writable)
     try:
         hidden = _bounded(search(order.hidden))
@@ -162,19 +162,19 @@ def _put_on(order: Order, covers: int) -> None:
         for tree, _ in places:
             os.close(tree)
     for path in readonly:  # before anything is hidden in them
-        _keep(path)
+        _make_read_only(path)
     for path, cover in order.programs.items():
         _attach(covers, cover, path)
     for path, _ in hidden:
         try:
             directory = stat.S_ISDIR(os.lstat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
-            continue  # what lies above it is covered by now
+            continue  # a directory above it is covered by now
         _attach(covers, _DIRECTORY if directory else _FILE, path)
 
 
 def _bounded(paths: Iterable[Found]) -> list[Found]:
-    """All of them. Raises when they are too many to be mounted on."""
+    """Return them as a list. Raises when there are too many to mount on."""
     found = list(islice(paths, MOST_COVERS + 1))
     if len(found) > MOST_COVERS:
         raise PlatformError(
@@ -188,7 +188,7 @@ def _attach(covers: int, name: str, path: str) -> None:
     try:
         linux.move_mount(tree, path)
     except FileNotFoundError:
-        pass  # the host has just removed it
+        pass  # removed on the host a moment ago
     finally:
         os.close(tree)
 
@@ -197,15 +197,15 @@ def _attach(covers: int, name: str, path: str) -> None:
 
 
 def expand(patterns: Sequence[str], *, further: bool = False) -> Iterator[str]:
-    """The paths that patterns mean now; `further` also looks into directories that are meant themselves."""
+    """Yield the paths that match now; with `further` also those inside directories that match."""
     return (path for path, _ in search(patterns, further=further))
 
 
 def search(patterns: Sequence[str], *, further: bool = False) -> Iterator[tuple[str, int]]:
-    """The paths that patterns mean now, each with how many directories above it must keep their place for a pattern to
-    mean it again. What the sandbox itself needs is passed over; what lies beside it is not.
+    """Yield the paths that match now, each with the number of directories above it that must keep their names for the
+    pattern to match again. Paths that the sandbox itself needs are skipped, those beside them are not.
 
-    No link of the workspace is followed, for it could lead anywhere: where one is on the way, it is what is meant.
+    Links of the workspace are not followed, because they could lead anywhere: a link on the way matches itself.
     """
     walks: dict[str, list[tuple[tuple[Part, ...], int]]] = {}
     for pattern in patterns:
@@ -215,7 +215,7 @@ def search(patterns: Sequence[str], *, further: bool = False) -> Iterator[tuple[
         if (link := _link_above(top)) is not None:
             yield link, _ALL
         elif parts[fixed:] in {(), (None,)} or os.path.islink(top):
-            yield from ((path, _ALL) for path in _openly(top))
+            yield from ((path, _ALL) for path in _maskable(top))
         else:
             walks.setdefault(top, []).append((parts[fixed:], _needed(parts)))
     left = LARGEST_WALK
@@ -227,11 +227,11 @@ def search(patterns: Sequence[str], *, further: bool = False) -> Iterator[tuple[
                 raise PlatformError(f"more than {LARGEST_WALK} files were looked at for what is to be masked")
             if path is not None:
                 above = min(needed[index] for index in meant)
-                yield from ((each, above) for each in _openly(path))
+                yield from ((each, above) for each in _maskable(path))
 
 
 def _needed(parts: tuple[Part, ...]) -> int:
-    """Of how many names above what a pattern means it says something: all, unless it begins with any number of them."""
+    """Return how many directory names above a match a pattern depends on: all, unless it begins with `**`."""
     first = parts.index(None) if None in parts else len(parts)
     rest = parts[first + 1 : -1] if parts[-1] is None else parts[first + 1 :]
     in_workspace = first <= rootfs.WORKSPACE.count("/")
@@ -239,14 +239,14 @@ def _needed(parts: tuple[Part, ...]) -> int:
 
 
 def _above(path: str, count: int = _ALL) -> Iterator[str]:
-    """The directories of the workspace above a path, as many as are asked for; the nearest come first."""
+    """Yield the first `count` directories of the workspace above a path, the nearest first."""
     while count > 0 and (path := os.path.dirname(path)).startswith(f"{rootfs.WORKSPACE}/"):
         yield path
         count -= 1
 
 
 def _link_above(path: str) -> str | None:
-    """The first link on the way to a path of the workspace."""
+    """Return the first link on the way to a path of the workspace, or None."""
     if path.startswith(f"{rootfs.WORKSPACE}/"):
         above = rootfs.WORKSPACE
         for name in path.removeprefix(above).split("/")[1:-1]:
@@ -256,15 +256,15 @@ def _link_above(path: str) -> str | None:
     return None
 
 
-def _openly(path: str) -> Iterator[str]:
-    """A path, or what lies in it where the path itself must stay open."""
+def _maskable(path: str) -> Iterator[str]:
+    """Yield a path, or its entries where the path itself must stay accessible."""
     if path in _NEEDED or not os.path.lexists(path):
         return
     if not any(place.startswith(f"{path.rstrip('/')}/") for place in (*_NEEDED, f"{rootfs.WORKSPACE}/")):
         yield path
         return
     for name in os.listdir(path):
-        yield from _openly(f"{path.rstrip('/')}/{name}")
+        yield from _maskable(f"{path.rstrip('/')}/{name}")
 
 
 _States = set[tuple[int, int]]
@@ -273,11 +273,11 @@ _States = set[tuple[int, int]]
 def _walk(
     top: str, rests: list[tuple[Part, ...]], *, further: bool
 ) -> Iterator[tuple[str | None, tuple[int, ...], int]]:
-    """Matches beneath a directory, of which patterns, and how many files were looked at since the last; links are not
-    followed.
+    """Yield matches beneath a directory, with their patterns and the number of files read since the last one. Links are
+    not followed.
 
-    Nothing can be mounted where no path can name it. So a directory is a match itself when what is meant, or may be
-    meant, lies in it beyond the longest path.
+    Nothing can be mounted at a path that is too long. So a directory matches itself when it contains a match, or may
+    contain one, beyond the longest path.
     """
     stack = [(top, _ready(rests, ((index, 0) for index in range(len(rests)))))]
     visited = 0
@@ -288,7 +288,7 @@ def _walk(
         try:
             listing = os.scandir(path)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            continue  # an agent cannot look there either
+            continue  # the agent cannot read it either
         with listing:
             for entry in listing:
                 visited += 1
@@ -311,7 +311,7 @@ def _walk(
 
 def _ahead(rests: list[tuple[Part, ...]], states: _States, name: str) -> Iterator[tuple[int, int]]:
     for index, at in states:
-        part = rests[index][at] if at < len(rests[index]) else ""  # no name is empty: nothing comes after the end
+        part = rests[index][at] if at < len(rests[index]) else ""  # matches nothing, as no name is empty
         if part is None:
             yield index, at
         elif part == name if isinstance(part, str) else part(name):
@@ -319,7 +319,7 @@ def _ahead(rests: list[tuple[Part, ...]], states: _States, name: str) -> Iterato
 
 
 def _ready(rests: list[tuple[Part, ...]], states: Iterable[tuple[int, int]]) -> _States:
-    """The same states, and those behind a part that may mean no name at all."""
+    """Return these states and those after a part that may match no name at all (`**`)."""
     found = set(states)
     found.update([(index, at + 1) for index, at in found if at < len(rests[index]) and rests[index][at] is None])
     return found
@@ -329,7 +329,7 @@ def _ready(rests: list[tuple[Part, ...]], states: Iterable[tuple[int, int]]) -> 
 
 
 def _open_places(places: Sequence[str]) -> list[tuple[int, str]]:
-    """Views of the places that can be written, detached. One behind a link, or that cannot be made, is left out."""
+    """Return detached mounts of the writable paths. A path behind a link, or that cannot be created, is left out."""
     opened: list[tuple[int, str]] = []
     for given in sorted(set(places)):
         place = given.removesuffix("/**")
@@ -342,7 +342,7 @@ def _open_places(places: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _narrow(places: list[tuple[int, str]]) -> None:
-    """Make the workspace read-only but for these places."""
+    """Make the workspace read-only except for these paths."""
     for tree, _ in places:
         remove_leftover(tree)
     if any(place == rootfs.WORKSPACE for _, place in places):
@@ -358,9 +358,8 @@ def _narrow(places: list[tuple[int, str]]) -> None:
 
 
 def _unwritable(patterns: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
-    """What is to be read-only, each outside of all others; and what is only to stay, with whether it is a directory.
-
-    A link stays, and what it leads to is not looked at. So does a directory that is not meant with all that is in it.
+    """Return the paths to make read-only, none inside another; and those that must only keep their name, with whether
+    each is a directory: links, and directories without `/**`.
     """
     whole = [pattern for pattern in patterns if pattern.endswith("/**")]
     single = [pattern for pattern in patterns if not pattern.endswith("/**")]
@@ -380,20 +379,20 @@ def _unwritable(patterns: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
 
 
 def _pin(paths: dict[str, bool], covers: int) -> None:
-    """Keep names of the workspace busy, each a directory or not, below a second view of it that is the one seen."""
+    """Make paths of the workspace busy, below a second mount of it that hides these mounts."""
     if not paths:
         return
     seen = linux.open_tree(rootfs.WORKSPACE)
     try:
-        for path in sorted(paths, reverse=True):  # what lies in a directory comes before it
+        for path in sorted(paths, reverse=True):  # entries come before their directory
             _attach(covers, _DIRECTORY if paths[path] else _FILE, path)
         linux.move_mount(seen, rootfs.WORKSPACE)
     finally:
         os.close(seen)
 
 
-def _keep(path: str) -> None:
-    """Make what is at a path of the workspace read-only, where it can be written now."""
+def _make_read_only(path: str) -> None:
+    """Make a path of the workspace read-only."""
     try:
         tree = _open_place(path, make=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -407,7 +406,7 @@ def _keep(path: str) -> None:
 
 
 def _open_place(place: str, *, make: bool) -> int | None:
-    """A view of a place, detached; None when it is a link. None is followed: it could lead to what is not writable."""
+    """Return a detached mount of a path, or None if it is a link. Links are not followed: they could lead anywhere."""
     here = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in place.removeprefix(rootfs.WORKSPACE).split("/")[1:]:

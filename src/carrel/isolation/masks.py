@@ -1,7 +1,6 @@
-"""What a sandbox must not reach although it lies in its root: a plain value, its check, and how it travels.
+"""Masks: the paths and programs of its root that a sandbox must not use. A plain value, its validation and encoding.
 
-Knows nothing of policy, nor how masks are put on: `programs` finds the files of a program, `mask_mounts` mounts over
-them.
+`programs` finds the files of a program, `mask_mounts` mounts over them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MOST = 2000
 LARGEST_REFUSAL = 4096
 LARGEST = 4 * 1024 * 1024
 LONGEST_PATH = 4095
-"""What the kernel takes as a path in one call, in bytes."""
+"""The longest path that the kernel accepts in one call, in bytes."""
 _LONGEST_NAME = 255
 
 _EMPTY = ("/dev/shm", rootfs.SECRETS, "/tmp", rootfs.HOME)
@@ -32,15 +31,15 @@ _FLEETING = ("self", "thread-self", "net", "mounts")
 
 @dataclass(frozen=True)
 class Masks:
-    """What is denied outright, for as long as a sandbox lives.
+    """Everything that is denied to a sandbox as long as it lives.
 
-    `programs` are names, looked for on the default PATH, or absolute paths. `hidden` are absolute paths or patterns
-    (`*` and `?` inside a name, `**` for any number of names, a backslash before what stands for itself); what they mean
-    when the sandbox starts cannot be read. `writable`, when given, are the only places of the workspace that can be
-    written: a path that exists, or a directory as `path/**`, which is made when it is missing. `readonly` are paths or
-    patterns of the workspace, for what exists when the sandbox starts: files that cannot be written all the same,
-    directories that cannot be moved or deleted, and as `path/**` directories with all that is in them. `refusal` is
-    what a denied program prints.
+    `programs` are names, searched on the default PATH, or absolute paths. `hidden` are absolute paths or patterns (`*`
+    and `?` inside a name, `**` for any number of names, a backslash before a literal character); files that match when
+    the sandbox starts cannot be read. `writable`, if given, are the only paths of the workspace that can be written: an
+    existing path, or a directory as `path/**`, which is created if it is missing. `readonly` are paths or patterns of
+    the workspace that are applied to what exists when the sandbox starts: files that cannot be written, directories
+    that cannot be moved or deleted, and as `path/**` directories with all their contents. `refusal` is the text that
+    a denied program prints.
     """
 
     programs: tuple[str, ...] = ()
@@ -50,17 +49,17 @@ class Masks:
     readonly: tuple[str, ...] = ()
 
     def text(self, program: str) -> str:
-        """What the masked program prints, as one line."""
+        """Return the line that a masked program prints."""
         told = self.refusal.get(program)
         return _plain_refusal(program) if told is None else told.rstrip("\n") + "\n"
 
 
 Part = str | Callable[[str], object] | None
-"""One name of a pattern: the name itself, a test of a name, or None for any number of names."""
+"""One part of a pattern: a name, a test for names, or None for any number of names."""
 
 
 def check(masks: Masks) -> None:
-    """Refuse masks that are malformed (`InvalidRequest`), too many (`TooLarge`) or impossible (`Unsupported`)."""
+    """Raise for masks that are malformed (`InvalidRequest`), too many (`TooLarge`) or impossible (`Unsupported`)."""
     count = len(masks.programs) + len(masks.hidden) + len(masks.writable or ()) + len(masks.readonly)
     if count > MOST:
         raise TooLarge(f"{count} masks are more than {MOST}", field="masks", hint="use patterns, or fewer rules")
@@ -92,7 +91,7 @@ def check(masks: Masks) -> None:
 
 
 def check_program(program: str) -> None:
-    """Refuse a program that is none (`InvalidRequest`), or that lies where the agent can write (`Unsupported`)."""
+    """Raise for an invalid name (`InvalidRequest`) or a path that the agent can write (`Unsupported`)."""
     if "/" not in program:
         _name(program, "masks.programs")
         return
@@ -106,7 +105,7 @@ def check_program(program: str) -> None:
 
 
 def is_possible(path: str) -> bool:
-    """Whether there can be a file at an absolute path, or one that a pattern means: no name of it is too long."""
+    """Whether a file can exist at an absolute path or pattern: no name in it is too long."""
     try:
         _absolute(path, "masks")
     except InvalidRequest:
@@ -115,10 +114,10 @@ def is_possible(path: str) -> bool:
 
 
 def unmaskable(pattern: str) -> str | None:
-    """Why a path or pattern cannot be hidden, or None when it can.
+    """Return why a path or pattern cannot be hidden, or None if it can.
 
-    Impossible are the root itself; what is there per process in `/proc`; devices by pattern; and memory file systems,
-    which are empty when a sandbox starts.
+    These cannot: the root itself, files per process in `/proc`, devices by pattern, and memory file systems, which are
+    empty when a sandbox starts.
     """
     parts = split(pattern)
     fixed = "/" + "/".join(_fixed(parts))
@@ -138,7 +137,7 @@ def unmaskable(pattern: str) -> str | None:
 
 
 def split(pattern: str) -> tuple[Part, ...]:
-    """A path or pattern by its names."""
+    """Split a path or pattern into its parts."""
     if not _SPECIAL.search(pattern):
         return tuple(name for name in pattern.split("/") if name)
     parts: list[Part] = []
@@ -154,7 +153,7 @@ def split(pattern: str) -> tuple[Part, ...]:
 
 
 def pack(masks: Masks) -> int:
-    """Masks as a file in memory: there can be more of them than a message to the zygote holds."""
+    """Return masks as a file in memory, because they may not fit into a message to the zygote."""
     check(masks)
     body = {
         "programs": masks.programs,
@@ -167,7 +166,7 @@ def pack(masks: Masks) -> int:
 
 
 def in_memory(body: object) -> int:
-    """A JSON value as a file in memory, at its start."""
+    """Return the descriptor of a file in memory with a JSON value."""
     written = json.dumps(body).encode()
     if len(written) > LARGEST:
         raise TooLarge(f"the masks take more than {LARGEST} bytes", field="masks", hint="use shorter refusals")
@@ -182,7 +181,7 @@ def in_memory(body: object) -> int:
 
 
 def content(descriptor: int) -> bytes:
-    """What is in a file that was made by `pack`."""
+    """Return the content of a file that `pack` made."""
     size = os.fstat(descriptor).st_size
     if size > LARGEST:
         raise TooLarge(f"the masks take more than {LARGEST} bytes", field="masks")
@@ -190,7 +189,7 @@ def content(descriptor: int) -> bytes:
 
 
 def unpack(packed: bytes) -> Masks:
-    """The masks again, checked again."""
+    """Decode and validate masks."""
     try:
         body = json.loads(packed)
         writable = body["writable"]
@@ -223,7 +222,7 @@ def _plain_refusal(program: str) -> str:
 
 
 def _names(pattern: str) -> Iterator[list[tuple[str, bool]]]:
-    """The characters of each name, with whether they stand for themselves."""
+    """Yield the characters of each name, with whether they are quoted."""
     for name in pattern.split("/"):
         if name:
             yield [(quoted or plain, bool(quoted)) for quoted, plain in _CHARACTER.findall(name)]
@@ -231,7 +230,7 @@ def _names(pattern: str) -> Iterator[list[tuple[str, bool]]]:
 
 def _test(chars: list[tuple[str, bool]]) -> Callable[[str], object]:
     wild = [index for index, (char, quoted) in enumerate(chars) if char in "*?" and not quoted]
-    if len(wild) == 1 and chars[wild[0]][0] == "*":  # nearly all there are, without the price of an expression
+    if len(wild) == 1 and chars[wild[0]][0] == "*":  # nearly all patterns; cheaper than a regular expression
         head, tail = ("".join(char for char, _ in part) for part in (chars[: wild[0]], chars[wild[0] + 1 :]))
         least = len(head) + len(tail)
         return lambda name: len(name) >= least and name.startswith(head) and name.endswith(tail)
@@ -268,7 +267,7 @@ def _name(name: str, where: str) -> None:
 def _size(text: str, where: str) -> int:
     try:
         return len(os.fsencode(text))
-    except UnicodeEncodeError:  # half a character, which no file system holds
+    except UnicodeEncodeError:  # half a surrogate pair
         raise InvalidRequest(f"{text[:40]!r} is not text", field=where) from None
 
 

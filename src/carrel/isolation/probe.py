@@ -1,7 +1,7 @@
-"""What this host offers to build sandboxes from: each primitive is tried for real, in a process of its own.
+"""Finds out which kernel features this host has for sandboxes, by using each of them in a separate process.
 
-Run as `python -m carrel.isolation.probe` it prints the findings as JSON; `host()` does that once and keeps the answer,
-so that no server ever forks itself to find out.
+`python -m carrel.isolation.probe` prints the findings as JSON. `host()` runs that once and keeps the answer, so the
+server never forks itself for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "
 
 @dataclass(frozen=True)
 class Finding:
-    """One primitive: `ok`, `degraded` (carrel works with less) or `missing` (the namespace provider cannot work)."""
+    """One feature: `ok`, `degraded` (carrel works without it) or `missing` (the namespace provider cannot work)."""
 
     name: str
     status: str
@@ -37,14 +37,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Host:
-    """All findings, the cgroup controllers that can be used, and what keeps the namespace provider from working."""
+    """All findings, and the cgroup controllers that can be used."""
 
     findings: tuple[Finding, ...]
     controllers: tuple[str, ...]
 
     @property
     def missing(self) -> str | None:
-        """None when sandboxes of namespaces can be made here."""
+        """Why the namespace provider cannot work here, or None."""
         lacking = [f"{f.name} ({f.found})" for f in self.findings if f.status == "missing"]
         return f"this host lacks {', '.join(lacking)}; run `carrel doctor`" if lacking else None
 
@@ -67,7 +67,7 @@ def host() -> Host:
 
 
 def examine() -> Host:
-    """Try everything. Forks, so it belongs in a process of its own."""
+    """Try every feature. This forks, so it must run in a separate process."""
     root = os.geteuid() == 0
     groups = Cgroups.open()
     controllers, version, reason = tuple(sorted(groups.controllers)), groups.version, groups.reason
@@ -161,7 +161,7 @@ def _optional(name: str, there: bool, found: str, why: str, remedy: str | None) 
 
 
 def examine_bridge(*, root: bool) -> Finding:
-    """Whether there is what a bridged network is made with."""
+    """Check for the programs and the device that a bridged network needs."""
     needed = ("slirp4netns",) if root else ("slirp4netns", "nsenter")
     lacking = [name for name in needed if shutil.which(name, path=os.pathsep.join(PATH)) is None]
     usable = os.access(_TUN, os.R_OK | os.W_OK)

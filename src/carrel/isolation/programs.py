@@ -1,8 +1,7 @@
-"""Which files are a program: every name of it on the default PATH, through merged directories and links.
+"""Finds the files of a program: all its names on the default PATH, through merged directories and links.
 
-A link is followed, and what it leads to belongs to the program only when its own name says so (`python3` to
-`python3.11`, `nc` to `nc.openbsd`, but not `wget` to `busybox` or `sh` to `dash`): another program must not be masked
-along. Only reads.
+A link is followed, but its target belongs to the program only if its name says so (`python3` to `python3.11`, `nc` to
+`nc.openbsd`, but not `wget` to `busybox` or `sh` to `dash`): no other program may be masked too.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _File = tuple[int, int]
 _JUST_NOW_NS = 1_000_000_000
 
 Stamps = dict[str, tuple[int, int, int] | None]
-"""Directories as they were when they were looked into: device, inode and time of change; None for one not there."""
+"""Directories when they were read: device, inode and change time; None for a directory that did not exist."""
 
 
 class Catalogue:
-    """The programs of one root; a root other than `/` is given by its directory."""
+    """The programs of one root directory, by default `/`."""
 
     def __init__(self, root: str = "") -> None:
         self._root = root
@@ -37,7 +36,7 @@ class Catalogue:
         self.directories = tuple(seen.values())
 
     def find(self, program: str) -> list[str]:
-        """The paths at which a program is to be masked. A program that is not there has none."""
+        """Return the paths at which to mask a program; none if it is not installed."""
         name = os.path.basename(program)
         found: dict[str, None] = {}
         for start in self._starts(program):
@@ -56,11 +55,11 @@ class Catalogue:
             places = [program]
         else:
             places = [f"{directory}/{program}" for directory in self.directories]
-        # Most places have no such file: asking first is cheaper than an error.
+        # Most directories have no such file, and this check is cheaper than an exception.
         return [place for place in places if os.access(self._root + place, os.F_OK, follow_symlinks=False)]
 
     def _chain(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
-        """A path and all that it leads to, link by link; nothing when there is no such file."""
+        """Yield a path and the targets that it leads to, link by link; nothing if there is no such file."""
         for _ in range(_MOST_LINKS):
             try:
                 status = os.lstat(self._root + path)
@@ -103,10 +102,10 @@ class Catalogue:
 
 
 def is_unchanged(stamps: Stamps, root: str = "") -> bool:
-    """Whether a catalogue with these stamps would find the same again."""
+    """Whether a catalogue with these stamps would still find the same paths."""
     now = time.time_ns()
     for directory, stamp in stamps.items():
-        # A change can have the time of one before it: what has just changed is never trusted.
+        # Two changes can have the same time, so a directory that changed a moment ago is never trusted.
         if _stamp(root + directory) != stamp or (stamp is not None and stamp[2] > now - _JUST_NOW_NS):
             return False
     return True
@@ -121,7 +120,7 @@ def _stamp(directory: str) -> tuple[int, int, int] | None:
 
 
 def is_called(own: str, name: str) -> bool:
-    """Whether a file of this own name is the program: the name alone, or with a version, a flavour or a platform."""
+    """Whether a file name means the program: the name alone, or with a version, a variant or a platform."""
     at = own.find(name)
     while at >= 0:
         rest = own[at + len(name) :]

@@ -1,7 +1,7 @@
-"""The program that stands in the place of a masked one: it writes a text to its standard error and exits with 126.
+"""The program that is mounted over a masked one: it writes a text to standard error and exits with 126.
 
-A whole executable of some hundred bytes, written here by hand: it needs no shell, no interpreter and no library, which
-may be masked themselves, and it can do nothing else. Knows nothing of what it says.
+It is a complete executable of some hundred bytes, written here by hand: it needs no shell, interpreter or library,
+which may be masked themselves, and it can do nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MACHINE = {"x86_64": 62, "aarch64": 183}
 
 
 def image(text: bytes, machine: str = linux.ARCH) -> bytes:
-    """The executable that says `text`, for this machine or the one named."""
+    """Return the executable that writes `text`, for this architecture or another."""
     start = _HEADER.size + _SEGMENT.size
     if machine == "x86_64":
         code = _x86_64(len(text))

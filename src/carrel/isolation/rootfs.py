@@ -1,7 +1,7 @@
-"""What a sandbox sees as its file system: a plan that is a plain value, and the one function that carries a plan out.
+"""The root file system of a sandbox: plans that are plain values, and one function that applies them.
 
-There are two plans. The base root is built once by the zygote: read-only, the same for every sandbox. The private
-part is mounted over its empty mount points for each sandbox. The functions that build plans touch nothing.
+There are two plans. The zygote builds the base root once: read-only, the same for every sandbox. The private part is
+mounted over its empty mount points for each sandbox. The functions that build plans are pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PYTHON = "/etc/carrel"
 ENVIRONMENTS = "/envs"
 UV = "/etc/carrel/tools/uv"
 PIP = "/etc/carrel/python/pip"
-"""Where what the server shares with every sandbox is seen: environments, and tools of its own."""
+"""Paths of what the server shares with every sandbox: environments and package tools."""
 BASE_SIZE = "64m"
 LARGEST_COPY = 8 * 1024 * 1024
 _SECRET = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|://[^/\s:@]{1,200}:[^/\s:@]{1,200}@")
@@ -57,7 +57,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Override:
-    """A small file made of text, seen in the place of one of the base root."""
+    """A small text file that is mounted over one of the base root."""
 
     target: str
     content: str
@@ -65,8 +65,8 @@ class Override:
 
 @dataclass(frozen=True)
 class Copy:
-    """What every user of the host may read of a file or directory, copied; skipped when absent. Files that hold a
-    private key, or a URL with a password, are left out.
+    """A copy of a file or directory of the host, as far as every user may read it; skipped if missing. Files with a
+    private key, or with a URL that has a password, are left out.
     """
 
     source: str
@@ -75,7 +75,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Bind:
-    """A read-only view of a host directory."""
+    """A read-only mount of a host directory."""
 
     source: str
     target: str
@@ -136,8 +136,8 @@ _ETC = (
     "python3.14", "redhat-release", "rpc", "screenrc", "services", "sgml", "shells", "ssl", "terminfo", "texmf",
     "timezone", "tmux.conf", "vdpau_wrapper.cfg", "vim", "vulkan", "w3m", "xdg", "xml",
 )  # fmt: skip
-"""The configuration of packages that programs need and in which no package keeps a secret. Named one by one: a folder
-that is not known may hold a password, whatever its mode says (`wgetrc`, `npmrc`, `gitconfig`, `maven`, `odbc.ini`).
+"""Configuration that programs need and that never has secrets. Listed one by one: an unknown directory may have a
+password in it, whatever its mode is (`wgetrc`, `npmrc`, `gitconfig`, `maven`, `odbc.ini`).
 """
 _ETC_APT = (
     "keyrings", "preferences", "preferences.d", "sources.list", "sources.list.d", "trusted.gpg", "trusted.gpg.d"
@@ -156,7 +156,7 @@ _SUPERVISOR = Path(__file__).parent.parent / "supervisor" / "python"
 _PYTHON = {name: (_SUPERVISOR / name).read_text(encoding="utf-8") for name in ("warm.py", "kernel.py")}
 CURL_OFFLINE = "/etc/carrel/curl/offline"
 CURL_GOVERNED = "/etc/carrel/curl/governed"
-"""The folders of `.curlrc` files: `curl` prints their text, to its error output, when it fails."""
+"""Directories of `.curlrc` files, whose text `curl` prints to standard error when it fails."""
 _CURL_TEXTS = {
     CURL_OFFLINE: "this sandbox has no network, it reaches only itself: to reach hosts outside, start it with "
     "network='allowlist'",
@@ -178,7 +178,7 @@ NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservic
 
 
 def host_links(host: str = "/") -> dict[str, str | None]:
-    """How the host lays out `/bin` and its like: the target of a symlink, or None for a real directory."""
+    """Return how the host lays out `/bin` and similar: the target of a symlink, or None for a real directory."""
     found: dict[str, str | None] = {}
     for name in _MERGED:
         path = os.path.join(host, name)
@@ -190,7 +190,7 @@ def host_links(host: str = "/") -> dict[str, str | None]:
 
 
 def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
-    """The root every sandbox shares, made of the host's programs and nothing of its data."""
+    """Return the plan of the root that every sandbox shares, with the host's programs and none of its data."""
     at = host.rstrip("/")
     steps: list[Step] = [
         *(Directory(f"/{name}") for name in ("dev", "dev/pts", "dev/shm", "etc", "home", "home/agent", "mnt", "opt")),
@@ -258,13 +258,13 @@ COMMON_PLAN: Plan = (
     Terminals("/dev/pts"),
     Tmpfs(SECRETS, "8m", 2048, 0o700, executable=False),
 )
-"""What each sandbox has for itself, whatever was asked for."""
+"""The private part that is the same for every sandbox."""
 
 
 def private_plan(memory_mb: int | None, resolver: str = "") -> Plan:
-    """What depends on the request. Memory file systems are capped well below the sandbox's memory.
+    """Return the private part that depends on the request. Memory file systems get much less than the sandbox's memory.
 
-    Without a `resolver` (the text of `/etc/resolv.conf`) nobody is asked for names.
+    `resolver` is the text of `/etc/resolv.conf`; without it there is no name server.
     """
     scratch = max(16, min(512, (memory_mb or 1024) // 4))
     return (
@@ -277,17 +277,17 @@ def private_plan(memory_mb: int | None, resolver: str = "") -> Plan:
 
 
 WRITABLE = ("/dev", "/proc", "/tmp", HOME, WORKSPACE)
-"""Where Landlock lets a sandbox write; the mounts beneath say how much."""
+"""Paths that Landlock lets a sandbox write, as far as their mounts allow it."""
 
 
-def carry_out(plan: Sequence[Step], root: str, *, workspace_fd: int = -1, owner: int | None = None) -> None:
-    """Make the plan true under `root`. Raises `OSError` at the first step that fails."""
+def apply_plan(plan: Sequence[Step], root: str, *, workspace_fd: int = -1, owner: int | None = None) -> None:
+    """Carry out the plan under `root`. Raises `OSError` at the first step that fails."""
     for step in plan:
         _STEPS[type(step)](step, root + step.target, workspace_fd, owner)
 
 
-def turn_read_only(root: str) -> int:
-    """Let nobody write through the mount of the secrets; a descriptor through which it still can be done."""
+def protect_secrets(root: str) -> int:
+    """Make the mount of the secrets read-only; return a descriptor through which they can still be written."""
     target = root + SECRETS
     writable = linux.open_tree(target)
     flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
@@ -295,7 +295,7 @@ def turn_read_only(root: str) -> int:
     return writable
 
 
-def seal(root: str) -> None:
+def make_read_only(root: str) -> None:
     """Make the mount at `root` itself read-only."""
     linux.mount("none", root, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
 
@@ -316,7 +316,7 @@ def _text(step: Text, target: str, _fd: int, _owner: int | None) -> None:
 
 
 def _override(step: Override, target: str, _fd: int, _owner: int | None) -> None:
-    # Written to a memory file system of the sandbox, from which its name is gone before anything runs there.
+    # The file is in a memory file system of the sandbox, and its name is removed before anything runs there.
     draft = target.removesuffix(step.target) + "/dev/shm/override"
     _text(Text(draft, step.content), draft, -1, None)
     linux.mount(draft, target, None, linux.MS_BIND)
@@ -352,7 +352,7 @@ def _copy_public(source: str, target: str) -> None:
 
 
 def _bind(step: Bind, target: str, _fd: int, _owner: int | None) -> None:
-    # Recursive, because an ordinary user may not lift what is mounted below off a directory.
+    # Recursive, because an ordinary user may not reveal what is below a mount.
     tree = linux.open_tree(step.source, recursive=True)
     attributes = linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
     try:

@@ -1,7 +1,7 @@
-"""How a forked child of the zygote becomes PID 1 of a sandbox, in two halves: before and after somebody asks for one.
+"""Turns a forked child of the zygote into PID 1 of a sandbox, in two parts: before and after a sandbox is requested.
 
-Order matters: first what needs privilege, then every privilege is given up, then the supervisor runs. Agent code
-starts long after the last line here. A failure at any step ends the child; nothing is skipped.
+The order matters: first the steps that need privileges, then every privilege is dropped, then the supervisor runs.
+Agent code starts long after that. A failure at any step ends the child; no step is skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEMORY = b"memory"
 
 @dataclass(frozen=True)
 class Spec:
-    """What the control plane asks of a new sandbox."""
+    """The request for a new sandbox, from the control plane."""
 
     id: str
     workspace: str
@@ -47,7 +47,7 @@ class Spec:
 
 
 @dataclass
-class Born:
+class SandboxFacts:
     """The facts about its sandbox that the supervisor gets."""
 
     id: str
@@ -60,9 +60,9 @@ class Born:
     oom_score_fd: int
     secrets_fd: int
     way_out_port: int | None
-    """Where the proxy listens, or in a sandbox without a network the supervisor; None: there is no such port."""
+    """The port of the proxy, or of the supervisor in a sandbox without a network; None if there is no such port."""
     refusing: socket.socket | None
-    """The listening socket at that port, where the supervisor itself has to refuse what comes."""
+    """The listening socket of that port, if the supervisor itself has to refuse every request."""
     trust: bool
 
 
@@ -73,13 +73,12 @@ def prepare(
     own_network: bool = True,
     notifications: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[int, socket.socket | None]:
-    """The first half, before anybody has asked for a sandbox: called in the child, in its new namespaces.
+    """Do the first part, before a sandbox is requested. Called in the child, in its new namespaces.
 
-    Without `own_network` it shares the host's, over which it never has a capability. `notifications` are the inotify
-    limits of its user namespace.
-    The parent sends the order `mapped` when the child's user ids are. Returns the descriptor that secrets are written
-    through, and the listening socket of the way out, which the caller must close before it serves a sandbox that has a
-    proxy: otherwise the supervisor could answer in the place of the proxy.
+    Without `own_network` it shares the host's network, over which it never has a capability. `notifications` are the
+    inotify limits of its user namespace. The parent sends `mapped` when the child's user ids are mapped. Returns the
+    descriptor for writing secrets, and the listening egress socket, which the caller must close before it serves a
+    sandbox that has a proxy: otherwise the supervisor could answer instead of the proxy.
     """
     way_out = None
     if own_network:
@@ -94,17 +93,17 @@ def prepare(
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
-    # Its own copy of the base root: what came from the zygote's namespace is locked and cannot be pivoted into.
+    # A separate mount of the base root: mounts from the zygote's namespace are locked and cannot become the root.
     linux.mount(BASE, BASE, None, linux.MS_BIND | linux.MS_REC)
-    rootfs.carry_out(rootfs.COMMON_PLAN, BASE, owner=rootfs.SANDBOX_UID)
-    return rootfs.turn_read_only(BASE), way_out
+    rootfs.apply_plan(rootfs.COMMON_PLAN, BASE, owner=rootfs.SANDBOX_UID)
+    return rootfs.protect_secrets(BASE), way_out
 
 
 def _hand_over_way_out(orders: socket.socket) -> socket.socket:
-    """Listen at the one address through which the sandbox may reach anything, and give the zygote a copy.
+    """Create the egress socket, the only address through which the sandbox can reach anything; send it to the zygote.
 
-    Whoever holds this socket is the sandbox's way out, and a connection that comes by it can only be this sandbox's.
-    Made before anybody has asked for it, so that nobody waits for it; the zygote closes it where it is not wanted.
+    A connection that arrives at this socket can only come from this sandbox. It is created before a sandbox is
+    requested, so that nobody waits for it; the zygote closes it where it is not needed.
     """
     way_out = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     way_out.bind(("127.0.0.1", WAY_OUT_PORT))
@@ -112,12 +111,12 @@ def _hand_over_way_out(orders: socket.socket) -> socket.socket:
     try:
         socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
     except BrokenPipeError:
-        os._exit(0)  # as in `_order`: the zygote has gone
+        os._exit(0)  # the zygote is gone, as in `_order`
     return way_out
 
 
 def hand_over_network(orders: socket.socket) -> None:
-    """Give the zygote a descriptor of this network namespace: from outside nobody without privilege could open it."""
+    """Send the zygote a descriptor of this network namespace, which it could not open without privileges."""
     descriptor = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         socket.send_fds(orders, [NETWORK], [descriptor])
@@ -126,7 +125,7 @@ def hand_over_network(orders: socket.socket) -> None:
 
 
 def hand_over_memory(orders: socket.socket) -> None:
-    """Give the zygote descriptors by which it sees what this sandbox keeps in memory outside of its processes."""
+    """Send the zygote descriptors for measuring the memory that this sandbox uses outside of its processes."""
     paths = (rootfs.HOME, "/tmp", "/dev/shm")
     fds = [os.open("/proc/sysvipc/shm", os.O_RDONLY | os.O_CLOEXEC)]
     fds += [os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths]
@@ -137,10 +136,10 @@ def hand_over_memory(orders: socket.socket) -> None:
             os.close(descriptor)
 
 
-def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_fd: int = -1) -> None:
-    """The second half: take what was asked for, then give up every privilege for good."""
+def complete(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_fd: int = -1) -> None:
+    """Do the second part: set up what was requested, then drop every privilege for good."""
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver)
-    rootfs.carry_out(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
+    rootfs.apply_plan(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.masked:
         mask_mounts.pivot_masked(BASE, mask_mounts.read(order_fd), COVERS)
     else:
@@ -155,32 +154,32 @@ def settle(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_f
     linux.drop_capabilities()
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
-        # The secrets too: a rule holds for a directory through every mount of it, and the agent's is read-only.
+        # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
         landlock.restrict(read=["/"], write=(*rootfs.WRITABLE, rootfs.SECRETS))
     seccomp.install(program)
 
 
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:
-    """Wait for the request: what is asked for; the listening socket, the workspace and the masks as descriptors."""
+    """Wait for the request. The descriptors are the listening socket, the workspace and the masks."""
     message, fds = _order(orders, MAX_MESSAGE, 3)
-    for descriptor in fds:  # whoever inherits the listening socket can answer in the place of the supervisor
+    for descriptor in fds:  # a process that inherits the listening socket could answer instead of the supervisor
         os.set_inheritable(descriptor, False)
     return Spec(**json.loads(message)), fds
 
 
 def _order(orders: socket.socket, size: int, most: int = 0) -> tuple[bytes, list[int]]:
-    """What the zygote says next, with its descriptors. Once it has gone nobody will ask any more: then this ends."""
+    """Return the next message of the zygote, with its descriptors. Exits when the zygote is gone."""
     try:
         message, fds, _flags, _address = socket.recv_fds(orders, size, most)
-    except ConnectionResetError:  # it went without having read all that it was told
+    except ConnectionResetError:  # it ended before it had read all messages
         os._exit(0)
     if not message:
         os._exit(0)
     return message, fds
 
 
-def give_up_reach() -> int:
-    """Make this process unreachable for those it will start; a descriptor that still sets its own OOM score."""
+def hide_from_children() -> int:
+    """Keep child processes from tracing this one; return a descriptor that still sets its OOM score."""
     libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
     descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     libc.prctl(linux.PR_SET_DUMPABLE, 0)
@@ -191,7 +190,7 @@ def _limit(spec: Spec) -> None:
     linux.lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     if spec.processes is not None:
         linux.lower_limit(resource.RLIMIT_NPROC, spec.processes)
-    if spec.watched and spec.memory_mb is not None:  # no cgroup holds the sum, so each process is held
+    if spec.watched and spec.memory_mb is not None:  # no cgroup limits the sum, so each process is limited
         linux.lower_limit(resource.RLIMIT_DATA, spec.memory_mb * 1024 * 1024)
     if spec.disk_mb is not None:
         linux.lower_limit(resource.RLIMIT_FSIZE, spec.disk_mb * 1024 * 1024)

@@ -1,7 +1,6 @@
-"""The system call filter of a sandbox: what agent code may ask of the kernel, compiled to classic BPF.
+"""The system call filter of a sandbox, an allow list compiled to classic BPF.
 
-An allowlist; `build` is pure and its bytes are computed once before any fork. Knows nothing of sandboxes,
-namespaces or policy: it must be safe to install as the last act before agent code.
+`build` is pure and is called once, before any fork. The filter is installed as the last step before agent code.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ Decision = int | Check
 
 
 def refuse(number: int) -> int:
-    """The action that makes a call fail with this errno."""
+    """Return the action that makes a call fail with this errno."""
     return RET_ERRNO | number
 
 
@@ -207,7 +206,7 @@ _SKIPPED_BY_TRACER = 0xFFFFFFFF
 
 
 def decision(name: str, more: Mapping[str, Check] = MappingProxyType({})) -> Decision:
-    """What the filter says to the call of this name, first by `more` checks; unknown names do not exist."""
+    """Return the decision for the call of this name; `more` checks come first. Unknown calls get ENOSYS."""
     if name in more:
         return more[name]
     if name in ALLOWED:
@@ -269,7 +268,7 @@ class _Assembler:
         return place
 
     def tree(self, ranges: Sequence[tuple[int, Decision]]) -> int:
-        """A balanced search among (first number, decision) ranges, the number being loaded."""
+        """Write a balanced search among (first number, decision) ranges for the loaded number."""
         if len(ranges) == 1:
             return self.decide(ranges[0][1])
         middle = len(ranges) // 2
@@ -278,7 +277,7 @@ class _Assembler:
         return self.jump(_JGE, ranges[middle][0], upper, lower)
 
     def program(self, arch: int, ranges: Sequence[tuple[int, Decision]]) -> bytes:
-        """The whole filter: a foreign architecture (a 32-bit program) has no calls, this one its `ranges`."""
+        """Write the whole filter. Another architecture (a 32-bit program) gets ENOSYS for every call."""
         self.tree(ranges)
         number = self._put(_LD, _AT_NR)
         foreign = self._put(_RET, _ENOSYS)
@@ -299,9 +298,9 @@ def _ranges(table: Mapping[str, int], more: Mapping[str, Check]) -> list[tuple[i
 
 
 def build(arch: str | None = None, more: Mapping[str, Check] = MappingProxyType({})) -> bytes:
-    """The filter program (an array of struct sock_filter) for an architecture, by default this machine's.
+    """Return the filter program (an array of struct sock_filter) for an architecture, by default this machine's.
 
-    `more` are checks in the place of those that hold everywhere, such as `FIXED_BUFFERS`.
+    `more` are checks that replace the usual ones, such as `FIXED_BUFFERS`.
     """
     arch = arch or os.uname().machine
     table = TABLES.get(arch)
@@ -315,7 +314,7 @@ def build(arch: str | None = None, more: Mapping[str, Check] = MappingProxyType(
 
 
 def evaluate(program: bytes, arch: str, nr: int, args: Sequence[int] = ()) -> int:
-    """The action the program takes on a call, found without the kernel; `arch` is a key of AUDIT_ARCH."""
+    """Return the action of the program for a call, computed without the kernel; `arch` is a key of AUDIT_ARCH."""
     padded = [argument & 0xFFFFFFFFFFFFFFFF for argument in args] + [0] * (6 - len(args))
     data = struct.pack("=IIQ6Q", nr & 0xFFFFFFFF, AUDIT_ARCH[arch], 0, *padded)
     code = list(_INSTRUCTION.iter_unpack(program))
@@ -357,7 +356,7 @@ def available() -> bool:
 
 
 def install(program: bytes) -> None:
-    """Put the calling thread and all it will start under the program, for good. Sets no_new_privs first."""
+    """Apply the program to the calling thread and all it will start, for good. Sets no_new_privs first."""
     if _NR_SECCOMP is None:
         raise PlatformError(f"there is no system call filter for {os.uname().machine}")
     header = struct.pack("@HP", len(program) // _INSTRUCTION.size, libc.address_of(program))

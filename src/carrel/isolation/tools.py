@@ -1,4 +1,4 @@
-"""The package tools of the host that every isolated sandbox sees, and where it sees them. Blocking."""
+"""The package tools of the host that every isolated sandbox can use, and their paths there. Blocking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from carrel.isolation.rootfs import PIP, UV
 
 
 def shared_tools() -> dict[str, str]:
-    """uv and pip of the host: the path in a sandbox, and the path here. A tool that is not installed is left out."""
+    """Return the paths of uv and pip, by their path in a sandbox. A tool that is not installed is left out."""
     found: dict[str, str] = {}
     if (uv := find_uv()) is not None:
         found[UV] = uv
@@ -23,7 +23,7 @@ def shared_tools() -> dict[str, str]:
 
 
 def find_uv() -> str | None:
-    """The uv that is installed beside carrel, or the one on the PATH."""
+    """Return the path of the uv that is installed with carrel, or of the one on the PATH."""
     try:
         from uv import find_uv_bin
 

@@ -1,12 +1,10 @@
-"""What no cgroup and no quota holds: looks at a sandbox's processes from outside, and kills as the kernel would.
+"""Limits the memory of sandboxes where no cgroup can: scans processes from outside, and kills as the kernel would. It
+also measures the disk space of files that were deleted but are still open.
 
-Memory, where no cgroup can be had; and disk space of files that were deleted but are still held.
-
-The kernel holds each single process to the limit (`RLIMIT_DATA`); `look` adds up the private memory of all, the memory
-file systems, System V segments and the other shared memory that `count` found. It is coarser than a cgroup: a burst
-between two looks is seen late, and memory of the kernel's own is not seen. `carrel doctor` says which of the two a host
-has. Sockets are held by their number: the buffers of one are small, because the system call filter lets no program
-enlarge them.
+The kernel limits each single process (`RLIMIT_DATA`). `enforce_limits` adds up the private memory of all processes, the
+memory file systems, System V segments and other shared memory that `count` found. It is coarser than a cgroup: a burst
+between two scans is seen late, and memory of the kernel itself is not seen. `carrel doctor` says which of the two a
+host has. Sockets are limited by their number: the system call filter lets no program enlarge their buffers.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from carrel.primitives.kernel_files import read_if_there
 
 INTERVAL_S = 0.1
 COUNT_INTERVAL_S = 5.0
-"""Shared memory is counted at least so often, and whenever that of the whole machine has changed by `COUNT_STEP`."""
+"""Shared memory is counted this often, and whenever that of the whole machine has changed by `COUNT_STEP`."""
 COUNT_STEP = 1024 * 1024
 MOST_ENTRIES = 65_536
-"""Descriptors and maps that are looked at in one sandbox. Who has more is treated as over its limit."""
+"""How many descriptors and maps are read in one sandbox. A sandbox with more counts as over its limit."""
 SOCKET_BYTES = 2 * 212_992
 FEWEST_SOCKETS = 256
 _PATIENCE = 10
@@ -35,16 +33,16 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory of a sandbox: by process, then by inode, the bytes of each file of it that is mapped or held open.
+    """Shared memory of a sandbox: by process and inode, the bytes of each file of it that is mapped or open.
 
-    `uncountable` is the process with the most descriptors and maps where there were too many to look at, else 0.
+    `uncountable` is the process with the most descriptors and maps if there were too many to read, else 0.
     """
 
     processes: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     uncountable: int = 0
 
     def files(self, alive: Collection[int]) -> dict[int, int]:
-        """The files that processes hold of those that are still there: each once, by inode with its bytes."""
+        """Return the bytes of each file, by inode, that the processes in `alive` have mapped or open."""
         found: dict[int, int] = {}
         for pid in alive:
             for inode, size in self.processes.get(pid, {}).items():
@@ -53,11 +51,11 @@ class Shared:
 
 
 @dataclass
-class Watched:
-    """A sandbox whose memory is watched: its first process, its limit, and how often it was over it.
+class WatchedSandbox:
+    """A sandbox whose memory is watched: its first process, its limit, and how often it exceeded it.
 
-    `mounts` are descriptors of its memory file systems, `segments` one of the kernel's list of its System V segments.
-    Without `own_network` its sockets cannot be told from the host's.
+    `mounts` are descriptors of its memory file systems, `segments` that of the kernel's list of its System V segments.
+    Without `own_network`, its sockets cannot be distinguished from the host's.
     """
 
     pid: int
@@ -73,11 +71,11 @@ class Watched:
     patience: int = 0
 
     def take_count(self, shared: Shared, kills: int) -> None:
-        """Take what was counted when there had been that many `kills`; it is old when there was one since."""
+        """Store a count that was made after `kills` kills. It is outdated if there was another kill since."""
         self.shared = shared
         self.fresh = kills == self.kills
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close the descriptors."""
         for descriptor in (self.segments, *self.mounts):
             if descriptor >= 0:
@@ -85,23 +83,23 @@ class Watched:
         self.segments, self.mounts = -1, ()
 
 
-def look(watched: Sequence[Watched], proc: str = "/proc") -> bool:
-    """Add up each sandbox's memory; where it is over the limit, kill its largest process but the first.
+def enforce_limits(watched: Sequence[WatchedSandbox], proc: str = "/proc") -> bool:
+    """Add up the memory of each sandbox. If it exceeds the limit, kill its largest process, never the first one.
 
-    What was counted of shared memory may be freed by now, so nobody is killed for it but in the look that follows the
-    count. Tells whether a new count is wanted.
+    Counted shared memory may be free by now, so it is a reason to kill only in the scan right after the count. Returns
+    whether a new count is needed.
     """
     wanted = False
     children = _children(proc)
     for sandbox in watched:
         sizes = {pid: _private_bytes(proc, pid) for pid in _below(sandbox.pid, children)}
-        sizes = {pid: size for pid, size in sizes.items() if size}  # what has ended holds nothing
+        sizes = {pid: size for pid, size in sizes.items() if size}  # an ended process has no memory
         shared = sandbox.shared
         own = sum(sizes.values()) + _mounted(sandbox.mounts) + _segments(sandbox.segments)
         sandbox.used = own + sum(shared.files(sizes).values())
         fresh, sandbox.fresh = sandbox.fresh, False
         sizes.pop(sandbox.pid, None)
-        if sandbox.patience and _lives(proc, sandbox.victim):  # it frees what it had; nobody else must die for that
+        if sandbox.patience and _lives(proc, sandbox.victim):  # it is freeing its memory; kill no other meanwhile
             sandbox.patience -= 1
             victim = 0
         elif sandbox.own_network and _sockets(proc, sandbox.pid) > max(FEWEST_SOCKETS, sandbox.limit // SOCKET_BYTES):
@@ -122,7 +120,7 @@ def look(watched: Sequence[Watched], proc: str = "/proc") -> bool:
 
 
 def _lives(proc: str, pid: int) -> bool:
-    """Whether a process is there and no zombie: a zombie has given back all it had."""
+    """Whether a process exists and is not a zombie, which has no memory."""
     state = read_if_there(f"{proc}/{pid}/stat").rpartition(b")")[2].split(None, 1)[:1]
     return bool(state) and state[0] not in {b"Z", b"X"}
 
@@ -136,13 +134,13 @@ def _kill(pid: int) -> bool:
 
 
 def machine_shared(proc: str = "/proc") -> int:
-    """Bytes of shared memory on the whole machine: one read that tells whether counting is worth its while."""
+    """Return the bytes of shared memory on the whole machine: a cheap hint whether counting is worthwhile."""
     told = read_if_there(f"{proc}/meminfo").partition(b"\nShmem:")[2].split(None, 1)
     return int(told[0]) * 1024 if told else 0
 
 
 def shared_memory_device() -> int:
-    """The device number of the kernel's own memory file system: memfds and shared anonymous maps are files of it."""
+    """Return the device number of the kernel's memory file system, which has memfds and shared anonymous maps."""
     descriptor = os.memfd_create("device", os.MFD_CLOEXEC)
     try:
         return os.fstat(descriptor).st_dev
@@ -151,11 +149,11 @@ def shared_memory_device() -> int:
 
 
 def count(first: int, device: int, before: Mapping[int, int], proc: str = "/proc") -> Shared:
-    """Count the shared memory that the processes below `first` map or hold open, each file of it once.
+    """Count the shared memory that the processes below `first` have mapped or open, each file once.
 
-    An open file tells how much memory it has. Of one that is only mapped the kernel tells the maps alone: it counts as
-    large as it reaches in them, and never as smaller than `before`, the files of the last count. Linear in
-    descriptors and maps, at most `MOST_ENTRIES` of them.
+    For an open file the kernel reports its memory. For a file that is only mapped it reports the maps, so it counts as
+    large as they reach, and never smaller than in `before`, the last count. Linear in descriptors and maps, of which at
+    most `MOST_ENTRIES` are read.
     """
     processes: dict[int, dict[int, int]] = {}
     entries: dict[int, int] = {}
@@ -175,15 +173,15 @@ def count(first: int, device: int, before: Mapping[int, int], proc: str = "/proc
     return Shared(processes, crowded if room < 0 else 0)
 
 
-def counted(watched: Sequence[Watched]) -> bytes:
-    """Count for several sandboxes; read by `parse_counted`."""
+def count_all(watched: Sequence[WatchedSandbox]) -> bytes:
+    """Count for several sandboxes. The result is for `parse_counted`."""
     device = shared_memory_device()
     found = {each.pid: count(each.pid, device, each.shared.files(each.shared.processes)) for each in watched}
     return json.dumps({pid: (shared.processes, shared.uncountable) for pid, shared in found.items()}).encode()
 
 
 def parse_counted(text: bytes) -> dict[int, Shared]:
-    """The counted bytes of each sandbox, by its first process; empty when the counting process was ended early."""
+    """Return the counts by first process; none when the counting process was killed."""
     try:
         told = json.loads(text)
     except ValueError:
@@ -196,7 +194,7 @@ def _numbered(processes: Mapping[str, Mapping[str, int]]) -> dict[int, dict[int,
 
 
 def _open_shared(process: str, pid: int, device: int, room: int) -> tuple[dict[int, int], int]:
-    """Open files on `device` by inode with their bytes, and how many descriptors were looked at."""
+    """Return the bytes of open files on `device` by inode, and how many descriptors were read."""
     found: dict[int, int] = {}
     seen = 0
     for thread in _threads(process):
@@ -221,11 +219,11 @@ def _open_shared(process: str, pid: int, device: int, room: int) -> tuple[dict[i
 
 
 def _mapped_shared(process: str, device: int, room: int) -> tuple[dict[int, int], int]:
-    """Mapped files on `device` by inode with the bytes that they reach to, and how many maps were looked at."""
+    """Return how far files on `device` are mapped, by inode, and how many maps were read."""
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
     found: dict[int, int] = {}
     seen = 0
-    for place in (process, *_threads(process)):  # where its first thread has ended, another has the memory
+    for place in (process, *_threads(process)):  # if the first thread has ended, another one shows the maps
         try:
             with open(f"{place}/maps", "rb") as file:
                 for line in file:
@@ -255,7 +253,7 @@ def _mounted(mounts: Sequence[int]) -> int:
 
 
 def _segments(descriptor: int) -> int:
-    """Bytes in memory and in swap of all System V segments: the last two columns of the list."""
+    """Return the bytes of all System V segments in memory and in swap: the last two columns of the list."""
     if descriptor < 0:
         return 0
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -266,7 +264,7 @@ def _segments(descriptor: int) -> int:
 
 
 def _sockets(proc: str, pid: int) -> int:
-    """How many sockets there are in a process's network, those included that are closed but still hold data."""
+    """Return the number of sockets in a process's network namespace, including closed ones that still hold data."""
     told = read_if_there(f"{proc}/{pid}/net/sockstat").split(None, 3)
     return int(told[2]) if len(told) > 2 else 0
 
@@ -274,17 +272,17 @@ def _sockets(proc: str, pid: int) -> int:
 def _open_files(proc: str, pid: int) -> int:
     directory = f"{proc}/{pid}/fd"
     try:
-        return os.stat(directory).st_size or len(os.listdir(directory))  # older kernels do not tell the number
+        return os.stat(directory).st_size or len(os.listdir(directory))  # older kernels do not report the number
     except OSError:
         return 0
 
 
-def held(pid: int, device: int, proc: str = "/proc") -> int:
-    """Bytes of files on `device` that have no name any more but are held open or mapped by processes below `pid`."""
+def deleted_open_bytes(pid: int, device: int, proc: str = "/proc") -> int:
+    """Return the bytes of deleted files on `device` that processes below `pid` still have open or mapped."""
     found: dict[int, int] = {}
     for current in _below(pid, _children(proc)):
         threads = _threads(f"{proc}/{current}")
-        for thread in threads:  # each may have descriptors of its own; memory is that of all
+        for thread in threads:  # a thread may have its own descriptors; memory is common to all
             _held_open(f"{thread}/fd", device, found)
         any(_held_mapped(f"{thread}/maps", device, found) for thread in threads)
     return sum(found.values())
@@ -305,7 +303,7 @@ def _held_open(directory: str, device: int, found: dict[int, int]) -> None:
 
 
 def _held_mapped(path: str, device: int, found: dict[int, int]) -> bool:
-    """False when there is no memory to look at: that of a thread which has ended."""
+    """Return False when a thread shows no memory, because it has ended."""
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
     try:
         with open(path, "rb") as file:
@@ -323,7 +321,7 @@ def _held_mapped(path: str, device: int, found: dict[int, int]) -> bool:
 
 
 def _children(proc: str) -> dict[int, list[int]]:
-    """The children of every process of the machine."""
+    """Return the children of every process of the machine."""
     found: dict[int, list[int]] = {}
     for name in os.listdir(proc):
         if name.isdigit():
@@ -334,7 +332,7 @@ def _children(proc: str) -> dict[int, list[int]]:
 
 
 def _below(first: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     found = [first]
     for pid in found:  # grows meanwhile
         found += children.get(pid, ())
@@ -343,7 +341,7 @@ def _below(first: int, children: Mapping[int, Sequence[int]]) -> list[int]:
 
 def _private_bytes(proc: str, pid: int) -> int:
     own = _private(f"{proc}/{pid}")
-    # Its first thread may have ended before the others: what is told of the process is then that it has nothing.
+    # If the first thread has ended before the others, the process itself seems to have no memory.
     return own or max(map(_private, _threads(f"{proc}/{pid}")), default=0)
 
 

@@ -1,9 +1,8 @@
 """The zygote: a small single-threaded process that has imported the supervisor once and forks one sandbox per request.
 
-It has no secret and no network, it never runs agent code, and it lives in a mount namespace of its own that holds
-little more than the base root of the sandboxes. It speaks JSON with descriptors on a SEQPACKET socket. Run as
-`python -m carrel.isolation.zygote`; the program that becomes the supervisor is given by name, so that this module need
-not know it.
+It has no secrets and no network, it never runs agent code, and its own mount namespace has little more than the base
+root of the sandboxes. It exchanges JSON and descriptors over a SEQPACKET socket. Run as `python -m
+carrel.isolation.zygote`; the module of the supervisor is an argument, so this one does not import it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NETWORKS = frozenset({"none", "allowlist", "bridge", "host"})
 
 
 class Zygote:
-    """The loop: requests in, sandboxes out, the dead buried."""
+    """The event loop: takes requests, forks sandboxes, and removes what ended ones leave."""
 
     def __init__(self, listener: socket.socket, supervisor: SupervisorModule, isolate: bool):
         self._listener = listener
@@ -60,12 +59,12 @@ class Zygote:
         self._shared: list[str] = []
 
     def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Make ready for the first fork. See `zygote_root.enter`."""
+        """Prepare for the first fork. See `zygote_root.enter`."""
         self._forker.prepare(workspaces, shared)
         self._shared = sorted(shared)
 
     def describe(self) -> dict[str, Any]:
-        """What this zygote can do."""
+        """Return the features and the state of this zygote."""
         return {
             "pid": os.getpid(),
             "sandboxes": len(self._named),
@@ -77,13 +76,13 @@ class Zygote:
     # the loop
 
     def run(self) -> None:
-        """Serve until told to stop, or until nobody is connected and nothing runs."""
+        """Serve until a stop request, or until there is no connection and no sandbox."""
         wake_read, wake_write = socket.socketpair()
         wake_read.setblocking(False)
         wake_write.setblocking(False)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        # PID 1 of a sandbox gets the signals it has handlers for, also from inside, and it inherits these: so there is
-        # none but that for SIGCHLD, which does nothing by itself.
+        # PID 1 of a sandbox inherits these handlers, and processes inside can send it every signal that has one. So the
+        # only handler is that of SIGCHLD, which does nothing.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._listener.setblocking(False)
@@ -98,24 +97,24 @@ class Zygote:
                 key.data(key.fileobj)
             self._reap()
             for child in [child for child in self._children.values() if child.reaped]:
-                self._bury(child)
+                self._clean_up(child)
             self._check_deadlines()
             self._watch()
             if self._connections or self._named:
                 idle_until = math.inf
                 if not events:
                     self._refill()
-            elif idle_until == math.inf:  # there was somebody, and now there is nobody and nothing to look after
+            elif idle_until == math.inf:  # the last connection and the last sandbox are gone
                 self._stop()
         self._forker.close()
 
     def _patience(self, idle_until: float) -> float | None:
-        """How long the loop may sleep."""
+        """Return how long the loop may sleep."""
         waits = [LONG_S if idle_until == math.inf else max(0.0, idle_until - time.monotonic())]
         if self._lacks_spares():
-            waits.append(QUIET_S)  # those who wait for a sandbox now come before those who may want one next
+            waits.append(QUIET_S)  # requests that wait now come before spares for later ones
         if any(child.reaped for child in self._children.values()):
-            waits.append(RETRY_S)  # a group of a dead sandbox is still held by a process that is on its way out
+            waits.append(RETRY_S)  # a dying process still holds a group of a dead sandbox
         if any(child.watched for child in self._named.values()):
             waits.append(watchdog.INTERVAL_S)
         if any(child.deadline < math.inf for child in self._children.values()):
@@ -126,18 +125,18 @@ class Zygote:
         return len(self._spares) < self._spares_wanted and bool(self._connections) and not self._stopping
 
     def _watch(self) -> None:
-        """Look after memory where no cgroup does."""
+        """Enforce memory limits where no cgroup does."""
         now = time.monotonic()
         if now >= self._next_look:
             watched = [child.watched for child in self._named.values() if child.watched and not child.reaped]
             if watched:
-                if watchdog.look(watched):
+                if watchdog.enforce_limits(watched):
                     self._next_count = 0.0
                 self._count_shared(watched)
                 self._next_look = time.monotonic() + watchdog.INTERVAL_S
 
-    def _count_shared(self, watched: Sequence[watchdog.Watched]) -> None:
-        """Begin to count shared memory when it is time, in a fork: sandboxes can have much to look at."""
+    def _count_shared(self, watched: Sequence[watchdog.WatchedSandbox]) -> None:
+        """Start counting shared memory if it is due, in a fork, because it can take long."""
         on_machine = watchdog.machine_shared()
         due = time.monotonic() >= self._next_count
         if self._stopping or self._counting or not (due or abs(on_machine - self._counted_at) >= watchdog.COUNT_STEP):
@@ -149,10 +148,10 @@ class Zygote:
             if os.fork() == 0:
                 try:
                     libc.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-                    linux.close_all_but({0, 1, 2, write_end})  # nobody must wait for its copies of sockets
+                    linux.close_all_but({0, 1, 2, write_end})  # its copies of sockets would keep connections open
                     os.nice(5)
                     with open(write_end, "wb") as pipe:
-                        pipe.write(watchdog.counted(watched))
+                        pipe.write(watchdog.count_all(watched))
                 finally:
                     os._exit(0)
         except OSError:
@@ -165,7 +164,7 @@ class Zygote:
         self._selector.register(read_end, selectors.EVENT_READ, lambda pipe: self._counted(pipe, told, kills))
 
     def _counted(self, pipe: int, told: bytearray, kills: Mapping[int, int]) -> None:
-        """Take in what the fork counted, once it has told all."""
+        """Read the result of the fork that counts, and use it when it is complete."""
         if chunk := os.read(pipe, 65536):
             told += chunk
             return
@@ -274,18 +273,18 @@ class Zygote:
             raise PlatformError(f"not a workspace name: {spec.workspace!r}")
         if self._isolate and spec.network not in NETWORKS:
             raise PlatformError(f"not a network this zygote makes: {spec.network!r}")
-        if spec.network == "host":  # no spare shares the host's
+        if spec.network == "host":  # spares have their own network
             child = self._fork_child(rehearse=False, own_network=False)
         else:
             child = self._spares.pop() if self._spares else self._fork_child(rehearse=False)
         child.name, child.asked_by, child.seq = spec.id, connection, seq
-        child.settle_network(spec.network)
+        child.set_network(spec.network)
         child.deadline = time.monotonic() + SETUP_DEADLINE_S
         self._named[spec.id] = child
         try:
             self._forker.configure(child, spec, *fds)
         except (OSError, CarrelError) as error:
-            child.asked_by = None  # answered here; the burial is quiet
+            child.asked_by = None  # the error below is the answer
             del self._named[spec.id]
             kill(child.pid)
             raise PlatformError(f"sandbox {spec.id} could not be set up: {error}") from error
@@ -293,11 +292,11 @@ class Zygote:
     def _fork_child(self, *, rehearse: bool, own_network: bool = True) -> Child:
         child = self._forker.fork(rehearse=rehearse, own_network=own_network)
         self._children[child.pid] = child
-        self._selector.register(child.orders, selectors.EVENT_READ, lambda _s: self._heard(child))
+        self._selector.register(child.orders, selectors.EVENT_READ, lambda _s: self._receive(child))
         return child
 
     def _refill(self) -> None:
-        """Make a spare while nobody waits for anything."""
+        """Fork a spare while no request waits."""
         if self._lacks_spares():
             try:
                 self._spares.append(self._fork_child(rehearse=True))
@@ -305,7 +304,7 @@ class Zygote:
                 self._spares_wanted = 0  # whoever asks next gets the reason
                 print(f"no more spare sandboxes: {error}", file=sys.stderr, flush=True)  # noqa: T201 - our log
 
-    def _heard(self, child: Child) -> None:
+    def _receive(self, child: Child) -> None:
         try:
             word, fds, _flags, _address = socket.recv_fds(child.orders, 4096, 4)
         except OSError:
@@ -324,7 +323,7 @@ class Zygote:
         child.deadline = math.inf
         if word == b"ready":
             try:
-                with child.bridgehead() as ends:
+                with child.network_descriptors() as ends:
                     child.ready = True
                     self._spares_wanted = SPARES if self._isolate else 0
                     self._answer(child.asked_by, child.seq, ends, pid=child.pid, start_time=child.started)
@@ -337,7 +336,7 @@ class Zygote:
             self._spares_wanted = 0  # whoever asks next gets the reason
             print(f"no more spare sandboxes: {words}", file=sys.stderr, flush=True)  # noqa: T201 - our log
         if self._named.get(child.name) is child and not child.waiting:
-            del self._named[child.name]  # whoever is told of the failure may try again at once
+            del self._named[child.name]  # the caller may try again at once
         self._answer(child.asked_by, child.seq, error=f"sandbox {child.name} did not start: {words}")
         kill(child.pid)
 
@@ -357,7 +356,7 @@ class Zygote:
         kill(child.pid)
 
     def _end_below(self, pid: int) -> None:
-        """End what no PID namespace ends with its first process, which must not start more meanwhile."""
+        """Kill the descendants of a process without a PID namespace. It is stopped first, so it starts no more."""
         try:
             os.kill(pid, signal.SIGSTOP)
         except ProcessLookupError:
@@ -365,7 +364,7 @@ class Zygote:
         self._supervisor.end_below(pid)
 
     def _look_for_held(self, connection: socket.socket, seq: int, child: Child | None) -> None:
-        """Answered by a fork: processes can hold so many files that looking at all of them takes a minute."""
+        """Answer in a fork: with very many open files the measurement can take a minute."""
         if child is None:
             self._answer(connection, seq, bytes=0)
         elif os.fork() == 0:
@@ -387,12 +386,12 @@ class Zygote:
             if pid in self._children:
                 self._children[pid].reaped = True
 
-    def _bury(self, child: Child) -> None:
+    def _clean_up(self, child: Child) -> None:
         if not self._forker.cgroups.remove(child.group):
             return
-        while child.orders.fileno() >= 0:  # its last words, and what it sent before them
-            self._heard(child)
-        child.let_go()
+        while child.orders.fileno() >= 0:  # its last messages
+            self._receive(child)
+        child.close()
         del self._children[child.pid]
         if self._named.get(child.name) is child:
             del self._named[child.name]
@@ -417,7 +416,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--share", action="append", default=[], help="PATH=SOURCE: seen read-only in every sandbox")
     parser.add_argument("--plain", action="store_true", help="fork without any isolation")
     options = parser.parse_args(arguments)
-    # asyncio takes TLS along where it finds it; no sandbox needs it, and every fork would carry it.
+    # asyncio imports TLS if it can; no sandbox needs it, and it would cost every fork memory.
     sys.modules["ssl"] = cast(Any, None)
     supervisor = cast(SupervisorModule, importlib.import_module(options.supervisor))
     listener = socket.socket(fileno=options.listen_fd)
@@ -426,10 +425,10 @@ def main(arguments: list[str] | None = None) -> None:
         supervisor.warm()
         zygote.prepare(options.workspaces, dict(each.split("=", 1) for each in options.share))
     except (OSError, CarrelError) as error:
-        # Whoever waits at the listener learns the reason from the first connection.
+        # The first connection gets the reason.
         connection, _ = listener.accept()
         connection.settimeout(SETUP_DEADLINE_S)
-        connection.recv(MAX_MESSAGE)  # unread, it would break the connection before the reason is read
+        connection.recv(MAX_MESSAGE)  # an unread request would reset the connection before the reason is read
         connection.send(json.dumps({"seq": 0, "error": str(error)}).encode())
         sys.exit(1)
     linux.hide_arguments()

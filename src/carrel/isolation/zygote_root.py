@@ -1,6 +1,6 @@
-"""The zygote's own small world: a mount namespace that holds the base root, workspaces, `/proc` and covers of masks.
+"""The zygote's mount namespace, with the base root, workspaces, `/proc` and the covers of masks.
 
-Each sandbox starts as a copy of it, so it is small for speed, and holds nothing of the host for safety.
+Each sandbox starts as a copy of it, so it is small for speed, and has no other files of the host for safety.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _STAGE = "/tmp"  # only a mount point, in a namespace of our own
 
 
 def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Move this process there for good. As an ordinary user it becomes root of a user namespace of its own first.
+    """Move this process there for good. An ordinary user's process first becomes root of its own user namespace.
 
-    `shared` are paths of the base root, with what of the host is seen there, read-only: what is added to such a
-    directory later is seen in every sandbox at once.
+    `shared` maps paths of the base root to directories or files of the host that are mounted there, read-only. What is
+    added to such a directory later appears in every sandbox at once.
     """
     links = rootfs.host_links()
     uid, gid = os.geteuid(), os.getegid()
@@ -34,7 +34,7 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
         write("/proc/self/uid_map", f"0 {uid} 1\n")
         write("/proc/self/gid_map", f"0 {gid} 1\n")
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-    # Taken before the stage is set: they may lie below it.
+    # Opened before `_STAGE` is covered: they may be below it.
     tree = linux.open_tree(workspaces)
     views = {target: linux.open_tree(source) for target, source in shared.items()}
     linux.mount("tmpfs", _STAGE, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
@@ -42,14 +42,14 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
         os.mkdir(_STAGE + name, 0o755)
     base = _STAGE + BASE
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
-    rootfs.carry_out(rootfs.base_plan(links), base)
+    rootfs.apply_plan(rootfs.base_plan(links), base)
     for target, view in views.items():
         linux.set_mount_attributes(view, linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV)
         linux.move_mount(view, base + target)
         os.close(view)
     _cover_pips(base)
-    rootfs.seal(base)
-    # A whole view of /proc must stay in sight, or the kernel lets no sandbox mount one of its own.
+    rootfs.make_read_only(base)
+    # A complete /proc must stay visible, or the kernel does not let a sandbox mount its own.
     linux.mount("/proc", f"{_STAGE}/proc", None, linux.MS_BIND | linux.MS_REC)
     linux.move_mount(tree, _STAGE + WORKSPACES)
     os.close(tree)
@@ -57,7 +57,7 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
 
 
 def _cover_pips(base: str) -> None:
-    """Let `python3 -m pip` of the host's interpreters find the launcher, in every sandbox."""
+    """Make `python3 -m pip` of the host's interpreters run the launcher, in every sandbox."""
     flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
     for target in (found for pattern in launchers.MAINS for found in glob.glob(base + pattern)):
         linux.mount(base + launchers.MAIN_PLACE, target, None, linux.MS_BIND)

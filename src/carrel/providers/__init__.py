@@ -1,6 +1,6 @@
-"""Where sandboxes run, and which provider is right for what is asked.
+"""Providers, which run sandboxes, and the choice of a provider for a request.
 
-Each name is imported when first used: a zygote can be started before the models are imported.
+Each name is imported on first use, so that a zygote can be started before the models are imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a provider is: it starts, finds, reaches and removes sandboxes. What happens inside one is not its business.
+"""The interface of providers. A provider starts, finds and removes sandboxes; it does not know what happens inside one.
 
-A provider promises capabilities by name. What is asked of it and not promised is refused before anything is made, never
-ignored. A handle is a plain JSON value, so that a control plane that was restarted finds its sandboxes again.
+A provider promises capabilities by name. A request for anything else is refused before anything is created, never
+ignored. A handle is a plain JSON value, so a restarted control plane finds its sandboxes again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Handle = dict[str, str | int | float | bool | None]
 
 
 class Capability(StrEnum):
-    """What may be asked of a provider."""
+    """A feature that a provider may promise."""
 
     FILE_ISOLATION = "file_isolation"
     PROCESS_ISOLATION = "process_isolation"
@@ -42,7 +42,7 @@ class Capability(StrEnum):
 NETWORK_CAPABILITY = {
     Network.NONE: Capability.NETWORK_NONE,
     Network.ALLOWLIST: Capability.NETWORK_ALLOWLIST,
-    Network.INTERNET: Capability.NETWORK_ALLOWLIST,  # the same way out; only the proxy decides differently
+    Network.INTERNET: Capability.NETWORK_ALLOWLIST,  # the same egress socket; only the proxy decides differently
     Network.BRIDGE: Capability.NETWORK_BRIDGE,
     Network.HOST: Capability.NETWORK_HOST,
 }
@@ -50,9 +50,9 @@ NETWORK_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything a provider needs to start one sandbox. Limits and masks that are None are not enforced.
+    """Everything that a provider needs to start one sandbox. Limits and masks that are None are not enforced.
 
-    With `trust` the tools inside are told to trust the certificates in `/run/secrets/carrel-ca.pem`, and only those.
+    With `trust`, the tools inside trust the certificates in `/run/secrets/carrel-ca.pem` and no others.
     """
 
     id: str
@@ -68,7 +68,7 @@ class Launch:
 
 
 class Provider(ABC):
-    """One way of making sandboxes."""
+    """One way to create sandboxes."""
 
     name: str
     isolation_level: int
@@ -76,65 +76,65 @@ class Provider(ABC):
 
     @abstractmethod
     def capabilities(self) -> frozenset[Capability]:
-        """What this provider can promise on this host. Cheap; may be called at any time."""
+        """Return what this provider can promise on this host. Cheap; may be called at any time."""
 
     @abstractmethod
     def missing(self) -> str | None:
-        """None when the provider can be used here, else what is missing and how to get it."""
+        """Return None when the provider can be used here, else what is missing and how to get it."""
 
     async def warm(self) -> None:
-        """Do ahead what the first start would otherwise wait for. Optional; raises nothing."""
+        """Prepare for the first start, so that it is faster. Optional; raises nothing."""
         return
 
     @abstractmethod
     async def start(self, launch: Launch) -> Handle:
         """Start a sandbox whose supervisor accepts connections at `handle["socket"]` when this returns.
 
-        Leaves nothing behind when it raises. Raises `PlatformError` and `ProviderUnavailable`, and for masks that it
-        cannot put on `Unsupported`.
+        Leaves nothing behind when it raises. Raises `PlatformError`, `ProviderUnavailable`, and `Unsupported` for masks
+        that it cannot apply.
         """
 
     @abstractmethod
     async def alive(self, handle: Handle) -> bool:
-        """Whether the sandbox of this handle still runs, also after a restart of the control plane."""
+        """Return whether the sandbox of this handle still runs, also after a restart of the control plane."""
 
     @abstractmethod
     async def remove(self, handle: Handle) -> None:
-        """End the sandbox and everything in it; returns when no process, mount or cgroup of it is left.
+        """End the sandbox, and return when no process, mount or cgroup of it is left.
 
         May be called twice, and for a sandbox that is already gone. The workspace is not touched.
         """
 
     async def running(self) -> list[str]:
-        """The ids of the sandboxes the provider knows of, also those nobody waited for; none when it cannot tell."""
+        """Return the ids of all sandboxes that the provider knows, even if their start was cancelled."""
         return []
 
     async def out_of_memory_kills(self, handle: Handle) -> int:
-        """How many processes the kernel has killed in this sandbox for lack of memory; 0 when it cannot be known."""
+        """Return how many processes of this sandbox were killed for lack of memory; 0 when unknown."""
         return 0
 
     async def held_bytes(self, handle: Handle) -> int:
-        """Disk space of workspace files that were deleted but are still open in the sandbox; 0 when unknown."""
+        """Return the disk space of deleted workspace files that are still open in the sandbox; 0 when unknown."""
         return 0
 
     async def memory_bytes(self, handle: Handle) -> int | None:
-        """Memory the sandbox uses now; None when it cannot be known."""
+        """Return the memory that the sandbox uses now; None when unknown."""
         return None
 
     async def way_out(self, handle: Handle) -> int | None:
-        """A listening socket that the sandbox's connections to its one way out arrive at; None when it has none.
+        """Return the egress socket: the listening socket for the sandbox's outbound connections; None without one.
 
-        A sandbox has one when its network is an allow list. The descriptor is the caller's to close. May be asked for
-        again at any time, also after a restart of the control plane: connections wait while nobody accepts them.
+        A sandbox has one when its network is an allow list. The caller closes the descriptor. May be called again at
+        any time, also after a restart of the control plane: connections wait while nobody accepts them.
         """
         return None
 
     async def close(self) -> None:
-        """Release what the provider itself holds. Sandboxes that still run are not touched."""
+        """Release the provider's own resources. Running sandboxes are not touched."""
         return
 
     def status(self) -> ProviderStatus:
-        """This provider as `carrel doctor` shows it."""
+        """Return the status that `carrel doctor` shows."""
         missing = self.missing()
         return ProviderStatus(
             name=self.name,
@@ -146,7 +146,7 @@ class Provider(ABC):
         )
 
     def require(self, *wanted: Capability) -> None:
-        """Refuse what this provider cannot promise."""
+        """Raise `Unsupported` if this provider cannot promise these capabilities."""
         lacking = sorted(set(wanted) - self.capabilities())
         if lacking:
             raise Unsupported(

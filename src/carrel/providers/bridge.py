@@ -1,10 +1,10 @@
 """User-mode NAT for sandboxes with a network `bridge`: a `slirp4netns` each, between its namespace and the host's.
 
-What a sandbox sends leaves the host as connections of the user who runs carrel. The host's loopback is out of reach and
-there is no IPv6; but slirp4netns has no list of forbidden ranges, so whatever else that user can connect to, private
-networks and metadata services included, so can the sandbox, past every rule and every log. That is why an operator has
-to switch it on. It runs confined by mounts and seccomp of its own, and ends with its sandbox, whoever else has died:
-the zygote holds the other end of a pipe that it watches.
+Connections of a sandbox leave the host as connections of the user who runs carrel. The host's loopback is blocked and
+there is no IPv6. But slirp4netns has no list of forbidden ranges: the sandbox can reach everything else that this user
+can reach, including private networks and metadata services, without policy and without logs. That is why an operator
+has to enable it. It runs confined by its own mounts and seccomp filter. It watches a pipe whose other end the zygote
+holds, so it ends with its sandbox whatever else dies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import subprocess
 
 from carrel.errors import PlatformError
 from carrel.isolation import cgroups, probe
-from carrel.providers import processes
+from carrel.providers import foreign_processes
 from carrel.providers.base import Handle
 
 RESOLVER = "nameserver 10.0.2.3\n"
-"""What stands in `/etc/resolv.conf`: slirp4netns passes questions on to the host's own resolver."""
+"""The text of `/etc/resolv.conf`: slirp4netns forwards queries to the host's resolver."""
 
 DEADLINE_S = 20.0
 PATIENCE_S = 5.0
@@ -29,13 +29,13 @@ _PID, _START = "bridge_pid", "bridge_start_time"
 
 
 class Bridges:
-    """The bridges a provider has built."""
+    """The bridges of a provider."""
 
     def __init__(self) -> None:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     async def build(self, network: int, lifeline: int, users: int) -> Handle:
-        """Connect a network namespace; what a handle must say of it. The descriptors stay the caller's."""
+        """Connect a network namespace, and return fields for the handle. The descriptors stay the caller's."""
         loop = asyncio.get_running_loop()
         ready, tell = os.pipe()
         log = _bounded_log()
@@ -66,11 +66,11 @@ class Bridges:
                 os.close(descriptor)
 
     async def gone(self, handle: Handle) -> None:
-        """Wait for the end of the bridge of a sandbox that has ended, if it had one."""
+        """Wait until the bridge of an ended sandbox has ended too, if it had one."""
         pid, start_time = handle.get(_PID), handle.get(_START)
         if isinstance(pid, int) and isinstance(start_time, int):
             try:
-                await processes.end(pid, start_time, patience_s=PATIENCE_S)
+                await foreign_processes.end(pid, start_time, patience_s=PATIENCE_S)
             except TimeoutError:
                 raise PlatformError(f"the bridge of sandbox {handle['id']} could not be ended") from None
             process = self._children.pop(pid, None)
@@ -78,10 +78,10 @@ class Bridges:
                 process.wait()
 
     def close(self) -> None:
-        """Leave those that run to their sandboxes."""
+        """Forget the bridges. Those that run end with their sandboxes."""
         for process in self._children.values():
             if process.poll() is None:
-                process.returncode = 0  # not ours to wait for any more
+                process.returncode = 0  # keeps subprocess from waiting for it
         self._children.clear()
 
 
@@ -99,7 +99,7 @@ def _spawn(network: int, lifeline: int, users: int, ready: int, log: int) -> sub
         f"/proc/self/fd/{network}",
         "tap0",
     ]
-    if os.geteuid() != 0:  # as root of the zygote's user namespace it may enter those below, and confine itself
+    if os.geteuid() != 0:  # root of the zygote's user namespace may enter the sandbox's namespaces and confine itself
         command = ["nsenter", "--preserve-credentials", f"--user=/proc/self/fd/{users}", "--", *command]
     return subprocess.Popen(
         command,
@@ -114,7 +114,7 @@ def _spawn(network: int, lifeline: int, users: int, ready: int, log: int) -> sub
 
 
 def _bounded_log() -> int:
-    """Memory that takes the first words and refuses the rest: a sandbox can make slirp4netns complain forever."""
+    """Return a file in memory of a fixed size: a sandbox can make slirp4netns log forever."""
     log = os.memfd_create("slirp4netns", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(log, _LOG_SIZE)
     fcntl.fcntl(log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)

@@ -1,4 +1,4 @@
-"""The providers of this host, and which of them is right for what is asked."""
+"""The providers of this host, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def open_providers(
     shared: Mapping[str, str] = MappingProxyType({}),
     zygote: ZygoteClient | None = None,
 ) -> dict[str, Provider]:
-    """The providers of this host, strongest first. The process provider only where the operator allows it.
+    """Return the providers of this host, strongest first; the process provider only if the operator allows it.
 
-    `shared` are paths of a sandbox's root, with what of the host is seen there by every sandbox that is isolated.
-    `zygote` is a zygote for namespaces that is being started already, with the same paths.
+    `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
+    client, with the same paths, whose namespace zygote is being started already.
     """
     providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote)]
     if allow_process:
@@ -41,7 +41,7 @@ def open_providers(
 
 
 def choose(providers: dict[str, Provider], name: str, trust: Trust) -> Provider:
-    """The provider asked for by name, or for `auto` the strongest available one that meets the trust level."""
+    """Return the provider of that name; for `auto` the strongest available one that satisfies the trust level."""
     least = LEAST_LEVEL[trust]
     if name != "auto":
         provider = providers.get(name)

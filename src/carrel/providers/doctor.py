@@ -1,4 +1,4 @@
-"""`carrel doctor`: the host explained, primitive by primitive, and what each provider makes of it."""
+"""The report of `carrel doctor`: the features of the host, and the status of each provider."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from carrel.providers.process import ProcessProvider
 
 
 def host_report(providers: dict[str, Provider]) -> HostReport:
-    """Everything the doctor shows. Takes a moment the first time."""
+    """Return the whole report. The first call takes a moment."""
     statuses = [provider.status() for provider in providers.values()]
     if "process" not in providers:
         off = ProcessProvider("/", "/").status()

@@ -21,13 +21,13 @@ MAX_RESOLVER = 16 * 1024
 
 
 class NamespaceProvider(ZygoteProvider):
-    """Sandboxes made of kernel namespaces, a fork away.
+    """Sandboxes made of kernel namespaces, which need only a fork.
 
     Their networks: `none` is a namespace with loopback; `allowlist` is that and one listening socket on it, see
     `way_out`; `bridge` is a namespace behind user-mode NAT, see `carrel.providers.bridge`; `host` is the host's own,
-    with its loopback and all that listens there. Abstract sockets of the host, which belong to its network, are kept
-    out of reach by Landlock from version 6 on (Linux 6.12); on older kernels a sandbox on the host's network can
-    connect to them. No sandbox has a capability over any network.
+    with its loopback and everything that listens there. Landlock blocks abstract sockets of the host's network from
+    version 6 on (Linux 6.12); on older kernels a sandbox on the host's network can connect to them. No sandbox has a
+    capability over any network.
     """
 
     name = "namespace"
@@ -54,7 +54,7 @@ class NamespaceProvider(ZygoteProvider):
         return self._host.missing
 
     def capabilities(self) -> frozenset[Capability]:
-        """See `Provider.capabilities`: what is promised depends on which cgroups this user may make."""
+        """See `Provider.capabilities`: they depend on the cgroups that this user may create."""
         promised = {
             Capability.FILE_ISOLATION,
             Capability.PROCESS_ISOLATION,
@@ -71,8 +71,8 @@ class NamespaceProvider(ZygoteProvider):
         }
         if "cpu" in self._host.controllers:
             promised.add(Capability.LIMIT_CPUS)
-        told = self._zygote.description  # a zygote may be older than this server, and share nothing
-        if self._shares_environments and (not told or ENVIRONMENTS in told.get("shared", ())):
+        zygote = self._zygote.description  # a zygote may be older than this server, and share nothing
+        if self._shares_environments and (not zygote or ENVIRONMENTS in zygote.get("shared", ())):
             promised.add(Capability.ENVIRONMENTS)
         if self._host.bridges:
             promised.add(Capability.NETWORK_BRIDGE)
@@ -83,7 +83,7 @@ class NamespaceProvider(ZygoteProvider):
             return RESOLVER
         return _resolver_of_the_host() if network is Network.HOST else ""
 
-    async def _join(self, launch: Launch, answer: dict[str, Any]) -> Handle:
+    async def _connect_network(self, launch: Launch, answer: dict[str, Any]) -> Handle:
         if launch.network is not Network.BRIDGE:
             return {}
         try:

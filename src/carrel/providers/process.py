@@ -1,4 +1,4 @@
-"""The process provider: no isolation at all. For development on code one would run by hand; unsafe, and says so."""
+"""The process provider: no isolation at all. Unsafe; only for code that you would run by hand, in development."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ProcessProvider(ZygoteProvider):
         return None
 
     def capabilities(self) -> frozenset[Capability]:
-        """See `Provider.capabilities`: commands and terminals work, nothing is held back."""
+        """See `Provider.capabilities`: commands and terminals work, nothing is restricted."""
         return frozenset({Capability.NETWORK_HOST, Capability.TERMINAL, Capability.SURVIVES_RESTART})
 
     async def _kill(self, handle: Handle) -> None:
-        """The first process does not take the others along, so another zygote ends them first."""
+        """End the descendants first, through another zygote: without a PID namespace they outlive the supervisor."""
         await self._zygote.request("end", pid=number(handle, "pid"), start_time=number(handle, "start_time"))
         await super()._kill(handle)

@@ -1,4 +1,4 @@
-"""What the providers that get their sandboxes from a zygote have in common."""
+"""The common part of the providers that get their sandboxes from a zygote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from carrel.errors import PlatformError
 from carrel.isolation import cgroups, masks
 from carrel.models import Network
-from carrel.providers import processes
+from carrel.providers import foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
 
@@ -31,7 +31,7 @@ class ZygoteProvider(Provider):
         shared: Mapping[str, str] = MappingProxyType({}),
         zygote: ZygoteClient | None = None,
     ):
-        """`zygote` is one that is being started already, with the same paths."""
+        """`zygote` is an optional client, with the same paths, whose zygote is being started already."""
         self._run_dir = run_dir
         self._zygote = zygote or ZygoteClient(run_dir, workspaces, plain=self.plain, shared=shared)
 
@@ -41,7 +41,7 @@ class ZygoteProvider(Provider):
             try:
                 await self._zygote.request("describe")
             except PlatformError:
-                pass  # whoever starts a sandbox gets the reason
+                pass  # the first start of a sandbox gets the reason
 
     async def start(self, launch: Launch) -> Handle:
         """See `Provider.start`."""
@@ -52,7 +52,7 @@ class ZygoteProvider(Provider):
                 hint="use a data directory with a shorter path",
             )
         self.require(NETWORK_CAPABILITY[launch.network])
-        worn = self._pack(launch)
+        packed = self._pack(launch)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             listener.bind(path)
@@ -60,7 +60,7 @@ class ZygoteProvider(Provider):
             listener.listen(128)
             answer = await self._zygote.request(
                 "start",
-                (listener.fileno(), *worn),
+                (listener.fileno(), *packed),
                 id=launch.id,
                 workspace=os.path.basename(launch.workspace),
                 memory_mb=launch.memory_mb,
@@ -68,20 +68,20 @@ class ZygoteProvider(Provider):
                 disk_mb=launch.disk_mb,
                 processes=launch.processes,
                 env=dict(launch.env),
-                **self._beyond(launch, masked=bool(worn)),
+                **self._optional_fields(launch, masked=bool(packed)),
             )
-            joined = await self._join(launch, answer)
+            network_fields = await self._connect_network(launch, answer)
         except BaseException as error:
             _unlink(path)
             if isinstance(error, asyncio.CancelledError):
-                # Nobody waits for the sandbox that is being made, but one of the same name may be wanted at once.
+                # Remove the sandbox that is being created: the same name may be requested again at once.
                 await asyncio.shield(self._zygote.known("remove", id=launch.id))
             if isinstance(error, OSError):
                 raise PlatformError(f"the sandbox's socket could not be made: {error}") from error
             raise
         finally:
             listener.close()
-            for descriptor in worn:
+            for descriptor in packed:
                 os.close(descriptor)
         return {
             "provider": self.name,
@@ -89,27 +89,27 @@ class ZygoteProvider(Provider):
             "socket": path,
             "pid": int(answer["pid"]),
             "start_time": int(answer["start_time"]),
-            **joined,
+            **network_fields,
         }
 
-    def _beyond(self, launch: Launch, *, masked: bool) -> dict[str, Any]:
-        """What is asked for beyond the ordinary. Nothing else is sent: a zygote may be older than this server."""
+    def _optional_fields(self, launch: Launch, *, masked: bool) -> dict[str, Any]:
+        """Return the fields without their defaults, which are not sent: a zygote may be older than this server."""
         asked: dict[str, Any] = (
-            {} if launch.network is Network.NONE or self.plain else {"network": _made(launch.network)}
+            {} if launch.network is Network.NONE or self.plain else {"network": _zygote_network(launch.network)}
         )
         asked |= {"masked": masked, "trust": launch.trust, "resolver": self._resolver(launch.network)}
         return {name: value for name, value in asked.items() if value}
 
     def _resolver(self, network: Network) -> str:
-        """The text of the sandbox's `/etc/resolv.conf`."""
+        """Return the text of the sandbox's `/etc/resolv.conf`."""
         return ""
 
-    async def _join(self, launch: Launch, answer: dict[str, Any]) -> Handle:
-        """Connect a new sandbox to its network; what its handle must say of it. Leaves none behind when it fails."""
+    async def _connect_network(self, launch: Launch, answer: dict[str, Any]) -> Handle:
+        """Connect a new sandbox to its network, and return fields for its handle. Removes the sandbox on failure."""
         return {}
 
     def _pack(self, launch: Launch) -> tuple[int, ...]:
-        """The masks as a descriptor, if there are any."""
+        """Return the masks as a descriptor, if there are any."""
         if launch.masks is None:
             return ()
         self.require(Capability.MASKS)
@@ -117,7 +117,7 @@ class ZygoteProvider(Provider):
 
     async def alive(self, handle: Handle) -> bool:
         """See `Provider.alive`."""
-        return processes.runs(number(handle, "pid"), number(handle, "start_time"))
+        return foreign_processes.runs(number(handle, "pid"), number(handle, "start_time"))
 
     async def running(self) -> list[str]:
         """See `Provider.running`."""
@@ -133,12 +133,12 @@ class ZygoteProvider(Provider):
             _unlink(str(handle["socket"]))
 
     async def _kill(self, handle: Handle) -> None:
-        """End a sandbox whose zygote is gone."""
+        """Kill a sandbox whose zygote is gone."""
         try:
-            await processes.end(number(handle, "pid"), number(handle, "start_time"))
+            await foreign_processes.end(number(handle, "pid"), number(handle, "start_time"))
         except TimeoutError:
             raise PlatformError(f"sandbox {handle['id']} could not be ended") from None
-        for _ in range(200):  # its groups are held for a moment by processes on their way out
+        for _ in range(200):  # dying processes hold its groups for a moment
             if await asyncio.to_thread(cgroups.sweep):
                 break
             await asyncio.sleep(0.005)
@@ -149,7 +149,7 @@ class ZygoteProvider(Provider):
 
 
 def number(handle: Handle, key: str) -> int:
-    """A field of a handle that is a number; -1 when it is none."""
+    """Return a field of a handle that is a number; -1 if it is not one."""
     value = handle.get(key)
     return value if isinstance(value, int) else -1
 
@@ -161,6 +161,6 @@ def _unlink(path: str) -> None:
         pass
 
 
-def _made(network: Network) -> str:
-    """The network as a zygote makes it: whom the proxy lets out is not its business."""
+def _zygote_network(network: Network) -> str:
+    """Return the network as the zygote knows it: it does not distinguish what the proxy allows."""
     return str(Network.ALLOWLIST if network.proxied else network)

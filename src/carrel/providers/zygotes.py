@@ -1,4 +1,4 @@
-"""The control plane's end of a zygote: starts it, finds it again after a restart, asks it for sandboxes."""
+"""The client of a zygote: starts it, finds it again after a restart, and requests sandboxes from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUPERVISOR = "carrel.supervisor.app"
 
 
 class ZygoteClient:
-    """One zygote, started on first use and again when it has died. For one event loop."""
+    """The client of one zygote, which is started on first use and again when it has died. For one event loop."""
 
     def __init__(self, run_dir: str, workspaces: str, *, plain: bool, shared: Mapping[str, str] = MappingProxyType({})):
         self._name = "plain" if plain else "namespace"
@@ -37,14 +37,14 @@ class ZygoteClient:
         self.description: dict[str, Any] = {}
 
     async def request(self, op: str, fds: tuple[int, ...] = (), **body: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer. Raises `PlatformError` with the zygote's own words."""
+        """Send a request and wait for the answer. Raises `PlatformError` with the zygote's own error text."""
         channel = self._channel or await self._connect()
         return await self._ask(channel, op, fds, body)
 
     async def known(self, op: str, **body: Any) -> dict[str, Any]:
-        """Ask a zygote that may be gone; an empty answer when it is."""
+        """Send a request to a zygote that may be gone; then the answer is empty."""
         self._lock = self._lock or asyncio.Lock()
-        async with self._lock:  # one that is being started takes connections already, and there is to be one
+        async with self._lock:  # a zygote that is being started accepts connections already, but one is enough
             if self._channel is None:
                 try:
                     self._channel = self._open(connect(self._path))
@@ -57,7 +57,7 @@ class ZygoteClient:
             return {}
 
     async def descriptor(self, op: str, **body: Any) -> int | None:
-        """Ask a zygote that may be gone for a descriptor, which is then the caller's to close."""
+        """Request a descriptor from a zygote that may be gone. The caller closes it."""
         fds: list[int] = (await self.known(op, **body)).get("fds", [])
         return fds[0] if fds else None
 
@@ -77,7 +77,7 @@ class ZygoteClient:
         except ChannelClosed:
             raise PlatformError(f"the zygote is gone; see {self._log}") from None
         except BaseException as error:
-            if future.done() and not future.cancelled():  # answered, but nobody waits any more
+            if future.done() and not future.cancelled():  # the answer came after the request was cancelled
                 close_all(future.result().get("fds", ()))
             if isinstance(error, TimeoutError):
                 raise PlatformError(f"the zygote did not answer '{op}' in time") from None
@@ -114,7 +114,7 @@ class ZygoteClient:
         return channel
 
     def _spawn(self) -> socket.socket:
-        if self._process is not None:  # the one before, which has died
+        if self._process is not None:  # the previous one, which has died
             try:
                 self._process.wait(1)
             except subprocess.TimeoutExpired:
@@ -161,7 +161,7 @@ class ZygoteClient:
             self._channel.close()
 
     async def close(self) -> None:
-        """Hang up. A zygote that has neither sandboxes nor other connections then ends by itself, and is waited for."""
+        """Disconnect. A zygote without sandboxes and other connections then ends by itself, and this waits for it."""
         description: dict[str, Any] = {}
         if self._channel is not None:
             with suppress(PlatformError):

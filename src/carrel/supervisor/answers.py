@@ -14,7 +14,7 @@ from carrel.supervisor.output import END, Output
 FRAME = 256 * 1024
 
 
-class Written(Protocol):
+class HasOutput(Protocol):
     """Something that writes output: a command or a cell."""
 
     @property
@@ -46,7 +46,7 @@ def result_of(command: Command) -> Json:
     return result
 
 
-async def frames_of(command: Written, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
+async def frames_of(command: HasOutput, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
     """Yield the output from an offset on as frames. The last frame has the info object."""
     output = command.output
     while True:

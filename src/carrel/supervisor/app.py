@@ -18,7 +18,7 @@ import time
 from typing import Protocol
 
 from carrel.errors import InvalidRequest, Unsupported
-from carrel.supervisor import environment, feeding
+from carrel.supervisor import command_input, environment
 from carrel.supervisor.answers import frames_of, result_of
 from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
@@ -28,7 +28,7 @@ from carrel.supervisor.load import Load, measure
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.mcp_servers import McpServers
 from carrel.supervisor.no_network import refuse_all
-from carrel.supervisor.produced import Produced
+from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.calls import Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
 from carrel.supervisor.reaper import kill_below
@@ -42,8 +42,8 @@ ROUNDS = 8
 _OWN_ID = re.compile(r"k[A-Za-z0-9_-]{7,63}")
 
 
-class Born(Protocol):
-    """The facts about its sandbox that the supervisor gets (see `carrel.isolation.sandbox.Born`)."""
+class SandboxFacts(Protocol):
+    """The facts about its sandbox that the supervisor gets (see `carrel.isolation.sandbox.SandboxFacts`)."""
 
     listener: socket.socket
     workspace: str
@@ -67,7 +67,7 @@ class Supervisor:
     def __init__(self) -> None:
         self.commands = Commands()
         self.files = Files()
-        self.produced = Produced(self.files)
+        self.produced = ProducedFiles(self.files)
         self.python = Python(self.commands, self.files, self.produced, self._order, self._release)
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self._secrets = Secrets()
@@ -96,29 +96,29 @@ class Supervisor:
         for part in (self.files, self._secrets, Runs(), self.python, self.contexts, self._mcp_servers, self._reset):
             part.routes(self.router)
 
-    def settle(self, loop: asyncio.AbstractEventLoop, born: Born) -> None:
+    def configure(self, loop: asyncio.AbstractEventLoop, facts: SandboxFacts) -> None:
         """Take charge of a sandbox, which exists only now."""
-        budget = min(OUTPUT_BUDGET, (born.memory_mb or 1024) * 1024 * 1024 // 4)
-        self.commands.settle(loop, born.oom_score_fd, budget)
-        self.files.settle(born.workspace)
-        self._secrets.settle(born.secrets_fd)
-        self._mcp_servers.settle(budget // 2)
-        places = (*PLACES, born.home, born.workspace) if born.isolated else ()
+        budget = min(OUTPUT_BUDGET, (facts.memory_mb or 1024) * 1024 * 1024 // 4)
+        self.commands.configure(loop, facts.oom_score_fd, budget)
+        self.files.configure(facts.workspace)
+        self._secrets.configure(facts.secrets_fd)
+        self._mcp_servers.configure(budget // 2)
+        places = (*PLACES, facts.home, facts.workspace) if facts.isolated else ()
         self._memory_places = places[:3]
-        self._reset.settle(places)
+        self._reset.configure(places)
         self._started = time.monotonic()
         self._directory = self.files.open_directory(".")
-        self._venv = born.isolated
+        self._venv = facts.isolated
         self._env = environment.variables(
-            workspace=born.workspace,
-            home=born.home,
-            path=environment.PATH if born.isolated else os.environ.get("PATH", environment.PATH),
-            way_out_port=born.way_out_port,
-            offline=born.refusing is not None,
-            trust=born.trust,
-            given=born.env,
+            workspace=facts.workspace,
+            home=facts.home,
+            path=environment.PATH if facts.isolated else os.environ.get("PATH", environment.PATH),
+            way_out_port=facts.way_out_port,
+            offline=facts.refusing is not None,
+            trust=facts.trust,
+            given=facts.env,
         )
-        self.python.settle(self._env, isolated=born.isolated)
+        self.python.configure(self._env, isolated=facts.isolated)
 
     def close(self) -> None:
         """Release what `configure` took."""
@@ -214,11 +214,11 @@ class Supervisor:
 
     async def _stdin(self, request: Request) -> Response:
         command = self.commands.get(request.args[0])
-        async with command.feeding:
+        async with command.input_lock:
             async for chunk in request.chunks():
-                await feeding.send(command, chunk)
+                await command_input.send(command, chunk)
             if request.flag("close"):
-                feeding.close_stdin(command, asyncio.get_running_loop())
+                command_input.close_stdin(command, asyncio.get_running_loop())
         return Response(204)
 
     async def _signal(self, request: Request) -> Response:
@@ -229,7 +229,7 @@ class Supervisor:
         return Response(204)
 
     async def _resize(self, request: Request) -> Response:
-        feeding.resize(self.commands.get(request.args[0]), *_size(await request.json()))
+        command_input.resize(self.commands.get(request.args[0]), *_size(await request.json()))
         return Response(204)
 
     async def _forget(self, request: Request) -> Response:
@@ -267,7 +267,7 @@ class Supervisor:
                 f"no {str(language)[:40]!r} is executed here", field="language", hint="use python or shell"
             )
         given = put_files(self.files, body.get("files"))
-        async with self.produced.looking(given) as look:
+        async with self.produced.watching(given) as look:
             if language == "python":
                 wanted = {"code": body.get("code"), "env": body.get("env_name"), "variables": body.get("env")}
                 command = await self.python.start({**wanted, "timeout": body.get("timeout")})
@@ -356,22 +356,22 @@ def _rehearse(loop: asyncio.AbstractEventLoop, router: Router) -> None:
     loop.run_until_complete(asyncio.sleep(0))
 
 
-def main(born: Born, prepared: object) -> None:
+def main(facts: SandboxFacts, prepared: object) -> None:
     """Serve the sandbox until it is killed."""
     assert isinstance(prepared, Prepared)
-    _serve(born, prepared, set())
+    _serve(facts, prepared, set())
     prepared.loop.run_forever()
 
 
-def _serve(born: Born, prepared: Prepared, connections: set[asyncio.Task[None]]) -> None:
+def _serve(facts: SandboxFacts, prepared: Prepared, connections: set[asyncio.Task[None]]) -> None:
     loop, supervisor = prepared.loop, prepared.supervisor
-    supervisor.settle(loop, born)
-    born.listener.setblocking(False)
+    supervisor.configure(loop, facts)
+    facts.listener.setblocking(False)
     loop.run_until_complete(
-        loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=born.listener)
+        loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=facts.listener)
     )
-    if born.refusing is not None:
-        loop.run_until_complete(refuse_all(born.refusing))
+    if facts.refusing is not None:
+        loop.run_until_complete(refuse_all(facts.refusing))
 
 
 class _Rehearsal:
@@ -408,17 +408,17 @@ def warm() -> None:
 def _rehearse_all(exchange: _Exchange) -> None:
     """Start a supervisor in this process, make these requests, and close it."""
     with tempfile.TemporaryDirectory(prefix="carrel-warm-") as folder:
-        born, prepared = _Rehearsal(folder), prepare()
+        facts, prepared = _Rehearsal(folder), prepare()
         connections: set[asyncio.Task[None]] = set()
         try:
             take_over(prepared, rehearse=True)
-            _serve(born, prepared, connections)
+            _serve(facts, prepared, connections)
             prepared.loop.run_until_complete(_converse(f"{folder}/listener", exchange, connections))
             prepared.supervisor.close()
         finally:
             prepared.loop.close()
-            born.listener.close()
-            os.close(born.oom_score_fd)
+            facts.listener.close()
+            os.close(facts.oom_score_fd)
             os.chdir("/")
 
 

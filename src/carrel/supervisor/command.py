@@ -52,7 +52,7 @@ class Command:
     slave_fd: int = -1
     deadline: asyncio.TimerHandle | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # its first process is known, or there is none
-    feeding: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of its input at a time
+    input_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of its input at a time
 
     @property
     def running(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 
 from carrel.errors import AlreadyExists, LimitExceeded, NotFound, NotRunning
-from carrel.supervisor import feeding
+from carrel.supervisor import command_input
 from carrel.supervisor.command import Command, Order, signal_number
 from carrel.supervisor.output import STDERR, STDOUT, Budget, Output, read_some
 from carrel.supervisor.reaper import (
@@ -70,7 +70,7 @@ class Commands:
         """Handle the end of child processes. Done before the fork, because it is not cheap."""
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
-    def settle(self, loop: asyncio.AbstractEventLoop, oom_score_fd: int, budget: int) -> None:
+    def configure(self, loop: asyncio.AbstractEventLoop, oom_score_fd: int, budget: int) -> None:
         """Take charge of a sandbox: its loop, its PID and its descriptors are known only now."""
         self._loop = loop
         self.oom_score_fd = oom_score_fd
@@ -215,7 +215,7 @@ class Commands:
         if order.terminal is not None:
             command.terminal_fd, command.slave_fd = os.openpty()
             os.set_blocking(command.terminal_fd, False)
-            feeding.resize(command, *order.terminal)
+            command_input.resize(command, *order.terminal)
             self._read_from(command, command.terminal_fd, STDOUT)
             return None
         if order.stdin is not None:
@@ -343,7 +343,7 @@ class Commands:
         command.begun.set()
         if self._direct is command:
             self._direct = None
-        feeding.close_stdin(command, self._loop)
+        command_input.close_stdin(command, self._loop)
         if command.terminal_fd >= 0:
             self._stop_reading(command, command.terminal_fd)
             self._loop.remove_writer(command.terminal_fd)

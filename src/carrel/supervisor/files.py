@@ -130,7 +130,7 @@ class Files:
         self._editing = asyncio.Lock()
         self._edited: dict[str | None, Json] = {}  # by the caller's own id
 
-    def settle(self, workspace: str) -> None:
+    def configure(self, workspace: str) -> None:
         """Open the workspace. Called once, before anything else."""
         self.root = Root(workspace)
         remove_leftover(self.root.fd)

@@ -88,7 +88,7 @@ class Process:
         self._timer: asyncio.TimerHandle | None = None
         self._killing = False
         self._clean = False
-        self._feeding = asyncio.Lock()
+        self._writing = asyncio.Lock()
         self._fed = 0
         self._writable: asyncio.Future[None] | None = None
         self._writers: set[asyncio.Task[None]] = set()
@@ -259,7 +259,7 @@ class Process:
     async def _send(self, line: bytes, deadline_s: float) -> None:
         view = memoryview(line)
         try:
-            async with asyncio.timeout(deadline_s), self._feeding:
+            async with asyncio.timeout(deadline_s), self._writing:
                 while view:
                     if self._stdin < 0:
                         raise NotRunning(f"MCP server '{self.name}' has ended", field="incarnation")

@@ -42,7 +42,7 @@ class McpServers:
         self._count = itertools.count(1)
         self._servers: dict[str, Server] = {}
 
-    def settle(self, room: int) -> None:
+    def configure(self, room: int) -> None:
         """Set how many bytes the unfinished lines of all servers may use."""
         self._room = Budget(room)
 

@@ -36,14 +36,14 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class _Start:
     """The start of a search: the time of the file system, and the number of events so far (None without inotify)."""
 
     time_ns: int
     count: int | None
 
 
-class Look:
+class ChangedFiles:
     """The result of a search, available after the `with` block."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Look:
         return not self.truncated
 
 
-class Produced:
+class ProducedFiles:
     """The changes of one workspace."""
 
     def __init__(self, files: Files):
@@ -75,7 +75,7 @@ class Produced:
         self._watches: dict[bytes, int] = {}
         self._changed: dict[bytes, int] = {}
         self._count = 0
-        self._looking = 0
+        self._searches = 0
         self._usable = True
         self._busy = asyncio.Lock()
 
@@ -88,36 +88,36 @@ class Produced:
         self._watches.clear()
 
     @asynccontextmanager
-    async def looking(self, given: Collection[Stamp] = ()) -> AsyncIterator[Look]:
+    async def watching(self, given: Collection[Stamp] = ()) -> AsyncIterator[ChangedFiles]:
         """Find the regular files that change during the block. Files of `given` are left out unless they changed after
         they were written.
         """
-        look, moment = Look(), await self._begin()
+        look, moment = ChangedFiles(), await self._begin()
         try:
             yield look
         finally:
             await self._end(moment, given, look)
 
-    async def _begin(self) -> Moment:
+    async def _begin(self) -> _Start:
         async with self._busy:
             if self._usable and self._inotify < 0:
                 await self._watch_all()
             elif self._usable:
-                self._hear()
-            if self._looking == 0:
+                self._read_events()
+            if self._searches == 0:
                 self._changed.clear()
-            self._looking += 1
-            return Moment(self._files.mark(), self._count if self._inotify >= 0 else None)
+            self._searches += 1
+            return _Start(self._files.mark(), self._count if self._inotify >= 0 else None)
 
-    async def _end(self, moment: Moment, given: Collection[Stamp], look: Look) -> None:
+    async def _end(self, moment: _Start, given: Collection[Stamp], look: ChangedFiles) -> None:
         try:
             async with self._busy:
-                await self._tell(moment, given, look)
+                await self._collect(moment, given, look)
         finally:
-            self._looking -= 1
+            self._searches -= 1
 
-    async def _tell(self, moment: Moment, given: Collection[Stamp], look: Look) -> None:
-        if moment.count is None or self._inotify < 0 or not self._hear():
+    async def _collect(self, moment: _Start, given: Collection[Stamp], look: ChangedFiles) -> None:
+        if moment.count is None or self._inotify < 0 or not self._read_events():
             for name in self._files.produced_since(moment.time_ns, ".", MOST_PRODUCED + 1, given):
                 look.add(name)
             return
@@ -199,7 +199,7 @@ class Produced:
         self._count += 1
         self._changed[path] = self._count
 
-    def _hear(self) -> bool:
+    def _read_events(self) -> bool:
         """Read the events. Return False when some were lost; then everything is watched again next time."""
         while True:
             try:

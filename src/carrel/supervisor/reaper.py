@@ -137,7 +137,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in read(f"/proc/{pid}/task/{pid}/children", 65536).split()]
 
 
-def doomed(pid: int) -> bool:
+def is_ending(pid: int) -> bool:
     """Whether a process has ended, or was killed and has not been reported as ended yet."""
     status = read_if_there(f"/proc/{pid}/status", 8192)
     if not status or b"\nState:\tZ" in status or b"\nState:\tX" in status:

@@ -39,13 +39,13 @@ class _Changed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Recorded:
     """A file or directory of the recorded state. A file that was changed has another `stamp`."""
 
     stamp: tuple[int, ...]
     attributes: tuple[str, ...]
     times: tuple[int, int]
-    below: dict[bytes, _Kept] | None
+    below: dict[bytes, _Recorded] | None
 
 
 class Reset:
@@ -63,12 +63,12 @@ class Reset:
         self._python = python
         self._load = load
         self._places: Sequence[str] = ()
-        self._kept: list[tuple[int, _Kept]] | None = None
+        self._kept: list[tuple[int, _Recorded]] | None = None
         self._conditions: Conditions | None = None
         self._busy = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def settle(self, places: Sequence[str]) -> None:
+    def configure(self, places: Sequence[str]) -> None:
         """Set the directories to reset. Without any, a reset is refused."""
         self._places = places
 
@@ -80,14 +80,14 @@ class Reset:
         if not self._places:
             raise Unsupported("what is not isolated has the host's files and cannot be emptied")
         async with self._busy:
-            reason = self._begin() if self._kept is None else await self._again()
+            reason = self._record_all() if self._kept is None else await self._reset()
         load = self._load()
         if reason is None and load.stopped:
             reason = "a process is stopped"
         answer: Json = {"clean": reason is None, "reason": reason}
         return json_response({**answer, "processes": load.processes, "memory_bytes": load.memory_bytes})
 
-    def _begin(self) -> str | None:
+    def _record_all(self) -> str | None:
         """Record the state, as nothing has run yet, and start Python, so that no caller waits for it."""
         # A POSIX message queue outlives its creator and cannot be listed here, so none may be created.
         resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
@@ -96,7 +96,7 @@ class Reset:
         try:
             for place in self._places:
                 top = os.open(place, _OPEN)
-                self._kept.append((top, _look(top, os.fstat(top), [MOST_KEPT])))
+                self._kept.append((top, _record(top, os.fstat(top), [MOST_KEPT])))
         except (_Changed, OSError) as error:
             return f"it could not be looked at: {error}"
         task = asyncio.get_running_loop().create_task(self._warm())
@@ -111,7 +111,7 @@ class Reset:
             return  # the caller gets the error when it uses Python
         host.interpreter.give_back(host)
 
-    async def _again(self) -> str | None:
+    async def _reset(self) -> str | None:
         assert self._kept is not None
         try:
             async with asyncio.timeout(TIME_S):
@@ -143,9 +143,9 @@ class Reset:
             pause = min(2 * pause, 0.02)
 
 
-def _look(handle: int, status: os.stat_result, left: list[int]) -> _Kept:
+def _record(handle: int, status: os.stat_result, left: list[int]) -> _Recorded:
     """Record the tree of an open directory."""
-    below: dict[bytes, _Kept] = {}
+    below: dict[bytes, _Recorded] = {}
     with os.scandir(handle) as found:
         names = [os.fsencode(entry.name) for entry in found]
     for name in names:
@@ -156,12 +156,12 @@ def _look(handle: int, status: os.stat_result, left: list[int]) -> _Kept:
         if stat.S_ISDIR(inner.st_mode):
             child = os.open(name, _OPEN, dir_fd=handle)
             try:
-                below[name] = _look(child, inner, left)
+                below[name] = _record(child, inner, left)
             finally:
                 os.close(child)
         else:
-            below[name] = _Kept(_stamp(inner), (), (0, 0), None)
-    return _Kept(_stamp(status), tuple(os.listxattr(handle)), (status.st_atime_ns, status.st_mtime_ns), below)
+            below[name] = _Recorded(_stamp(inner), (), (0, 0), None)
+    return _Recorded(_stamp(status), tuple(os.listxattr(handle)), (status.st_atime_ns, status.st_mtime_ns), below)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
     return stamp if stat.S_ISDIR(status.st_mode) else (*stamp, status.st_size, status.st_nlink, status.st_ctime_ns)
 
 
-async def _restore(handle: int, kept: _Kept) -> None:
+async def _restore(handle: int, kept: _Recorded) -> None:
     """Remove added entries from an open directory. Raises `_Changed` when a recorded entry is different."""
     assert kept.below is not None
     for attribute in set(os.listxattr(handle)).difference(kept.attributes):
@@ -188,7 +188,7 @@ async def _restore(handle: int, kept: _Kept) -> None:
     os.utime(handle, ns=kept.times)
 
 
-async def _remove_others(handle: int, kept: dict[bytes, _Kept]) -> None:
+async def _remove_others(handle: int, kept: dict[bytes, _Recorded]) -> None:
     more = True
     while more:  # removing entries while a directory is read may hide others from the reader
         more = False

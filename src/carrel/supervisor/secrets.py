@@ -29,7 +29,7 @@ class Secrets:
     def __init__(self) -> None:
         self._directory = -1
 
-    def settle(self, directory: int) -> None:
+    def configure(self, directory: int) -> None:
         """Set the descriptor of the memory file system; -1 means there is none."""
         self._directory = directory
 

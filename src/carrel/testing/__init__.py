@@ -1,4 +1,4 @@
-"""What any provider must do, as a suite that a provider of somebody else's can be held to. Needs no test framework."""
+"""The conformance suite for providers, also those of third parties. It needs no test framework."""
 
 from __future__ import annotations
 

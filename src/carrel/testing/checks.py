@@ -1,4 +1,4 @@
-"""What a check is, where checks are declared, and how the outcome of many is told. Runs nothing."""
+"""Checks, their list, and the report of their outcomes. Runs nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Body = Callable[[Harness], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Check:
-    """One promise. `needs` are the capabilities without which it cannot be kept."""
+    """One promise of a provider. `needs` are the capabilities that it requires."""
 
     name: str
     promise: str
@@ -21,13 +21,13 @@ class Check:
     needs: frozenset[Capability] = frozenset()
 
     def gaps(self, provider: Provider) -> list[Capability]:
-        """What the provider would have to promise and does not."""
+        """Return the needed capabilities that the provider does not promise."""
         return sorted(self.needs - provider.capabilities())
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check went. `gaps` is not empty where the provider refused, as it must, what it does not promise."""
+    """The outcome of a check. `gaps` are the missing capabilities, each of which the provider must refuse."""
 
     check: Check
     failure: str | None = None
@@ -36,25 +36,25 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        """Whether the promise was kept, or its refusal was."""
+        """Whether the promise was kept, or correctly refused."""
         return self.failure is None
 
 
 @dataclass
 class Report:
-    """What a provider kept and what not."""
+    """The outcomes of all checks of one provider."""
 
     provider: str
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether everything was kept."""
+        """Whether every promise was kept."""
         return all(outcome.kept for outcome in self.outcomes)
 
     @property
     def gaps(self) -> list[Capability]:
-        """The capabilities that were missing, each refused as it should be."""
+        """The missing capabilities, each of which was correctly refused."""
         return sorted({gap for outcome in self.outcomes for gap in outcome.gaps})
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Holds a provider to every promise, with or without a test framework.
+"""Checks every promise of a provider, with or without a test framework.
 
-A check that needs a capability the provider does not promise is not skipped: it must then show that asking for the
-capability is refused. So what a provider lacks is a known gap, listed in the report, and never a silent one.
+A check that needs a capability which the provider does not promise is not skipped: instead, the provider must refuse
+that capability. So every missing capability is listed in the report.
 
 Under pytest: `@pytest.mark.parametrize(**parameters())`, a fixture that yields a `Harness`,
 and `assert (await run_check(check, harness)).kept`.
@@ -25,17 +25,17 @@ _DECLARED = (promises.__name__, networks.__name__)  # imported for what they dec
 
 
 def parameters() -> dict[str, object]:
-    """For `pytest.mark.parametrize(**parameters())`: a test for each check, as the argument `check`."""
+    """Return the arguments of `pytest.mark.parametrize`, with each check as the parameter `check`."""
     return {"argnames": "check", "argvalues": CHECKS, "ids": [one.name for one in CHECKS]}
 
 
 def applicable(provider: Provider) -> Iterator[Check]:
-    """The checks whose capabilities this provider promises."""
+    """Return the checks whose capabilities this provider promises."""
     return (one for one in CHECKS if not one.gaps(provider))
 
 
 async def run_check(one: Check, harness: Harness) -> Outcome:
-    """Hold the harness's provider to one promise."""
+    """Run one check against the provider of the harness."""
     began = time.monotonic()
     gaps = one.gaps(harness.provider)
     failure: str | None = None
@@ -51,7 +51,7 @@ async def run_check(one: Check, harness: Harness) -> Outcome:
 
 
 async def run(make_provider: MakeProvider, make_workspace: MakeWorkspace) -> Report:
-    """Hold a provider to every promise. `make_provider` makes an equal one each time it is called."""
+    """Run every check. `make_provider` must return an equivalent provider each time."""
     harness = Harness(make_provider, make_workspace)
     try:
         missing = harness.provider.missing()

@@ -1,4 +1,4 @@
-"""What a check works with: a provider, workspaces made for it, and sandboxes that are removed whatever happens."""
+"""The tools of a check: a provider, workspaces for it, and sandboxes that are always removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeProvider = Callable[[], Provider]
 MakeWorkspace = Callable[[str], str]
 
 SANDBOX_OWNER = 1000
-"""Who owns a workspace on disk when the provider runs as root."""
+"""The owner of a workspace on disk when the provider runs as root."""
 
 
 class Running:
@@ -55,7 +55,7 @@ class Running:
 
 
 class Harness:
-    """Makes what checks need, from two things only the provider's author knows: how to make one, and where files go."""
+    """Creates what checks need, given how to create a provider and a workspace."""
 
     def __init__(self, make_provider: MakeProvider, make_workspace: MakeWorkspace):
         self.make_provider = make_provider
@@ -63,11 +63,11 @@ class Harness:
         self.provider = make_provider()
 
     def workspace(self) -> str:
-        """A new, empty workspace."""
+        """Create an empty workspace."""
         return self._make_workspace(f"eph-{secrets.token_hex(8)}")
 
     def launch(self, workspace: str | None = None, *, network: Network | None = None, **fields: Any) -> Launch:
-        """A launch; unless another is asked for, with the strictest network this provider has."""
+        """Return a launch; by default with the strictest network of this provider."""
         promised = self.provider.capabilities()
         network = network or next((kind for kind in Network if NETWORK_CAPABILITY[kind] in promised), None)
         assert network is not None, f"provider '{self.provider.name}' promises no kind of network, not even none"
@@ -78,7 +78,7 @@ class Harness:
     async def sandbox(
         self, workspace: str | None = None, *, env: Mapping[str, str] | None = None, **terms: Any
     ) -> AsyncIterator[Running]:
-        """A sandbox that is removed in the end."""
+        """Start a sandbox, and remove it at the end of the block."""
         launch = self.launch(workspace, env=dict(env or {}), **terms)
         handle = await self.provider.start(launch)
         try:
@@ -91,12 +91,12 @@ class Harness:
             await self.provider.remove(handle)
 
     async def close(self) -> None:
-        """Let the provider go."""
+        """Close the provider."""
         await self.provider.close()
 
 
 def workspaces_in(directory: str) -> MakeWorkspace:
-    """Makes workspaces below a directory, as the providers of this package expect them."""
+    """Return a function that creates workspaces in a directory, as carrel's own providers expect them."""
 
     def make(name: str) -> str:
         path = os.path.join(directory, name)

@@ -1,4 +1,4 @@
-"""The checks of what a sandbox reaches. Inside they need `bash`, which can open connections by itself."""
+"""Checks of the network of a sandbox. They need `bash` inside, which can open connections by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERFACES = "cut -d: -f1 /proc/net/dev | tail -n +3 | tr -d ' '"
 
 @asynccontextmanager
 async def _listening(address: str) -> AsyncIterator[int]:
-    """Somebody on the host who greets whoever connects: the port."""
+    """Start a server on the host that sends a greeting to each client; yield its port."""
 
     async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(_GREETING)
@@ -35,7 +35,7 @@ async def _reaches(box: Running, address: str, port: int) -> bool:
 
 
 def _outward_address() -> str | None:
-    """The address this host is known by outside; None when it leads nowhere. Sends nothing."""
+    """Return the address of this host for outbound traffic, or None without a route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -58,7 +58,7 @@ async def _leads_nowhere(box: Running) -> None:
 
 @check(Capability.NETWORK_NONE)
 async def no_network(harness: Harness) -> None:
-    """Without a network there is loopback and nothing else, and nobody listens there but who refuses everything."""
+    """Without a network there is only loopback, and the only listener there refuses everything."""
     async with harness.sandbox(network=Network.NONE) as box:
         await _leads_nowhere(box)
         sockets = (
@@ -77,7 +77,7 @@ async def no_network(harness: Harness) -> None:
 
 @check(Capability.NETWORK_ALLOWLIST)
 async def allowlist(harness: Harness) -> None:
-    """With an allow list the one way out is the address its tools are told, and it leads to us and to nobody else."""
+    """With an allow list, the proxy address of the tools is the only way out, and it leads only to this server."""
     async with harness.sandbox(network=Network.ALLOWLIST) as box, harness.sandbox(network=Network.ALLOWLIST) as other:
         await _leads_nowhere(box)
         ways = [await harness.provider.way_out(one.handle) for one in (box, other)]

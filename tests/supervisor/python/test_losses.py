@@ -46,7 +46,7 @@ ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 loop = asyncio.SelectorEventLoop()
 supervisor = Supervisor()
 supervisor.commands.watch(loop)
-supervisor.settle(loop, Born())
+supervisor.configure(loop, Born())
 """
 
 FINISH = """

@@ -20,7 +20,7 @@ from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.files import Files, Stamp
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
-from carrel.supervisor.produced import Produced
+from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.hosts import Host, Interpreters, imports_of, modules
 from carrel.supervisor.reaper import Stdio, find_program
 
@@ -42,7 +42,7 @@ class Python:
     """`/python`: code in, output and files out."""
 
     def __init__(
-        self, commands: Commands, files: Files, produced: Produced, order: Orders, release: Callable[[Order], None]
+        self, commands: Commands, files: Files, produced: ProducedFiles, order: Orders, release: Callable[[Order], None]
     ):
         self._commands = commands
         self._files = files
@@ -55,7 +55,7 @@ class Python:
         self._packages: str | None = None
         self._ahead: list[str] = []
 
-    def settle(self, env: dict[str, str], *, isolated: bool) -> None:
+    def configure(self, env: dict[str, str], *, isolated: bool) -> None:
         """Take charge of a sandbox; interpreters start with the variables `env`."""
         self._env = env
         self._isolated = isolated
@@ -81,7 +81,7 @@ class Python:
         given = put_files(self._files, body.get("files"))
         if not request.flag("wait"):
             return json_response((await self.start(body, live=True)).info(), 201)
-        async with self._produced.looking(given) as look:
+        async with self._produced.watching(given) as look:
             command = await self.start(body)
             await asyncio.shield(command.finished)
         return json_response({**result_of(command), "files_produced": look.found, "files_truncated": look.truncated})
@@ -181,7 +181,7 @@ class Python:
 
 
 def put_files(files: Files, given: object) -> list[Stamp]:
-    """Write files that are given as base64 to the workspace; return their stamps for `Produced.looking`."""
+    """Write files that are given as base64 to the workspace; return their stamps for `ProducedFiles.watching`."""
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("'files' must map paths to base64 text", field="files")
     decoded = {path: _decode(path, text) for path, text in (given or {}).items()}

@@ -19,7 +19,7 @@ from carrel.errors import CarrelError, Conflict, LimitExceeded
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.conditions import Conditions, conditions
 from carrel.supervisor.python import warm
-from carrel.supervisor.reaper import Program, Reaper, Stdio, doomed, memory_file, resume
+from carrel.supervisor.reaper import Program, Reaper, Stdio, is_ending, memory_file, resume
 
 READY = 2
 """How many hosts are kept: while one finishes a call and prepares the next spare, another is used."""
@@ -53,11 +53,11 @@ class Host(Reaper):
         finally:
             os.close(memory)
 
-    def fit(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the spare can run a call that no earlier code has affected. Continues it if it was stopped."""
         for pid in (self.pid, self.spare):
             resume(pid)
-        if doomed(self.pid) or doomed(self.spare):
+        if is_ending(self.pid) or is_ending(self.spare):
             return False  # killed by some code; the event of its end is still on the way
         if conditions(self.spare) != self.interpreter.conditions:
             self.interpreter.dismiss(self)
@@ -154,12 +154,12 @@ class Interpreter(Reaper):
             self._rest_later()
             while self._ready:
                 host = self._ready.popleft()
-                if host.fit():
+                if host.is_usable():
                     return host
             if self.retired:
                 raise Conflict(f"{self.python} was ended", hint="call again")
             try:
-                if (host := await self._next()).fit():  # earlier code may have changed it too
+                if (host := await self._next()).is_usable():  # earlier code may have changed it too
                     return host
             except LimitExceeded:
                 if self._loop.time() > room_until:
@@ -173,7 +173,7 @@ class Interpreter(Reaper):
         """Wait for the next host that is ready."""
         future: asyncio.Future[Host] = self._loop.create_future()
         self._waiting.append(future)
-        self.grow()
+        self.request_host()
         try:
             return await asyncio.wait_for(asyncio.shield(future), START_S)
         except (asyncio.CancelledError, TimeoutError):
@@ -193,7 +193,7 @@ class Interpreter(Reaper):
             return True
         return self.greeted and conditions(self.pid) != self.conditions
 
-    def grow(self) -> None:
+    def request_host(self) -> None:
         """Ask for one more host."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -284,7 +284,7 @@ class Interpreter(Reaper):
                 if reaper in self._ready:
                     self._ready.remove(reaper)
                 elif len(self.hosts) < READY and not self.retired:
-                    self.grow()
+                    self.request_host()
             elif event == "clean":
                 reaper.watcher = self.commands.on_reaper
                 if self.retired:
@@ -329,7 +329,7 @@ class Interpreter(Reaper):
         if host in self._ready:
             self._ready.remove(host)
         if self._waiting and not self.retired:
-            self.grow()
+            self.request_host()
 
     def _rest_later(self) -> None:
         if self.retired:

@@ -147,7 +147,7 @@ def spare(orders: socket.socket, script: str) -> None:
             os.dup2(fds[2 + target], target)
         for descriptor in fds[:5]:
             os.close(descriptor)
-        settle(order)
+        become_new(order)
         _prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         if len(fds) > 5:
             status = serve_cells(script, fds[5], order)
@@ -157,7 +157,7 @@ def spare(orders: socket.socket, script: str) -> None:
         os._exit(status)
 
 
-def settle(order: dict[str, Any]) -> None:
+def become_new(order: dict[str, Any]) -> None:
     """Make this process like a new interpreter: variables, arguments, random numbers."""
     wanted = order["env"]
     for name in [name for name in os.environ if name not in wanted]:

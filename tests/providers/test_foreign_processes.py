@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from carrel.isolation import cgroups
-from carrel.providers import processes
+from carrel.providers import foreign_processes
 
 
 @pytest.fixture
@@ -25,15 +25,15 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 async def test_it_is_ended(child: subprocess.Popen[bytes]) -> None:
     started = cgroups.start_time(child.pid)
-    assert processes.runs(child.pid, started)
-    await processes.end(child.pid, started)
-    assert not processes.runs(child.pid, started)
+    assert foreign_processes.runs(child.pid, started)
+    await foreign_processes.end(child.pid, started)
+    assert not foreign_processes.runs(child.pid, started)
     assert child.wait() == -9
-    await processes.end(child.pid, started)
+    await foreign_processes.end(child.pid, started)
 
 
 async def test_one_that_ends_by_itself_is_left_in_peace(child: subprocess.Popen[bytes]) -> None:
-    waiting = asyncio.create_task(processes.end(child.pid, cgroups.start_time(child.pid), patience_s=20))
+    waiting = asyncio.create_task(foreign_processes.end(child.pid, cgroups.start_time(child.pid), patience_s=20))
     await asyncio.sleep(0)
     assert child.stdin is not None
     child.stdin.write(b"\n")
@@ -43,7 +43,7 @@ async def test_one_that_ends_by_itself_is_left_in_peace(child: subprocess.Popen[
 
 
 async def test_another_process_of_that_pid_is_not_touched(child: subprocess.Popen[bytes]) -> None:
-    await processes.end(child.pid, cgroups.start_time(child.pid) + 1)
+    await foreign_processes.end(child.pid, cgroups.start_time(child.pid) + 1)
     assert child.poll() is None
     for nobody in (-1, 0x3FFFFF):
-        await processes.end(nobody, 1)
+        await foreign_processes.end(nobody, 1)
