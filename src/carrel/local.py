@@ -295,7 +295,7 @@ async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSa
     os.mkdir(workspace, 0o700)
     if os.geteuid() == 0:
         os.chown(workspace, CANONICAL_UID, CANONICAL_UID)
-    Layout(os.path.dirname(workspaces)).furnish(workspace, Facts(None, ttl_days=0), new=True)
+    Layout(os.path.dirname(workspaces)).prepare_workspace(workspace, Facts(None, ttl_days=0), new=True)
     disk_mb = limits.disk_mb if Capability.LIMIT_DISK in provider.capabilities() else None
     launch = Launch(
         id=name,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from carrel.primitives import walk
 from carrel.primitives.trees import empty_directory
-from carrel.workspaces.volumes import kernel
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def give(top: Path | str, user: int) -> None:
     """Give a tree to a user, however deep it is."""
     root = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for visited in kernel.visit(root):
+        for visited in walk.visit(root):
             os.fchown(visited.fd, user, user)
             for name, _ in visited.entries:
                 os.chown(name, user, user, dir_fd=visited.fd, follow_symlinks=False)

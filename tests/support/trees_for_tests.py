@@ -7,28 +7,28 @@ import random
 import stat
 from typing import Any, BinaryIO
 
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import walk
 
 
 def picture(path: str) -> dict[str, Any]:
     """Everything a volume promises to preserve, by path."""
     found: dict[str, Any] = {}
     groups: dict[int, str] = {}
-    root = os.open(path, kernel.DIRECTORY)
+    root = os.open(path, walk.DIRECTORY)
     try:
-        for here in kernel.visit(root):
-            attributes = kernel.user_xattrs(here.fd)
+        for here in walk.visit(root):
+            attributes = walk.user_xattrs(here.fd)
             found[here.path + "/"] = ("dir", stat.S_IMODE(here.info.st_mode), here.info.st_mtime_ns, attributes)
             for name, info in sorted(here.entries):
                 full = f"{here.path}/{name}"
                 if stat.S_ISLNK(info.st_mode):
                     found[full] = ("link", os.readlink(name, dir_fd=here.fd), info.st_mtime_ns)
                 elif stat.S_ISREG(info.st_mode):
-                    fd = os.open(name, kernel.FILE, dir_fd=here.fd)
+                    fd = os.open(name, walk.FILE, dir_fd=here.fd)
                     try:
                         data = os.pread(fd, info.st_size, 0)
                         found[full] = (
-                            "file", stat.S_IMODE(info.st_mode), info.st_mtime_ns, data, kernel.user_xattrs(fd),
+                            "file", stat.S_IMODE(info.st_mode), info.st_mtime_ns, data, walk.user_xattrs(fd),
                             info.st_ino if info.st_nlink > 1 else 0,
                         )  # fmt: skip
                     finally:

@@ -74,7 +74,9 @@ def _killed(work: Callable[[], object]) -> bool:
 
 
 def _needed(node: Node) -> set[str]:
-    found = [manifests.unpack_manifest(node.remote.get(name), name) for name in node.remote.list("manifests")]
+    found = [
+        manifests.unpack(manifests.Manifest, node.remote.get(name), name) for name in node.remote.list("manifests")
+    ]
     return {bundle.name for manifest in found for bundle in manifest.bundles}
 
 
@@ -199,10 +201,10 @@ def test_bundles_that_are_condemned_or_gone_are_sent_again(node: Node) -> None:
     node.driver.snapshot("v", "s1")
     node.archive.store("v", "s1", node.driver)
     [bundle] = list(node.remote.list("bundles"))
-    node.remote.put("collecting/" + "0" * 32, manifests.pack_note([bundle]))
+    node.remote.put("collecting/" + "0" * 32, manifests.pack(manifests.Note(frozenset([bundle]))))
     node.driver.snapshot("v", "s2")
     assert node.archive.store("v", "s2", node.driver).bytes > 3 * MB
-    used = manifests.unpack_manifest(node.remote.get("manifests/v/s2"), "").bundles
+    used = manifests.unpack(manifests.Manifest, node.remote.get("manifests/v/s2"), "").bundles
     assert bundle not in {each.name for each in used}
     node.remote.delete(["collecting/" + "0" * 32])
     node.remote.delete([each.name for each in used])
@@ -217,9 +219,7 @@ def test_an_intent_keeps_bundles_and_a_stale_one_does_not(node: Node) -> None:
     node.archive.store("v", "s1", node.driver)
     node.archive.delete("v", "s1")
     intent = "intents/" + "0" * 32
-    node.remote.put(
-        intent, manifests.pack_intent(manifests.Intent("bundles/none/0", frozenset(node.remote.list("bundles"))))
-    )
+    node.remote.put(intent, manifests.pack(manifests.Intent("bundles/none/0", frozenset(node.remote.list("bundles")))))
     assert node.archive.collect().objects == 0
     assert list(node.remote.list("intents")) == [intent]
     os.utime(Path(node.remote.description, intent), (0, 0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from carrel.errors import ArchiveUnavailable, NotFound
-from carrel.workspaces.bundles import BundleBatch, Cache, Outbox, file_digest
+from carrel.workspaces.bundles import ArchiveCache, BundleBatch, Outbox, file_digest
 from carrel.workspaces.manifests import Bundle
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes.capture import Folder
@@ -25,11 +25,13 @@ def remote(tmp_path: Path) -> Remote:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(str(tmp_path / "cache"))
+def cache(tmp_path: Path) -> ArchiveCache:
+    return ArchiveCache(str(tmp_path / "cache"))
 
 
-def send(cache: Cache, remote: Remote, *contents: bytes) -> list[tuple[Bundle, dict[bytes, tuple[int, int, int, int]]]]:
+def send(
+    cache: ArchiveCache, remote: Remote, *contents: bytes
+) -> list[tuple[Bundle, dict[bytes, tuple[int, int, int, int]]]]:
     with cache.working() as place:
         outbox = Outbox(place, remote, PREFIX, {digest(b"archived")})
         try:
@@ -44,7 +46,7 @@ def send(cache: Cache, remote: Remote, *contents: bytes) -> list[tuple[Bundle, d
             outbox.close()
 
 
-def test_objects_go_out_in_bundles_big_and_small(cache: Cache, remote: Remote, tmp_path: Path) -> None:
+def test_objects_go_out_in_bundles_big_and_small(cache: ArchiveCache, remote: Remote, tmp_path: Path) -> None:
     contents = [random.Random(number).randbytes(30 * MB) for number in range(3)] + [b"small", b"archived", b"small"]
     sent = send(cache, remote, *contents)
     assert len(sent) == 2
@@ -60,7 +62,7 @@ def test_objects_go_out_in_bundles_big_and_small(cache: Cache, remote: Remote, t
     assert send(cache, remote, b"archived") == []
 
 
-def test_a_remote_that_fails_fails_the_batch(cache: Cache, tmp_path: Path) -> None:
+def test_a_remote_that_fails_fails_the_batch(cache: ArchiveCache, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     remote = Remote.open(str(tmp_path / "file"))
     with pytest.raises(ArchiveUnavailable):
@@ -69,7 +71,7 @@ def test_a_remote_that_fails_fails_the_batch(cache: Cache, tmp_path: Path) -> No
 
 
 def test_an_index_that_is_torn_here_is_read_again_and_a_damaged_bundle_has_none(
-    cache: Cache, remote: Remote, tmp_path: Path
+    cache: ArchiveCache, remote: Remote, tmp_path: Path
 ) -> None:
     [(bundle, index)] = send(cache, remote, b"one", b"two")
     cache.keep_index(bundle, index)
@@ -84,7 +86,7 @@ def test_an_index_that_is_torn_here_is_read_again_and_a_damaged_bundle_has_none(
         cache.index(bundle, remote)
 
 
-def test_what_was_known_and_distrusted_is_kept_pruned_and_forgotten(cache: Cache, remote: Remote) -> None:
+def test_what_was_known_and_distrusted_is_kept_pruned_and_forgotten(cache: ArchiveCache, remote: Remote) -> None:
     assert cache.known("v") == {}
     cache.keep_known("v", KNOWN)
     found = cache.known("v")[b""]
@@ -108,7 +110,9 @@ def test_what_was_known_and_distrusted_is_kept_pruned_and_forgotten(cache: Cache
     assert cache.known("v") == {}
 
 
-def test_work_of_killed_processes_is_removed_and_that_of_living_ones_is_not(cache: Cache, tmp_path: Path) -> None:
+def test_work_of_killed_processes_is_removed_and_that_of_living_ones_is_not(
+    cache: ArchiveCache, tmp_path: Path
+) -> None:
     work = tmp_path / "cache" / "work"
     (work / "dead" / "deep").mkdir(parents=True)
     (work / "dead" / "deep" / "file").write_text("x")
@@ -126,7 +130,7 @@ def test_work_of_killed_processes_is_removed_and_that_of_living_ones_is_not(cach
     assert list(work.iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_no_failure(cache: Cache, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_failure(cache: ArchiveCache, tmp_path: Path) -> None:
     (tmp_path / "cache" / "volumes" / "v").write_text("in the way")
     cache.keep_known("v", KNOWN)
     assert os.listdir(tmp_path / "cache" / "work") == []

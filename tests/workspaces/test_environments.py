@@ -53,7 +53,7 @@ def as_user(work: Callable[[], None]) -> None:
 
 def put(shelf: Shelf, source: Path, name: str) -> None:
     draft = shelf.take(str(source), PYTHON, most_bytes=MB)
-    shelf.settle(draft)
+    shelf.sync(draft)
     shelf.place(draft, name)
 
 
@@ -69,7 +69,7 @@ def test_whole_and_with_plain_modes(shelf: Shelf, source: Path) -> None:
     os.link(source / "lib" / "module.py", source / "lib" / "twin.py")
     draft = shelf.take(str(source), PYTHON, most_bytes=MB)
     draft.write("carrel-env.json", b"{}")
-    shelf.settle(draft)
+    shelf.sync(draft)
     shelf.place(draft, "one")
     assert shelf.has("one") and empty(shelf)
     there = Path(shelf.path) / "one"
@@ -93,7 +93,7 @@ def test_a_link_that_leads_out_is_refused(shelf: Shelf, source: Path, points_to:
 
 def test_what_is_no_file_and_what_is_too_much(shelf: Shelf, source: Path) -> None:
     os.mkfifo(source / "lib" / "pipe")
-    with pytest.raises(InvalidRequest, match="no file"):
+    with pytest.raises(InvalidRequest, match="not a file"):
         shelf.take(str(source), PYTHON, most_bytes=MB)
     (source / "lib" / "pipe").unlink()
     (source / "lib" / "huge").touch()

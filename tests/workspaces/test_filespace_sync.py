@@ -396,7 +396,7 @@ def test_a_sync_can_be_stopped(one: Workspace) -> None:
     one.write("f", b"x")
     engine = one.engine()
     engine.stop()
-    with pytest.raises(PlatformError, match="broken off"):
+    with pytest.raises(PlatformError, match="interrupted"):
         engine.run(SyncDirection.BOTH, None)
     assert one.sync().pushed == 1
 

@@ -49,7 +49,7 @@ def workspace(layout: Layout, name: str, *, ephemeral: bool = False) -> Path:
         path.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(path, CANONICAL_UID, CANONICAL_UID)
-    layout.furnish(str(path), Facts(None if ephemeral else name, "agent", "coder", None, 3, 17), new=new)
+    layout.prepare_workspace(str(path), Facts(None if ephemeral else name, "agent", "coder", None, 3, 17), new=new)
     return path
 
 

@@ -37,8 +37,11 @@ def test_a_directory_shares_a_file_of_its_file_system_and_copies_others(director
     source.write_bytes(b"content")
     directory.put_file("a", str(source))
     assert source.stat().st_ino == (tmp_path / "remote" / "a").stat().st_ino
-    directory.put_file("b", "/proc/self/status")
-    assert directory.get("b").startswith(b"Name:")
+    elsewhere = os.memfd_create("elsewhere")
+    os.write(elsewhere, b"other content")
+    directory.put_file("b", f"/proc/self/fd/{elsewhere}")
+    os.close(elsewhere)
+    assert directory.get("b") == b"other content"
     directory.put_file("b", str(source))  # replaces
     assert directory.get("b") == b"content"
 

@@ -1,1 +1,1 @@
-"""The durable files of contexts: where they lie, how much they hold, how they go."""
+"""The durable files of contexts: volumes and snapshots, the archive, filespace sync, environments."""

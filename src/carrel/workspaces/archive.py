@@ -1,9 +1,9 @@
-"""Keeps snapshots where any node can restore them, whichever driver took them.
+"""The archive stores snapshots where any node can restore them, whichever driver took them.
 
-A snapshot is a manifest that names bundles of content-named objects; a later one brings only what its volume's last
-one lacks. Nodes need not know of each other. Whoever refers to bundles says so first (an intent), then looks whether
-somebody is removing them (a note); whoever removes bundles says so first, then looks whether somebody refers to them.
-One of the two always sees the other. Knows nothing of sessions.
+A snapshot is a manifest that names bundles of content-addressed objects; a later snapshot adds only objects that the
+volume's last one lacks. Nodes need not know each other. A node that will refer to bundles first writes an intent, then
+checks whether a note announces their removal. A node that will remove bundles first writes a note, then checks for
+intents. So at least one of two such nodes sees the other.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from typing import TypeVar
 import zstandard
 
 from carrel.errors import ArchiveUnavailable, NotFound, PlatformError, SnapshotDamaged
-from carrel.workspaces.bundles import BundleBatch, Cache, Index, Outbox, file_digest
+from carrel.primitives.keyed_lock import KeyedThreadLocks
+from carrel.workspaces.bundles import ArchiveCache, BundleBatch, Index, Outbox, file_digest
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.manifests import (
     Attachment,
     Bundle,
     Intent,
     Manifest,
-    better_anew,
-    pack_intent,
-    pack_manifest,
-    pack_note,
+    Note,
+    pack,
     split_bundle_name,
-    unpack_intent,
-    unpack_manifest,
-    unpack_note,
+    unpack,
+    worth_rewriting,
 )
 from carrel.workspaces.remote import Entry, Remote
-from carrel.workspaces.volumes.base import Collected, NameLocks, VolumeDriver, check_name
+from carrel.workspaces.volumes.base import Collected, VolumeDriver, check_name
 from carrel.workspaces.volumes.directory import failing, opened
 from carrel.workspaces.volumes.exporting import Exported
 from carrel.workspaces.volumes.objects import ObjectStore, Reader, damaged, digest, inflate
@@ -46,10 +44,10 @@ from carrel.workspaces.volumes.rebuild import rebuild
 _AT_ONCE = 4
 _LOOKED_AT = 4
 _STALE_S = 24 * 3600.0
-"""An intent or a note this old is that of a process that died; a living one finishes in less than half of it."""
+"""The process that wrote an intent or a note this old is dead: a live one finishes in less than half of this time."""
 
 _CLOCK_STEP_S = 1.0
-"""Buckets tell times in whole seconds."""
+"""Buckets report times in whole seconds."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -58,7 +56,7 @@ _Held = dict[str, tuple[Bundle, Index]]
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """What storing a snapshot came to: bytes that went out, and bundles that hold it."""
+    """The result of storing a snapshot: the bytes sent, and the number of bundles that hold it."""
 
     bytes: int
     bundles: int
@@ -67,14 +65,14 @@ class Archived:
 class Archive:
     """The snapshots in one remote. Threads, processes and nodes may use it at the same time.
 
-    Every method raises `ArchiveUnavailable` when the remote cannot be reached; what is in it then stays as it was.
+    Every method raises `ArchiveUnavailable` when the remote cannot be reached; its content is then unchanged.
     """
 
     def __init__(self, remote: Remote, cache_dir: str):
         self._remote = remote
         with failing("cannot use the archive's cache"):
-            self._cache = Cache(cache_dir)
-        self._locks = NameLocks()
+            self._cache = ArchiveCache(cache_dir)
+        self._locks = KeyedThreadLocks()
 
     def store(
         self,
@@ -85,10 +83,10 @@ class Archive:
         origin: str | None = None,
         attachment: bytes = b"",
     ) -> Archived:
-        """Keep a snapshot that the driver has. Nothing happens when the archive has it already.
+        """Store a snapshot of the driver, unless the archive has it already.
 
-        `origin` is the volume that this one was forked from: what it has in the archive is not sent again.
-        `attachment` is kept with the snapshot. A crash at any point leaves no snapshot that is not whole.
+        `origin` is the volume that this one was forked from: its archived objects are not sent again. `attachment` is
+        stored with the snapshot. A crash at any point leaves no incomplete snapshot.
         """
         name = _manifest_name(volume, snapshot_id)
         with self._locks.hold(volume), failing("cannot archive the snapshot"):
@@ -110,21 +108,21 @@ class Archive:
                     attachment=_place(attachment, used, held | sent) if attachment else None,
                 )
                 if time.monotonic() - started > _STALE_S / 2:
-                    raise ArchiveUnavailable("storing took so long that others may think we died", hint="try again")
-                self._remote.put(name, pack_manifest(manifest))
+                    raise ArchiveUnavailable("storing took so long that the intent may be ignored", hint="try again")
+                self._remote.put(name, pack(manifest))
             self._cache.keep_known(volume, exported.known)
             return Archived(sum(bundle.size for bundle, _ in sent.values()), len(used))
 
     @contextmanager
     def _intending(self, volume: str, held: _Held) -> Iterator[str]:
-        """Say that the bundles held, and those whose names start with what is given, are about to be needed.
+        """Announce that the bundles in `held` are about to be needed, and new ones that start with the yielded prefix.
 
-        Takes out of `held` what is gone or about to be removed.
+        Removes bundles from `held` that are gone or about to be removed.
         """
         token = secrets.token_hex(8)
         prefix = f"bundles/{volume}/{token}"
         intent = f"intents/{token}"
-        self._remote.put(intent, pack_intent(Intent(prefix, frozenset(held))))
+        self._remote.put(intent, pack(Intent(prefix, frozenset(held))))
         for name in self._lost([bundle for bundle, _ in held.values()]):
             del held[name]
         try:
@@ -139,13 +137,13 @@ class Archive:
             self._remote.delete([intent])
 
     def _held(self, volume: str, origin: str | None) -> _Held:
-        """The bundles that a new snapshot may refer to."""
+        """Return the bundles that a new snapshot may refer to."""
         manifests = self._newest(volume)[-1:]
         if not manifests and origin is not None:
             manifests = self._newest(check_name(origin, "origin"))
-        anew = better_anew(manifests[-1].bundles) if manifests else set()
+        rewritten = worth_rewriting(manifests[-1].bundles) if manifests else set()
         wanted = {bundle.name: bundle for manifest in manifests for bundle in manifest.bundles}
-        wanted = {name: wanted[name] for name in wanted if name not in anew and not self._cache.distrusts(name)}
+        wanted = {name: wanted[name] for name in wanted if name not in rewritten and not self._cache.distrusts(name)}
 
         def index(bundle: Bundle) -> Index | None:
             try:
@@ -157,7 +155,7 @@ class Archive:
         return {bundle.name: (bundle, each) for bundle, each in found if each is not None}
 
     def _newest(self, volume: str) -> list[Manifest]:
-        """The last few snapshots of a volume, the newest last."""
+        """Return the last few snapshots of a volume, the newest last."""
         found = []
         for entry in self._listed(volume)[-_LOOKED_AT:]:
             with suppress(NotFound, SnapshotDamaged):
@@ -184,20 +182,23 @@ class Archive:
         return exported, sent
 
     def _lost(self, wanted: Sequence[Bundle]) -> set[str]:
-        """Notes first, then what is there: a note that is gone by now has had its effect."""
+        """Return the bundles that are gone or about to be removed.
+
+        Reads notes before the listing: a note that disappears in between has had its effect.
+        """
         condemned: set[str] = set()
         for note in self._remote.list("collecting"):
             with suppress(NotFound):
-                condemned |= unpack_note(self._remote.get(note), note)
+                condemned |= unpack(Note, self._remote.get(note), note).bundles
         there: dict[str, int] = {}
         for owner in {split_bundle_name(bundle.name)[0] for bundle in wanted}:
             there.update((entry.name, entry.size) for entry in self._remote.entries(f"bundles/{owner}"))
         return {each.name for each in wanted if each.name in condemned or there.get(each.name) != each.size}
 
     def fetch(self, volume: str, snapshot_id: str, directory: str) -> None:
-        """Write a snapshot's files into an empty directory that nobody uses.
+        """Write a snapshot's files into an empty directory that nothing uses.
 
-        `NotFound` when the archive does not have it; `SnapshotDamaged` names the object and the bundle at fault.
+        `NotFound` when the archive does not have it; `SnapshotDamaged` names the damaged object and bundle.
         """
         manifest = self._manifest(volume, snapshot_id)
         owner = CANONICAL_UID if os.geteuid() == 0 else None
@@ -212,7 +213,7 @@ class Archive:
         self._cache.keep_known(volume, known)
 
     def attachment(self, volume: str, snapshot_id: str) -> bytes:
-        """What was attached to the snapshot; raises what `fetch` raises."""
+        """Return the attachment of a snapshot; raises what `fetch` raises."""
         where = self._manifest(volume, snapshot_id).attachment
         if where is None:
             return b""
@@ -228,15 +229,15 @@ class Archive:
         return data
 
     def snapshots(self, volume: str) -> list[str]:
-        """The ids of a volume's snapshots, in the order they were stored."""
+        """Return the ids of a volume's snapshots, in the order they were stored."""
         return [entry.name.rpartition("/")[2] for entry in self._listed(volume)]
 
     def delete(self, volume: str, snapshot_id: str) -> None:
-        """Remove a snapshot. What only it needed is removed by `collect`. Nothing happens when there is none."""
+        """Remove a snapshot if it exists. `collect` removes the bundles that only it needed."""
         self._remote.delete([_manifest_name(volume, snapshot_id)])
 
     def forget(self, volume: str) -> None:
-        """Remove everything of a volume but what the snapshots of others need."""
+        """Remove everything of a volume except bundles that snapshots of other volumes need."""
         with self._locks.hold(volume), failing("cannot forget the volume"):
             self._remote.delete([entry.name for entry in self._listed(volume)])
             self._cache.forget(volume)
@@ -245,8 +246,8 @@ class Archive:
     def collect(self) -> Collected:
         """Remove bundles that no snapshot needs, while others store and fetch.
 
-        What a killed process had sent is removed a day later. A manifest that cannot be read is named in `damaged`,
-        and what it may need is kept: everything that was there before it.
+        Bundles of a killed process are removed a day later. `damaged` names unreadable manifests; bundles older than
+        such a manifest are kept, because it may need them.
         """
         collected = self._collect("bundles")
         with failing("cannot tidy the archive's cache"):
@@ -256,20 +257,20 @@ class Archive:
     def _collect(self, prefix: str) -> Collected:
         started = time.monotonic()
         note = f"collecting/{secrets.token_hex(16)}"
-        self._remote.put(note, pack_note(()))
+        self._remote.put(note, pack(Note(frozenset())))
         try:
             now = next((each.modified for each in self._remote.entries("collecting") if each.name == note), time.time())
             self._remove_stale(now)
             doomed, damaged = self._unneeded(list(self._remote.entries(prefix)))
             if doomed:
-                self._remote.put(note, pack_note(each.name for each in doomed))
+                self._remote.put(note, pack(Note(frozenset(each.name for each in doomed))))
                 doomed, damaged = self._unneeded(doomed)
         except SnapshotDamaged:
             self._remote.delete([note])
             raise
         if time.monotonic() - started > _STALE_S / 2:
             raise ArchiveUnavailable("the archive answered too late to remove anything", hint="try again")
-        # Should this fail, the note stays: the removal may still happen.
+        # If this fails, the note stays, because the removal may still happen.
         self._remote.delete(each.name for each in doomed)
         self._remote.delete([note])
         return Collected(len(doomed), sum(each.size for each in doomed), tuple(damaged))
@@ -279,15 +280,15 @@ class Archive:
             self._remote.delete([e.name for e in self._remote.entries(prefix) if e.modified < now - _STALE_S])
 
     def _unneeded(self, bundles: list[Entry]) -> tuple[list[Entry], list[str]]:
-        """Those that no manifest names or shall name, and the manifests that cannot be read.
+        """Return the bundles that no manifest or intent names, and the unreadable manifests.
 
-        Intents first: one that is gone by now has its manifest.
+        Reads intents first: the manifest of one that disappears in between is there.
         """
         needed: set[str] = set()
         prefixes: list[str] = []
         for name in self._remote.list("intents"):
             with suppress(NotFound):
-                intent = unpack_intent(self._remote.get(name), name)
+                intent = unpack(Intent, self._remote.get(name), name)
                 needed |= intent.bundles
                 prefixes.append(intent.prefix)
 
@@ -312,7 +313,7 @@ class Archive:
 
     @contextmanager
     def _gathered(self, manifest: Manifest) -> Iterator[_Gathered]:
-        """The bundles of a snapshot as an object store of this machine, for a while."""
+        """Download the bundles of a snapshot into a temporary object store."""
         with self._cache.working() as place:
             store = ObjectStore(place)
             store.prepare()
@@ -345,9 +346,9 @@ class Archive:
             raise NotFound(f"the archive has no snapshot {snapshot_id!r}", field="snapshot_id") from None
 
     def _read_manifest(self, name: str) -> Manifest:
-        manifest = unpack_manifest(self._remote.get(name), name)
+        manifest = unpack(Manifest, self._remote.get(name), name)
         if _manifest_name(manifest.volume, manifest.snapshot_id) != name:
-            raise SnapshotDamaged(f"the archive's manifest {name} is that of another snapshot", object=name)
+            raise SnapshotDamaged(f"the archive's manifest {name} belongs to another snapshot", object=name)
         return manifest
 
 
@@ -359,7 +360,7 @@ class _Gathered:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Errors name the bundle as well."""
+        """Let errors name the bundle as well."""
         try:
             yield
         except SnapshotDamaged as error:
@@ -380,7 +381,7 @@ def _manifest_name(volume: str, snapshot_id: str) -> str:
 
 
 def _choose(needed: set[bytes], held: _Held) -> list[Bundle]:
-    """The bundles that together have every object."""
+    """Choose bundles that together have every object."""
     rest = set(needed)
     used = []
     for bundle, index in held.values():

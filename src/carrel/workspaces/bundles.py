@@ -1,7 +1,6 @@
-"""New objects on their way into the archive, and what this node remembers of the bundles that are there.
+"""Sends new objects to the archive in bundles, and caches what this node knows of archived bundles.
 
-A bundle is a pack as object stores have it. It goes out as soon as it is full and leaves nothing here but its index.
-Knows objects and a remote, neither snapshots nor who needs which bundle.
+A bundle is a pack of an object store. It is sent as soon as it is full; only its index stays on this node.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import msgpack
 from blake3 import blake3
 
 from carrel.errors import SnapshotDamaged
+from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
 from carrel.workspaces.manifests import Bundle, split_bundle_name
 from carrel.workspaces.remote import Remote
@@ -32,7 +32,7 @@ _PIECE = 4 << 20
 
 
 def file_digest(path: str) -> str:
-    """The check sum of a file."""
+    """Return the check sum of a file."""
     hasher = blake3()
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
@@ -43,7 +43,7 @@ def file_digest(path: str) -> str:
 class Outbox(ObjectStore):
     """An object store whose packs go to the remote, under names that start with `prefix`.
 
-    What the archive has already counts as there.
+    Objects in `archived` count as stored.
     """
 
     def __init__(self, directory: str, remote: Remote, prefix: str, archived: Set[bytes]):
@@ -57,17 +57,17 @@ class Outbox(ObjectStore):
         self.prepare()
 
     def has(self, key: bytes, length: int) -> bool:
-        """Whether the archive has the object."""
+        """Return whether the archive has the object."""
         return key in self._archived
 
     def refresh(self) -> None:
-        """Nobody else adds packs here."""
+        """Do nothing: no other process adds packs here."""
 
     def sync_packs(self) -> None:
-        """The packs are in the archive by the time this would matter."""
+        """Do nothing: packs are sent, not kept."""
 
     def publish(self, aside: str, name: str) -> None:
-        """Send a finished pack; waits while several are on their way, and fails when one of them failed."""
+        """Send a finished pack in the background. Waits while several are being sent; raises when one has failed."""
         for job in self._jobs:
             if job.done():
                 job.result()
@@ -81,7 +81,7 @@ class Outbox(ObjectStore):
             size = os.fstat(file.fileno()).st_size
             index = read_index(lambda start, length: os.pread(file.fileno(), length, start), size)
         if index is None:
-            raise SnapshotDamaged("a bundle was damaged before it was sent", hint="see that the disk is sound")
+            raise SnapshotDamaged("a bundle was damaged before it was sent", hint="check the disk of this server")
         stored = sum(spot[1] for spot in index.values())
         name = self._prefix + secrets.token_hex(8)
         bundle = Bundle(name, size, file_digest(path), stored, stored)
@@ -90,24 +90,24 @@ class Outbox(ObjectStore):
         return bundle, index
 
     def sent(self) -> list[tuple[Bundle, Index]]:
-        """Wait until everything is there."""
+        """Wait until everything is sent."""
         return [job.result() for job in self._jobs]
 
     def close(self) -> None:
-        """Wait for what is on its way and drop the rest."""
+        """Wait for the running uploads and drop the rest."""
         self._pool.shutdown(cancel_futures=True)
 
 
 class BundleBatch(Batch):
-    """Objects for bundles: however big, they are packed."""
+    """Objects for bundles: objects of any size are packed."""
 
     def add(self, key: bytes, data: bytes, *, packed: bool = False) -> None:
-        """Keep content whose name is known."""
+        """Store content whose name is known."""
         super().add(key, data, packed=True)
 
 
-class Cache:
-    """What spares this node work: indexes of bundles and what was seen of volumes. May be removed at any time."""
+class ArchiveCache:
+    """Saves this node work: indexes of bundles, and the facts of exported volumes. May be removed at any time."""
 
     def __init__(self, directory: str):
         self._volumes = os.path.join(directory, "volumes")
@@ -118,7 +118,7 @@ class Cache:
 
     @contextmanager
     def working(self) -> Iterator[str]:
-        """An empty directory for one operation. Those of killed processes are removed on the way."""
+        """Yield an empty directory for one operation. Removes those of killed processes first."""
         with open(self._lock, "ab") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)
             for name in os.listdir(self._work):
@@ -146,7 +146,7 @@ class Cache:
             remove_tree(path)
 
     def known(self, volume: str) -> Known:
-        """What the last export of a volume found."""
+        """Return the facts from the last export of a volume."""
         try:
             with open(os.path.join(self._volumes, volume, "known"), "rb") as file:
                 return unpack_known(file.read())[0]
@@ -154,13 +154,13 @@ class Cache:
             return {}
 
     def keep_known(self, volume: str, known: Known) -> None:
-        """Keep what an export found."""
+        """Store the facts from an export."""
         self._keep(volume, "known", pack_known(known, ""))
 
     def index(self, bundle: Bundle, remote: Remote) -> Index | None:
-        """What a bundle holds, from here or from the end of the bundle; None when the bundle is damaged.
+        """Return the index of a bundle, from the cache or from the end of the bundle; None when the bundle is damaged.
 
-        `NotFound` when it is gone.
+        `NotFound` when the bundle is gone.
         """
         volume, token = split_bundle_name(bundle.name)
         try:
@@ -176,26 +176,26 @@ class Cache:
         return index
 
     def keep_index(self, bundle: Bundle, index: Index) -> None:
-        """Keep what a bundle holds."""
+        """Store the index of a bundle."""
         volume, token = split_bundle_name(bundle.name)
         body: bytes = msgpack.packb(list(index.items()))
         self._keep(volume, token, digest(body) + body)
 
     def distrust(self, name: str) -> None:
-        """A bundle turned out to be damaged: what it holds counts as lacking from now on."""
+        """Mark a bundle as damaged, so that its objects are sent again."""
         volume, token = split_bundle_name(name)
         self._keep(volume, f"bad-{token}", b"")
 
     def distrusts(self, name: str) -> bool:
-        """Whether the bundle turned out to be damaged."""
+        """Return whether the bundle is marked as damaged."""
         volume, token = split_bundle_name(name)
         return os.path.exists(os.path.join(self._volumes, volume, f"bad-{token}"))
 
     def prune(self, bundles: set[str]) -> None:
-        """Forget bundles that are no longer there."""
+        """Remove the entries of bundles that are not in `bundles`."""
         there: dict[str, set[str]] = {}
         for name in bundles:
-            with suppress(ValueError):  # not one of ours
+            with suppress(ValueError):  # not a bundle of carrel
                 volume, token = split_bundle_name(name)
                 there.setdefault(volume, {"known"}).update((token, f"bad-{token}"))
         for volume in os.listdir(self._volumes):
@@ -206,14 +206,11 @@ class Cache:
                         os.unlink(os.path.join(folder, name))
 
     def forget(self, volume: str) -> None:
-        """Forget everything of a volume."""
+        """Remove everything about a volume."""
         remove_tree(os.path.join(self._volumes, volume))
 
     def _keep(self, volume: str, name: str, data: bytes) -> None:
         folder = os.path.join(self._volumes, volume)
-        with suppress(OSError), self.working() as place:  # without it, only the next time would cost more
-            aside = os.path.join(place, name)
-            with open(aside, "xb") as file:
-                file.write(data)
+        with suppress(OSError), self.working() as place:  # without the entry the next operation only takes longer
             os.makedirs(folder, 0o700, exist_ok=True)
-            os.rename(aside, os.path.join(folder, name))
+            write_file(os.path.join(folder, name), data, temporary=place)

@@ -1,8 +1,8 @@
-"""The environments of a server on its disk: finished ones on a shelf that sandboxes see, drafts beside it.
+"""The environments of a server on its disk: finished ones in the directory `shelf`, which sandboxes see, and drafts.
 
-Whole or not at all: an environment is copied into a draft, checked, and renamed onto the shelf. What it is copied from
-is hostile: nothing there is followed, and nothing but plain files, directories and links within it comes along.
-Blocking: callers run these functions in a thread. Knows nothing of sandboxes.
+An environment is copied into a draft, checked, and renamed into the shelf, so it appears whole or not at all. The
+source is hostile: no link is followed, and only plain files, directories and links within the tree are copied.
+Blocking.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
-from carrel.primitives import libc
-from carrel.primitives.trees import empty_directory
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import libc, walk
+from carrel.primitives.atomic import sync_directory
+from carrel.primitives.trees import remove_tree
 
 MANIFEST = "carrel-env.json"
 MOST_FILES = 200_000
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_PIECE = 8 << 20
 _BLOCK = 4096
 _UNLISTED = 0o311
 
 
 class Shelf:
-    """`directory` holds `shelf`, which nobody but root can list, and `drafts`."""
+    """The environments below `directory`: in `shelf`, which only root can list, and in `drafts`."""
 
     def __init__(self, directory: str):
         self.directory = directory
@@ -37,8 +36,8 @@ class Shelf:
         self._drafts = os.path.join(directory, "drafts")
 
     def prepare(self) -> None:
-        """Make the directories. Whoever sees the shelf can use what they know the name of, and find nothing else: as an
-        ordinary user the owner is also who runs in sandboxes, so the owner cannot list it either.
+        """Create the directories. A sandbox sees the shelf but can use only environments whose names it knows. Not even
+        the owner may list it: when carrel runs as an ordinary user, sandboxes run as that user too.
         """
         try:
             for path, mode in ((self.directory, 0o700), (self._drafts, 0o700), (self.path, _UNLISTED)):
@@ -48,27 +47,27 @@ class Shelf:
             raise PlatformError(f"cannot make {self.directory}: {error.strerror}", field="data_dir") from None
 
     def close(self) -> None:
-        """No sandbox sees the shelf any more: its owner may list it again, or could not remove it either."""
+        """Let the owner list the shelf again, or he could not remove it. No sandbox may use it any more."""
         if os.geteuid() != 0:
             with suppress(OSError):
                 os.chmod(self.path, 0o700)
 
     def has(self, name: str) -> bool:
-        """Whether an environment is there."""
+        """Return whether an environment exists."""
         return os.path.isdir(os.path.join(self.path, name))
 
     def take(self, source: str, python: str, *, most_bytes: int) -> Draft:
         """Copy a tree that was built elsewhere into a draft.
 
-        `python` is the one path outside of the tree that its links may lead to. Raises `InvalidRequest` for what an
-        environment cannot have, `LimitExceeded` when it is too large; leaves nothing then.
+        `python` is the only path outside the tree that its links may lead to. Raises `InvalidRequest` for entries that
+        an environment cannot have, and `LimitExceeded` when it is too large; both leave nothing.
         """
         path = os.path.join(self._drafts, secrets.token_hex(12))
         os.mkdir(path, 0o700)
         draft = Draft(path)
         try:
-            origin = os.open(source, kernel.DIRECTORY)
-            target = os.open(path, kernel.DIRECTORY)
+            origin = os.open(source, walk.DIRECTORY)
+            target = os.open(path, walk.DIRECTORY)
             try:
                 draft.size = _Copy(python, most_bytes).copy(origin, target)
             finally:
@@ -79,10 +78,10 @@ class Shelf:
             raise
         return draft
 
-    def settle(self, draft: Draft) -> None:
-        """Write a draft to the disk. May take long, so nobody has to wait for it but who made the draft."""
+    def sync(self, draft: Draft) -> None:
+        """Make a draft durable. This may take long, so it is separate from `place`, for which others wait."""
         try:
-            fd = os.open(draft.path, kernel.DIRECTORY)
+            fd = os.open(draft.path, walk.DIRECTORY)
             try:
                 os.fchmod(fd, 0o755)
                 libc.sync(fd)
@@ -93,7 +92,7 @@ class Shelf:
             raise PlatformError(f"the environment could not be written: {error.strerror}") from None
 
     def place(self, draft: Draft, name: str) -> None:
-        """Put a settled draft onto the shelf, durably; one that is there already stays."""
+        """Move a synced draft into the shelf, durably; an environment that exists already stays."""
         try:
             if self.has(name):
                 self.discard(draft)
@@ -110,7 +109,7 @@ class Shelf:
         _remove(draft.path)
 
     def retire(self, name: str) -> str | None:
-        """Take an environment off the shelf in one step; where it is now, to be removed. None when it was not there."""
+        """Move an environment out of the shelf and return its new path, to be removed. None when there was none."""
         path = os.path.join(self._drafts, f"gone-{secrets.token_hex(12)}")
         try:
             os.rename(os.path.join(self.path, name), path)
@@ -119,11 +118,11 @@ class Shelf:
         return path
 
     def remove(self, path: str) -> None:
-        """Remove what `retire` gave."""
+        """Remove a retired environment."""
         _remove(path)
 
     def sweep(self, known: Iterable[str]) -> list[str]:
-        """After a restart: remove every draft, and what is on the shelf and not known; the known that are there."""
+        """Remove every draft and every unknown environment after a restart; return the known ones that exist."""
         for name in os.listdir(self._drafts):
             _remove(os.path.join(self._drafts, name))
         wanted = set(known)
@@ -135,14 +134,14 @@ class Shelf:
         return sorted(there & wanted)
 
     def free(self) -> float:
-        """Which part of the disk is free, from 0 to 1."""
+        """Return the free share of the disk, from 0 to 1."""
         facts = os.statvfs(self.directory)
         return facts.f_bavail / facts.f_blocks if facts.f_blocks else 1.0
 
     def _listed(self) -> list[str]:
         try:
             return os.listdir(self.path)
-        except PermissionError:  # its owner may not either: see `prepare`
+        except PermissionError:  # not even the owner may list it: see `prepare`
             os.chmod(self.path, 0o700)
             try:
                 return os.listdir(self.path)
@@ -151,29 +150,24 @@ class Shelf:
 
     def _sync(self, path: str) -> None:
         try:
-            fd = os.open(path, kernel.DIRECTORY)
-        except PermissionError:  # what cannot be listed cannot be opened; its parent can
-            fd = os.open(self.directory, kernel.DIRECTORY)
+            sync_directory(path)
+        except PermissionError:  # a directory that cannot be listed cannot be opened; its parent can
+            fd = os.open(self.directory, walk.DIRECTORY)
             try:
                 libc.sync(fd)
             finally:
                 os.close(fd)
-            return
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 class Draft:
-    """An environment that is not on the shelf yet."""
+    """An environment that is not in the shelf yet."""
 
     def __init__(self, path: str):
         self.path = path
         self.size = 0
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a file of carrel's own in, in the place of one that came along."""
+        """Add a file of carrel, and replace one that the packages brought."""
         path = os.path.join(self.path, name)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -187,7 +181,7 @@ class Draft:
 
 
 class _Copy:
-    """One copy: every file with the mode its kind has, times kept (compiled modules know those of their source)."""
+    """One copy. Files get standard modes and keep their times, which compiled modules compare with their source."""
 
     def __init__(self, python: str, most_bytes: int):
         self._python = python
@@ -196,13 +190,13 @@ class _Copy:
         self._count = 0
 
     def copy(self, source: int, target: int) -> int:
-        """Copy everything; the bytes on disk it takes."""
-        made = kernel.Directories(target)
+        """Copy everything and return the bytes it takes on the disk."""
+        made = walk.Directories(target)
         times: list[int] = []
         try:
-            for visited in kernel.visit(source):
-                if visited.path_bytes > kernel.LONGEST_PATH:
-                    raise kernel.too_deep(visited.path.split("/"))
+            for visited in walk.visit(source):
+                if visited.path_bytes > walk.LONGEST_PATH:
+                    raise walk.too_deep(visited.path.split("/"))
                 if visited.number:
                     made.add(visited.parent, visited.name)
                 here = made.get(visited.number)
@@ -248,13 +242,13 @@ class _Copy:
             self._file(name, fd, here)
         else:
             raise InvalidRequest(
-                f"a package of the environment leaves something that is no file: {shown!r}",
+                f"a package of the environment leaves something that is not a file: {shown!r}",
                 field="requirements",
                 hint="leave the package out",
             )
 
     def _stays(self, points_to: str, folder: str) -> bool:
-        """Whether a link leads to the interpreter, or to something below the tree whatever other links there are."""
+        """Return whether a link leads to the interpreter, or stays in the tree whatever other links there are."""
         if points_to == self._python:
             return True
         parts = points_to.split("/")
@@ -265,43 +259,23 @@ class _Copy:
         return not points_to.startswith("/") and up <= depth and ".." not in parts[up:]
 
     def _file(self, name: str, source: int, here: int) -> None:
-        origin = kernel.open_for_reading(name, source)
+        origin = walk.open_for_reading(name, source)
         try:
             info = os.fstat(origin)
             if not stat.S_ISREG(info.st_mode):
                 raise InvalidRequest("a package of the environment changes its files", field="requirements")
             copy = os.open(name, _NEW, 0o600, dir_fd=here)
             try:
-                if not libc.clone(origin, copy):
-                    self._data(origin, copy, info.st_size)
-                os.fchmod(copy, 0o755 if info.st_mode & 0o111 else 0o644)
-                os.utime(copy, ns=(info.st_mtime_ns, info.st_mtime_ns))
+                walk.copy_content(origin, copy)
+                walk.set_attributes(copy, 0o755 if info.st_mode & 0o111 else 0o644, info.st_mtime_ns)
             finally:
                 os.close(copy)
         finally:
             os.close(origin)
 
-    @staticmethod
-    def _data(origin: int, copy: int, size: int) -> None:
-        at = 0
-        while at < size and (data := os.pread(origin, min(_PIECE, size - at), at)):
-            view = memoryview(data)
-            while view:
-                wrote = os.write(copy, view)
-                view = view[wrote:]
-            at += len(data)
-
 
 def _remove(path: str) -> None:
     try:
-        fd = os.open(path, kernel.DIRECTORY)
-    except FileNotFoundError:
-        return
-    except OSError:
+        remove_tree(path)
+    except NotADirectoryError:
         os.unlink(path)
-        return
-    try:
-        empty_directory(fd)
-    finally:
-        os.close(fd)
-    os.rmdir(path)

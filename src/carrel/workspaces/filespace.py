@@ -1,15 +1,15 @@
-"""What a sync between a workspace and its filespace has to do, decided per path. Pure: no file, no store, no clock.
+"""Plans a sync between a workspace and its filespace, path by path. Pure: no I/O, no clock.
 
-Three states of a path decide: what both sides last had in common (the base), what the workspace has, what the
-filespace has. A side that differs from the base has changed. Where one side changed, the other follows. Where both did:
+Three states of a path decide: the last common state (the base), the state in the workspace, and that in the filespace.
+A side that differs from the base has changed. If one side changed, the other follows. If both changed:
 
-- push: the workspace's write is stamped now, so it is the last and wins;
+- push: the workspace's write gets the current time, so it is the last and wins;
 - pull: the filespace's write has a time and the workspace's has none yet, so the filespace's wins;
-- both: a pull, then a push of what is left;
+- both: a pull, then a push of the rest;
 - a deletion on one side never wins over a write on the other.
 
-Without a base (it is lost, or the workspace is new to the filespace) equal files are taken as common, the filespace
-wins over a file that differs, and a file that only the workspace has is new. Nothing is deleted then.
+Without a base (it is lost, or the workspace is new to the filespace) equal files are common, the filespace wins over a
+different file, and a file that only the workspace has is new. Nothing is deleted then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from blake3 import blake3
 from carrel.models import SyncDirection
 
 NOT_SYNCED = frozenset({".venv", ".context.json", ".cache", "node_modules", "__pycache__"})
-"""Names that stay out of a filespace, with all beneath them, wherever they are in a workspace."""
+"""Names that are never synced, with everything below them, anywhere in a workspace."""
 
 _FORMAT = 1
 _DIGEST = 32
@@ -34,19 +34,19 @@ _BIGGEST = 1 << 30
 
 
 def synced(path: str) -> bool:
-    """Whether a path may be that of a file in a filespace."""
+    """Return whether a file with this path is synced."""
     return NOT_SYNCED.isdisjoint(path.split("/")) and "\0" not in path
 
 
 class Content(NamedTuple):
-    """What of a file is synced: its bytes, by their hash, and its permissions."""
+    """The synced part of a file: the hash of its bytes, and its permissions."""
 
     hash: str
     mode: int
 
 
 class Facts(NamedTuple):
-    """What the kernel says of a file: as long as it says the same, the file need not be read again."""
+    """The stat values of a file; while they stay the same, the file need not be read again."""
 
     inode: int
     size: int
@@ -55,11 +55,11 @@ class Facts(NamedTuple):
 
 
 UNSURE = Facts(0, 0, 0, 0)
-"""The facts of a file that may change without them showing it."""
+"""Facts of a file that may change without a change of its stat values: they match no file."""
 
 
 class LocalFile(NamedTuple):
-    """A file of the workspace. `known` are the facts that will do the next time, `facts` what they are now."""
+    """A file of the workspace. `facts` are its current facts, `known` those to store for the next sync."""
 
     content: Content
     facts: Facts
@@ -68,7 +68,7 @@ class LocalFile(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What both sides had in common; a row that is not `placed` is known of the filespace and has no file here."""
+    """The common state of a path. A row that is not `placed` is known from the filespace but has no file here."""
 
     version: int
     content: Content
@@ -78,9 +78,9 @@ class Row(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a sync was about to write; one that was killed may have done it.
+    """Content that a sync was about to write; a killed sync may have written it or not.
 
-    Into the workspace the entry of that `version`; into the filespace with the batch of that number.
+    Into the workspace: the entry of that `version`. Into the filespace: with the batch of that number.
     """
 
     content: Content
@@ -89,46 +89,31 @@ class Pending(NamedTuple):
 
 
 class Entry(Protocol):
-    """An entry of the filespace."""
+    """An entry of the filespace. A tombstone is `deleted` and has the hash of the deleted content; `version` orders
+    all changes.
+    """
 
     @property
-    def path(self) -> str:
-        """Relative to the workspace."""
-        ...
-
+    def path(self) -> str: ...  # noqa: D102
     @property
-    def hash(self) -> str | None:
-        """Names the content; of a tombstone what was deleted."""
-        ...
-
+    def hash(self) -> str | None: ...  # noqa: D102
     @property
-    def size(self) -> int:
-        """Bytes."""
-        ...
-
+    def size(self) -> int: ...  # noqa: D102
     @property
-    def mode(self) -> int:
-        """Permissions."""
-        ...
-
+    def mode(self) -> int: ...  # noqa: D102
     @property
-    def deleted(self) -> bool:
-        """Whether it is a tombstone."""
-        ...
-
+    def deleted(self) -> bool: ...  # noqa: D102
     @property
-    def version(self) -> int:
-        """Its place among the changes of the filespace."""
-        ...
+    def version(self) -> int: ...  # noqa: D102
 
 
 @dataclass(slots=True)
 class Base:
-    """What a workspace and its filespace last had in common, as one workspace remembers it.
+    """The last common state of a workspace and its filespace, as the workspace's server stores it.
 
     `cursor` is the version up to which the filespace's changes are in the workspace, `merged` whether a pull has ever
-    ended, `synced_at` when (by the database's clock). A push leaves a mark in the filespace, under the workspace's own
-    `name`, that tells its `token` and how many batches are stored.
+    finished, `synced_at` when (by the database's clock). A push leaves a mark in the filespace, under the workspace's
+    own `name`, with its `token` and the number of stored batches.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -141,11 +126,11 @@ class Base:
 
     @property
     def mark(self) -> str:
-        """The path of the mark; no file can have it."""
+        """The path of the mark, which no file can have."""
         return f"\0{self.name}"
 
     def pack(self) -> bytes:
-        """For a file or an archive, with a check sum: a torn one must not be believed."""
+        """Encode, with a check sum that reveals a torn file."""
         rows = [
             (path, row.version, bytes.fromhex(row.content.hash), row.content.mode, row.size, row.facts, row.placed)
             for path, row in self.rows.items()
@@ -160,7 +145,7 @@ class Base:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Base:
-        """What `pack` made; an empty one, which is a lost one, when it is damaged or of another format."""
+        """Decode; returns an empty base, as if it were lost, when it is damaged or has another format."""
         body = raw[_DIGEST:]
         if not body or blake3(body).digest() != raw[:_DIGEST]:
             return cls()
@@ -185,10 +170,7 @@ class Base:
 
 @dataclass(slots=True)
 class Plan:
-    """What has to be done, and what is known already.
-
-    `rows` are the base as it is when nothing of the rest is done.
-    """
+    """The work of a sync. `rows` is the base to store if none of it is done."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     writes: list[Entry] = field(default_factory=list)
@@ -198,8 +180,8 @@ class Plan:
     conflicts: list[str] = field(default_factory=list)
 
 
-class _Placeless(NamedTuple):
-    """An entry the filespace had at the last sync, or no longer has."""
+class _KnownEntry(NamedTuple):
+    """An entry that the filespace had at the last sync, made from a row."""
 
     path: str
     hash: str | None
@@ -217,7 +199,7 @@ def plan(
     *,
     complete: bool = False,
 ) -> Plan:
-    """Decide. `remote` is what changed after the base's cursor, or with `complete` everything the filespace has."""
+    """Make the plan. `remote` are the entries after the base's cursor, or with `complete` all of the filespace."""
     found = {entry.path: entry for entry in remote}
     mark = found.get(base.mark)
     arrived = mark.size if mark is not None and mark.hash == base.token else 0
@@ -226,7 +208,7 @@ def plan(
     rows, pending = base.rows, base.pending
     for path, here in local.items():
         row = rows.get(path)
-        # The one case of every file of a workspace where nothing changed.
+        # The fast path for every file that did not change.
         if (
             row is not None
             and row.placed
@@ -257,9 +239,9 @@ def _decide(
     row = base.rows.get(path)
     if entry is None and row is not None:
         if complete:
-            entry = _Placeless(path, None, 0, 0, True, row.version)
+            entry = _KnownEntry(path, None, 0, 0, True, row.version)
         elif not row.placed:
-            entry = _Placeless(path, row.content.hash, row.size, row.content.mode, False, row.version)
+            entry = _KnownEntry(path, row.content.hash, row.size, row.content.mode, False, row.version)
     there = content_of(entry)
     mine = None if here is None else here.content
     if row is not None and not row.placed:
@@ -276,7 +258,7 @@ def _decide(
         elif entry is not None and there == pending.content and (row is None or mine != row.content):
             row = Row(entry.version, pending.content, entry.size, UNSURE, True)  # changed since it was written here
     if mine is not None and entry is not None and _deleted(entry, mine, base):
-        # This base, or this picture of the workspace, is older than that.
+        # The deletion is newer than this base, or than this snapshot of the workspace.
         row = Row(0, mine, 0, UNSURE, True)
     common = None if row is None else row.content
     if row is not None:
@@ -292,23 +274,23 @@ def _decide(
     elif there == common:
         _lead(path, mine, row, direction, made)
     else:
-        _settle(path, base, mine, entry, direction, made)
+        _resolve(path, base, mine, entry, direction, made)
 
 
 def content_of(entry: Entry | None) -> Content | None:
-    """The content of an entry; None for a tombstone."""
+    """Return the content of an entry; None for a tombstone."""
     if entry is None or entry.deleted or entry.hash is None:
         return None
     return Content(entry.hash, entry.mode)
 
 
 def _deleted(entry: Entry, mine: Content, base: Base) -> bool:
-    """Whether what is new of the filespace is that the very content was deleted which the workspace has."""
+    """Return whether the entry is a new tombstone of exactly the content that the workspace has."""
     return base.merged and entry.deleted and entry.version > base.cursor and (entry.hash, entry.mode) == mine
 
 
 def _adopt(path: str, here: LocalFile | None, entry: Entry | None, row: Row | None, made: Plan) -> None:
-    """Both sides are the same."""
+    """Plan for equal sides: store the common state."""
     made.rows.pop(path, None)
     version = entry.version if entry is not None else 0 if row is None else row.version
     if here is not None:
@@ -316,7 +298,7 @@ def _adopt(path: str, here: LocalFile | None, entry: Entry | None, row: Row | No
 
 
 def _follow(path: str, entry: Entry | None, direction: SyncDirection, made: Plan) -> None:
-    """Only the filespace changed."""
+    """Plan for a change in the filespace only."""
     if direction is SyncDirection.PUSH or entry is None:
         return
     if content_of(entry) is None:
@@ -326,7 +308,7 @@ def _follow(path: str, entry: Entry | None, direction: SyncDirection, made: Plan
 
 
 def _lead(path: str, mine: Content | None, row: Row | None, direction: SyncDirection, made: Plan) -> None:
-    """Only the workspace changed."""
+    """Plan for a change in the workspace only."""
     if direction is SyncDirection.PULL:
         return
     if mine is not None:
@@ -335,7 +317,7 @@ def _lead(path: str, mine: Content | None, row: Row | None, direction: SyncDirec
         made.tombstones[path] = row.version
 
 
-def _settle(
+def _resolve(
     path: str,
     base: Base,
     mine: Content | None,
@@ -343,7 +325,7 @@ def _settle(
     direction: SyncDirection,
     made: Plan,
 ) -> None:
-    """Both changed, and not to the same."""
+    """Plan for different changes on both sides."""
     there = content_of(entry)
     if there is None:  # a write beats a deletion
         if direction is not SyncDirection.PUSH:

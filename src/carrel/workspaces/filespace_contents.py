@@ -1,7 +1,6 @@
-"""The contents of one filespace, in the archive's storage: each under the hash of its bytes, and checked when read.
+"""The contents of one filespace, in the archive's storage: each under the hash of its bytes, and verified when read.
 
-A content has to be there before an entry names it, and stays a while after none does. Knows no entries and no
-workspace.
+A content is stored before an entry names it, and stays for a while after no entry names it.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from carrel.errors import NotFound, PlatformError, SnapshotDamaged
+from carrel.primitives.atomic import write_all
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.synced_tree import PIECE, pieces
-from carrel.workspaces.volumes.objects import write_whole
 
 GRACE_S = 24 * 3600.0
-"""How long a content stays that no entry names: longer than any writer takes from putting it to naming it."""
+"""How long a content stays without an entry: longer than any writer takes between storing it and naming it."""
 _SMALL = 1 << 20
 _TOP = "filespace"
 
 
 @dataclass(slots=True)
 class Draft:
-    """Bytes that are read and hashed: small ones here, others in a file aside. `drop` it when done."""
+    """Bytes that were read and hashed: in memory if small, else in a temporary file. `drop` it when done."""
 
     hash: str
     size: int
@@ -36,14 +35,14 @@ class Draft:
     path: str | None = None
 
     def drop(self) -> None:
-        """Remove the file aside."""
+        """Remove the temporary file."""
         if self.path is not None:
             with suppress(OSError):
                 os.unlink(self.path)
 
 
 class Drafting:
-    """Takes bytes of any number into a draft; `drop` what is not finished."""
+    """Collects bytes into a draft; `drop` it when it is not finished."""
 
     def __init__(self, spool: str):
         self._spool = spool
@@ -54,7 +53,7 @@ class Drafting:
         self._fd = -1
 
     def add(self, data: bytes) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         self._hasher.update(data)
         self._size += len(data)
         try:
@@ -62,30 +61,30 @@ class Drafting:
                 self._path = os.path.join(self._spool, secrets.token_hex(16))
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 for piece in self._kept:
-                    write_whole(self._fd, piece)
+                    write_all(self._fd, piece)
                 self._kept.clear()
             if self._path is None:
                 self._kept.append(data)
             else:
-                write_whole(self._fd, data)
+                write_all(self._fd, data)
         except OSError as error:
             raise PlatformError(
-                f"there is no room for a file on its way to the filespace: {error.strerror}", field="data_dir"
+                f"a file for the filespace cannot be written to the disk: {error.strerror}", field="data_dir"
             ) from None
 
     @property
     def size(self) -> int:
-        """How many bytes there are so far."""
+        """The number of bytes so far."""
         return self._size
 
     def finish(self) -> Draft:
-        """All bytes are there."""
+        """Return the draft of all bytes."""
         self._close()
         path, self._path = self._path, None
         return Draft(self._hasher.hexdigest(), self._size, b"".join(self._kept), path)
 
     def drop(self) -> None:
-        """Remove what is not finished."""
+        """Remove an unfinished draft."""
         self._close()
         if self._path is not None:
             with suppress(OSError):
@@ -98,7 +97,7 @@ class Drafting:
 
 
 class Contents:
-    """The contents of the filespace of one volume. `spool` is a directory for files on their way."""
+    """The contents of the filespace of one volume. `spool` is a directory for temporary files."""
 
     def __init__(self, remote: Remote, volume: str, spool: str):
         self._remote = remote
@@ -106,11 +105,11 @@ class Contents:
         self._spool = spool
 
     def drafting(self) -> Drafting:
-        """A draft to fill piece by piece."""
+        """Return a new draft to fill in pieces."""
         return Drafting(self._spool)
 
     def draft(self, fd: int, size: int) -> Draft:
-        """A draft of an open file, at most `size` bytes of it."""
+        """Make a draft of an open file, of at most `size` bytes."""
         drafting = self.drafting()
         try:
             for piece in pieces(fd, size):
@@ -120,7 +119,7 @@ class Contents:
             drafting.drop()
 
     def keep(self, draft: Draft) -> None:
-        """Store a draft; one that is there already is stored again, so that it is not old."""
+        """Store a draft. A content that is stored already is stored again, which makes it recent."""
         name = f"{self._prefix}/{draft.hash}"
         if draft.path is None:
             self._remote.put(name, draft.data)
@@ -128,12 +127,12 @@ class Contents:
             self._remote.put_file(name, draft.path)
 
     def recent(self) -> set[str]:
-        """The hashes of contents that are young enough to be named without being stored again."""
+        """Return the hashes of contents that are recent enough to be named without storing them again."""
         oldest = time.time() - GRACE_S / 2
         return {_hash(entry.name) for entry in self._remote.entries(self._prefix) if entry.modified > oldest}
 
     def read(self, key: str, size: int) -> Iterator[bytes]:
-        """The bytes of a content in pieces; `SnapshotDamaged` after the last one that is not as it should be."""
+        """Yield the bytes of a content in pieces; `SnapshotDamaged` at the end when they are not the right ones."""
         name = f"{self._prefix}/{key}"
         hasher = blake3()
         count = 0
@@ -152,18 +151,18 @@ class Contents:
         except NotFound:
             raise _damaged(key, "is missing") from None
         if count != size or hasher.hexdigest() != key:
-            raise _damaged(key, "is not what it was")
+            raise _damaged(key, "was changed")
 
     def collect(self, named: Callable[[], set[str]]) -> int:
-        """Delete the contents that no entry names and that are old; says how many. `named` is asked after the list."""
+        """Delete old contents that no entry names, and return how many. Calls `named` after listing the contents."""
         oldest = time.time() - GRACE_S
         old = [entry.name for entry in self._remote.entries(self._prefix) if entry.modified < oldest]
         if not old:
             return 0
         kept = named()
-        doomed = [name for name in old if _hash(name) not in kept]
-        self._remote.delete(doomed)
-        return len(doomed)
+        unnamed = [name for name in old if _hash(name) not in kept]
+        self._remote.delete(unnamed)
+        return len(unnamed)
 
     def forget(self) -> None:
         """Delete everything."""

@@ -1,7 +1,7 @@
-"""Carries a sync out: reads the workspace, follows the plan, and remembers what both sides have in common.
+"""Syncs a workspace with its filespace: reads the workspace, executes the plan, and stores the common state (the base).
 
-May be killed at any point: what it is about to write is remembered first, so the next sync knows its own traces.
-Blocking; who calls sees to it that a workspace has one sync at a time.
+May be killed at any point: it stores what it is about to write first, so the next sync recognizes it. Blocking; the
+caller makes sure that a workspace has one sync at a time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeVar
 
 from carrel.errors import Conflict, LimitExceeded, PlatformError
 from carrel.models import SyncDirection
+from carrel.primitives.atomic import draft, write_all
 from carrel.workspaces.filespace import (
     UNSURE,
     Base,
@@ -31,24 +32,23 @@ from carrel.workspaces.filespace import (
 )
 from carrel.workspaces.filespace_contents import Contents, Draft
 from carrel.workspaces.synced_tree import Obstructed, Scan, SyncedTree
-from carrel.workspaces.volumes.objects import sync_directory, write_whole
 
 TOMBSTONE_S = 60 * 86_400.0
-"""How long the filespace remembers at least that a file was deleted."""
+"""How long, at least, the filespace keeps the tombstone of a deleted file."""
 _STALE_S = TOMBSTONE_S / 2
 _WORKERS = 8
 _BATCH = 1000
 _MANY_BYTES = 16 << 20
 _BLOCK = 4096
 ASIDE = "."
-"""How the name of a file begins that is on its way; no workspace has such a name."""
+"""The first character of the name of an unfinished file; no workspace has such a name."""
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
 class Change(NamedTuple):
-    """A file to write to the filespace, or without a hash one to delete while its entry has the version expected."""
+    """A file to write to the filespace, or without a hash to delete while its entry has the expected version."""
 
     path: str
     hash: str | None
@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What is stored together with changes, so that a push that was killed can tell how far it came."""
+    """Stored with a batch of changes, so that the sync after a killed push knows which batches were stored."""
 
     path: str
     token: str
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The entries that changes made, and the newest version before them and with them."""
+    """The entries of stored changes, and the newest version before and after them."""
 
     entries: Sequence[Entry]
     before: int
@@ -77,21 +77,18 @@ class Entries(Protocol):
     """The entries of one filespace."""
 
     def newest(self) -> tuple[int, float]:
-        """The newest version, and the time by the filespace's clock."""
-        ...
+        """Return the newest version, and the time by the filespace's clock."""
 
     def changed(self, after: int) -> Sequence[Entry]:
-        """Every entry with a version above `after`, in their order."""
-        ...
+        """Return every entry with a version above `after`, in order."""
 
     def put(self, changes: Sequence[Change], mark: Mark) -> Stored:
-        """Make changes and leave a mark, all at once."""
-        ...
+        """Store changes and a mark, all or nothing."""
 
 
 @dataclass(slots=True)
 class Synced:
-    """What a sync did."""
+    """The result of a sync."""
 
     pushed: int = 0
     pushed_bytes: int = 0
@@ -105,41 +102,33 @@ class Synced:
 
 
 def load_base(path: str) -> Base:
-    """What is remembered in a file; an empty base when there is none or it is damaged."""
+    """Read a base from a file; an empty base when the file is missing or damaged."""
     return Base.unpack(read_base(path))
 
 
 def read_base(path: str) -> bytes:
-    """The bytes of what is remembered in a file."""
+    """Return the bytes of a base file; empty when it is missing."""
     try:
         with open(path, "rb") as file:
             return file.read()
     except FileNotFoundError:
         return b""
     except OSError as error:
-        raise PlatformError(f"what the filespace knows cannot be read: {error.strerror}", field="data_dir") from None
+        raise PlatformError(f"the base of the filespace cannot be read: {error.strerror}", field="data_dir") from None
 
 
 def save_base(path: str, raw: bytes) -> None:
-    """Remember in a file, whole or not at all."""
+    """Write a base file, whole or not at all, durably."""
     aside = os.path.join(os.path.dirname(path), f"{ASIDE}{secrets.token_hex(8)}")
     try:
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            write_whole(fd, raw)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(aside, path)
-        sync_directory(os.path.dirname(path))
+        with draft(path, aside=aside, durable=True) as fd:
+            write_all(fd, raw)
     except OSError as error:
-        with suppress(OSError):
-            os.unlink(aside)
-        raise PlatformError(f"what the filespace knows cannot be kept: {error.strerror}", field="data_dir") from None
+        raise PlatformError(f"the base of the filespace cannot be saved: {error.strerror}", field="data_dir") from None
 
 
 class FilespaceSync:
-    """One sync of the workspace at `path`; `base_path` is the file where it remembers."""
+    """One sync of the workspace at `path`; `base_path` is the file of its base."""
 
     def __init__(
         self,
@@ -150,7 +139,7 @@ class FilespaceSync:
         *,
         hidden: Callable[[str], bool] | None = None,
     ):
-        """`hidden` says which paths something that uses the workspace right now must not see replaced."""
+        """`hidden` says which paths must not be replaced, because a running sandbox must not see them."""
         self._hidden = hidden
         self._path = path
         self._base_path = base_path
@@ -159,17 +148,17 @@ class FilespaceSync:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Break off soon. What is done stays done."""
+        """Stop soon. Finished work stays."""
         self._stopped.set()
 
     def run(self, direction: SyncDirection, cap_bytes: int | None) -> Synced:
-        """Sync. `LimitExceeded` before anything is written when the workspace is over its cap or would be, `Conflict`
-        when a file would be replaced that is hidden from who uses it.
+        """Sync. Before anything is written, raises `LimitExceeded` when the workspace is or would be over its cap, and
+        `Conflict` when it would replace a file that is hidden from the running sandbox.
         """
         with closing(SyncedTree(self._path, cap_bytes)) as tree:
             base = load_base(self._base_path)
             newest, now = self._entries.newest()
-            if newest < base.cursor:  # the filespace was deleted or brought back from a copy: it is another one
+            if newest < base.cursor:  # another filespace: this one was deleted or restored from a backup
                 base = Base()
             complete = base.cursor == 0 or now - base.synced_at > _STALE_S
             remote = self._entries.changed(0 if complete else base.cursor) if complete or newest > base.cursor else ()
@@ -222,7 +211,7 @@ class FilespaceSync:
         tree.flush()
 
     def _write(self, tree: SyncedTree, scan: Scan, entry: Entry, content: Content) -> bool | None:
-        """Whether it replaced what was expected; None when it cannot be there."""
+        """Return whether it replaced the expected file; None when something obstructs it."""
         try:
             data = self._contents.read(content.hash, entry.size)
             return tree.write(entry.path, entry.mode & 0o777, data, scan.files.get(entry.path))
@@ -261,7 +250,7 @@ class FilespaceSync:
             stored = self._entries.put(batch, Mark(known.mark, known.token, number))
             for entry in stored.entries:
                 self._stored(entry, files.get(entry.path), known, done)
-            if stored.before == known.cursor:  # nobody else wrote meanwhile
+            if stored.before == known.cursor:  # no one else wrote meanwhile
                 known.cursor, known.merged = stored.newest, True
 
     def _upload(self, tree: SyncedTree, path: str, there: set[str]) -> LocalFile | None:
@@ -275,14 +264,14 @@ class FilespaceSync:
             taken = tree.take(path, read)
             if taken is None:
                 return None
-            draft, local = taken
-            if draft.hash not in there:
-                self._contents.keep(draft)
-                there.add(draft.hash)
+            read_draft, local = taken
+            if read_draft.hash not in there:
+                self._contents.keep(read_draft)
+                there.add(read_draft.hash)
             return local
         finally:
-            for draft in drafts:
-                draft.drop()
+            for each in drafts:
+                each.drop()
 
     @staticmethod
     def _stored(entry: Entry, local: LocalFile | None, known: Base, done: Synced) -> None:
@@ -298,10 +287,10 @@ class FilespaceSync:
 
     def _check(self) -> None:
         if self._stopped.is_set():
-            raise PlatformError("the sync was broken off", hint="it goes on where it was with the next one")
+            raise PlatformError("the sync was interrupted", hint="the next sync continues it")
 
     def _all(self, work: Callable[[A], B], items: Sequence[A]) -> Iterable[B]:
-        """Do many, some at a time, most of which wait for the network; the first failure ends it."""
+        """Process items in several threads, most of which wait for the network; the first failure ends it."""
 
         def guarded(item: A) -> B:
             self._check()
@@ -319,30 +308,30 @@ class FilespaceSync:
 
 
 def _refuse_over(scan: Scan, cap: int | None) -> None:
-    """Refuse a workspace over its cap before it is read. A file that only claims to be big counts as what it claims."""
+    """Refuse a workspace over its cap before it is read. A sparse file counts with its apparent size."""
     used = max(scan.allocated, scan.apparent)
     if cap is not None and used > cap:
         raise LimitExceeded(
-            f"the workspace holds {used} bytes and may hold {cap}",
+            f"the workspace has {used} bytes, and its limit is {cap}",
             field="disk_mb",
             hint="delete files, then sync again",
         )
 
 
 def _refuse_hidden(made: Plan, hidden: Callable[[str], bool]) -> None:
-    """Refuse to put a file where a running sandbox must not read: the mask lies on the file that was there, if any."""
+    """Refuse to write a file that a running sandbox must not read: only the former file has the mask."""
     path = next((entry.path for entry in made.writes if hidden(entry.path)), None)
     if path is not None:
         raise Conflict(
-            f"the filespace has a change of {path[:200]!r}, which the policy hides or keeps from being written: in the "
-            "sandbox that runs it would not be",
+            f"the filespace changed {path[:200]!r}, which the policy hides or makes read-only; the running sandbox "
+            "would see the new file without that protection",
             field="direction",
-            hint="stop the sandbox: when it starts again it pulls first, and the file is masked then",
+            hint="stop the sandbox: at its next start it pulls first, and the file is masked then",
         )
 
 
 def _room(made: Plan, scan: Scan, cap: int | None) -> None:
-    """Refuse a pull whose files would not fit."""
+    """Refuse a pull whose files do not fit."""
     if cap is None or not made.writes:
         return
     freed = [scan.files[path] for path in made.removals]
@@ -352,7 +341,7 @@ def _room(made: Plan, scan: Scan, cap: int | None) -> None:
     claimed = scan.apparent + sum(entry.size for entry in made.writes) - sum(local.facts.size for local in freed)
     if max(after, claimed) > cap:
         raise LimitExceeded(
-            f"with what the filespace holds the workspace would have {max(after, claimed)} bytes, and may hold {cap}",
+            f"with the files of the filespace the workspace would have {max(after, claimed)} bytes; its limit is {cap}",
             field="disk_mb",
             hint="delete files in the filespace, or raise the limit of the workspace",
         )

@@ -1,8 +1,4 @@
-"""Where workspaces lie on disk, how one is made and how it is removed without trusting anything inside it.
-
-Blocking: callers run these functions in a thread. Knows nothing of sandboxes; nothing in a workspace is ever
-followed.
-"""
+"""The data directory of a server, and the initial content of a workspace. Follows no link in a workspace. Blocking."""
 
 from __future__ import annotations
 
@@ -18,10 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from carrel.errors import InvalidRequest, PlatformError
+from carrel.primitives.atomic import draft, write_all, write_file
 from carrel.primitives.trees import open_directory
 
 CANONICAL_UID = 1000
-"""Who owns the files on disk when carrel runs as root; an idmapped mount gives each sandbox its own view."""
+"""The owner of the files on disk when carrel runs as root; an idmapped mount gives each sandbox its own view."""
 
 SUBDIRECTORIES = ("scripts", "data", "repos", "output")
 CONTEXT_FILE = ".context.json"
@@ -29,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def encode(name: str, *, ephemeral: bool) -> str:
-    """The directory name of a context, or of an ephemeral sandbox: one to one, and the two never meet."""
+    """Return the volume name of a context or of an ephemeral sandbox; no two have the same."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             f"{name[:140]!r} cannot name a workspace",
@@ -40,14 +37,14 @@ def encode(name: str, *, ephemeral: bool) -> str:
 
 
 def decode(volume: str) -> str:
-    """The context, or the ephemeral sandbox, that a directory belongs to."""
+    """Return the context or ephemeral sandbox that a volume belongs to."""
     return volume[4:].replace("+", ":")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the description of a workspace says. `context_id` is None for an ephemeral one; `last_accessed` is seconds
-    since 1970, None for now; `ttl_days` is None where it is kept for ever.
+    """The content of a workspace's description. `context_id` is None for an ephemeral one; `last_accessed` is seconds
+    since 1970, None for now; `ttl_days` is None if it is kept forever.
     """
 
     context_id: str | None
@@ -69,7 +66,7 @@ class Layout:
         self._root = os.geteuid() == 0
 
     def prepare(self) -> None:
-        """Make the directories of the server itself, each for its owner only."""
+        """Create the directories of the server, accessible to the owner only."""
         try:
             for path in (self.data_dir, self.storage, self.run, self.cache):
                 Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,23 +79,20 @@ class Layout:
             ) from None
 
     def node(self) -> str:
-        """The name of this server among those on one database: made once, and kept."""
+        """Return the name of this server among those on one database; it is made once and stored."""
         path = os.path.join(self.data_dir, "node")
         try:
             with suppress(FileNotFoundError), open(path, encoding="ascii") as file:
                 if _NAME.fullmatch(name := file.read(200).strip()):
                     return name
             name = f"node-{secrets.token_hex(6)}"
-            aside = f"{path}.{secrets.token_hex(4)}"
-            with open(aside, "x", encoding="ascii") as file:
-                file.write(name + "\n")
-            os.replace(aside, path)
+            write_file(path, f"{name}\n".encode())
         except (OSError, UnicodeDecodeError) as error:
-            raise PlatformError(f"the name of this server cannot be kept: {error}", field="data_dir") from None
+            raise PlatformError(f"the name of this server cannot be stored: {error}", field="data_dir") from None
         return name
 
-    def furnish(self, path: str, facts: Facts, *, new: bool) -> None:
-        """Give a workspace its directories, when it is new, and its description."""
+    def prepare_workspace(self, path: str, facts: Facts, *, new: bool) -> None:
+        """Create the directories of a new workspace, and write its description."""
         try:
             fd = open_directory(path)
         except OSError as error:
@@ -116,7 +110,7 @@ class Layout:
             os.close(fd)
 
     def describe(self, path: str, facts: Facts) -> None:
-        """Bring the description of a workspace up to date; a sandbox may use the workspace meanwhile."""
+        """Update the description of a workspace; a sandbox may use the workspace meanwhile."""
         fd = open_directory(path)
         try:
             self._describe(fd, facts, new=False)
@@ -128,7 +122,7 @@ class Layout:
             os.chown(name, CANONICAL_UID, CANONICAL_UID, dir_fd=fd, follow_symlinks=False)
 
     def _describe(self, fd: int, facts: Facts, *, new: bool) -> None:
-        """Write `.context.json`. The sandbox can write it too, so carrel never believes what it says."""
+        """Write `.context.json`. The sandbox can write it too, so carrel does not trust it."""
         now = datetime.now(UTC).isoformat()
         created = now if new else datetime.fromtimestamp(os.fstat(fd).st_ctime, UTC).isoformat()
         if not new:
@@ -146,25 +140,18 @@ class Layout:
         try:
             self._replace(fd, json.dumps(value, indent=1).encode() + b"\n")
         except OSError as error:
-            # The sandbox put a directory in the place of the file or of the new one, or changed them meanwhile.
+            # The sandbox replaced the file or the draft by a directory, or changed them meanwhile.
             if error.errno not in {errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
                 raise
 
     def _replace(self, fd: int, content: bytes) -> None:
-        temporary = ".context.json.new"  # one name: what a killed server leaves, the next start removes
+        aside = f"{CONTEXT_FILE}.new"  # always the same name: the next start removes the draft of a killed server
         with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=fd)
-        out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
-        try:
-            with os.fdopen(out, "wb") as file:
-                file.write(content)
-                if self._root:
-                    os.fchown(file.fileno(), CANONICAL_UID, CANONICAL_UID)
-            os.rename(temporary, CONTEXT_FILE, src_dir_fd=fd, dst_dir_fd=fd)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=fd)
-            raise
+            os.unlink(aside, dir_fd=fd)
+        with draft(CONTEXT_FILE, aside=aside, dir_fd=fd) as out:
+            write_all(out, content)
+            if self._root:
+                os.fchown(out, CANONICAL_UID, CANONICAL_UID)
 
     @staticmethod
     def _created(fd: int) -> str | None:

@@ -1,7 +1,6 @@
-"""A place for named bytes beyond this machine's volumes: a directory or a bucket.
+"""Remote storage of named bytes: a directory or a bucket.
 
-Synchronous; may be used from many threads. What is put is there whole or not at all. Knows nothing of what the bytes
-mean.
+Synchronous, for many threads. A name appears with all its bytes or not at all.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from carrel.errors import InvalidRequest, NotFound, PlatformError
 
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+:=@-]{0,250}")
-"""A part of a name, between slashes."""
+"""A component of a name, between slashes."""
 
 _LONGEST_NAME = 800
 
@@ -33,15 +32,15 @@ class Entry:
 class Remote(ABC):
     """Named bytes. A name is one or more plain file names joined by `/`; anything else is `InvalidRequest`.
 
-    Storage that cannot be reached, refuses or is full raises `ArchiveUnavailable`, after a few seconds at most.
+    Storage that is unreachable, full or refuses access raises `ArchiveUnavailable`, after a few seconds at most.
     """
 
     description: str
-    """For people; holds no secret."""
+    """Text for people, without secrets."""
 
     @classmethod
     def open(cls, url: str) -> Remote:
-        """The remote at an absolute path or an `s3://` URL. Nothing is asked of the network yet."""
+        """Open the remote at an absolute path or an `s3://` URL. Makes no network request yet."""
         if url.startswith("s3://"):
             from carrel.workspaces.remote_bucket import Bucket
 
@@ -54,39 +53,39 @@ class Remote(ABC):
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Keep bytes under a name; replaces what was there."""
+        """Store bytes under a name, or replace those stored before."""
 
     @abstractmethod
     def put_file(self, name: str, path: str) -> None:
-        """Keep a file's content, piece by piece. The file must never be written to again: it may be shared."""
+        """Store a file's content in pieces. The file must never be changed again: it may be linked."""
 
     @abstractmethod
     def get(self, name: str) -> bytes:
-        """The bytes of that name; `NotFound`."""
+        """Return the bytes of a name; `NotFound`."""
 
     @abstractmethod
     def get_file(self, name: str, path: str) -> None:
-        """Write the bytes of that name into a new file, piece by piece; `NotFound`. No part of it stays on failure."""
+        """Write the bytes of a name into a new file in pieces; `NotFound`. A failure leaves no partial file."""
 
     @abstractmethod
     def get_range(self, name: str, start: int, length: int) -> bytes:
-        """Some of the bytes, fewer where there are no more; `NotFound`."""
+        """Return a range of the bytes, shorter at the end; `NotFound`."""
 
     @abstractmethod
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """Everything beneath `prefix`, which ends where a `/` would follow; sorted by name."""
+        """Yield everything below `prefix`, which has no `/` at its end, sorted by name."""
 
     def list(self, prefix: str) -> Iterator[str]:
-        """The names of `entries`."""
+        """Yield the names of `entries`."""
         return (entry.name for entry in self.entries(prefix))
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Remove names; those that are not there are fine."""
+        """Remove names if they exist."""
 
 
 def check_remote_name(name: str) -> str:
-    """Refuse a name that could mean another place."""
+    """Check that a name cannot lead to another place, and return it."""
     if len(name) > _LONGEST_NAME or not all(SEGMENT.fullmatch(part) for part in name.split("/")):
         raise InvalidRequest(
             f"{name[:80]!r} cannot be a name in the archive",
@@ -97,8 +96,7 @@ def check_remote_name(name: str) -> str:
 
 
 def bad_url(why: str) -> InvalidRequest:
-    """The error for a URL that cannot be used."""
-    # Nothing of the URL is quoted: it may hold a password.
+    """Return the error for an invalid URL. It does not quote the URL, which may hold a password."""
     return InvalidRequest(
         f"the archive's URL cannot be used: {why}",
         field="archive",
@@ -107,13 +105,13 @@ def bad_url(why: str) -> InvalidRequest:
 
 
 def missing(name: str) -> NotFound:
-    """The error for a name that is not there."""
+    """Return the error for a missing name."""
     return NotFound(f"the archive has no {name!r}", field="name")
 
 
 @contextmanager
 def reading(path: str) -> Iterator[int]:
-    """A file of this machine, open."""
+    """Open a local file for reading."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -126,7 +124,7 @@ def reading(path: str) -> Iterator[int]:
 
 @contextmanager
 def writing(path: str) -> Iterator[int]:
-    """A new file of this machine, which is removed again when the block fails."""
+    """Create a local file, which is removed again when the block fails."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -139,5 +137,5 @@ def writing(path: str) -> Iterator[int]:
             os.close(fd)
     except OSError as error:
         raise PlatformError(
-            f"what the archive holds cannot be written here: {error.strerror}", errno=error.errno
+            f"a file from the archive cannot be written: {error.strerror}", errno=error.errno
         ) from error

@@ -14,8 +14,8 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import S3Store
 
 from carrel.errors import ArchiveUnavailable, InvalidRequest
+from carrel.primitives.atomic import write_all
 from carrel.workspaces.remote import SEGMENT, Entry, Remote, bad_url, check_remote_name, missing, reading, writing
-from carrel.workspaces.volumes.objects import write_whole
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
@@ -33,14 +33,14 @@ _CREDENTIALS = (
 
 
 class Bucket(Remote):
-    """Objects in a bucket. Keys come from the usual AWS variables, and from nowhere else."""
+    """Objects in a bucket. Keys come only from the usual AWS variables."""
 
     def __init__(self, url: str):
         parts, options = _split(url)
         bucket, prefix = parts
         endpoint = options.get("endpoint")
         if not any(all(os.environ.get(name) for name in names) for names in _CREDENTIALS):
-            # The library would go and ask the network for some.
+            # Without this check the library would ask the network for keys.
             raise InvalidRequest(
                 "there are no keys for the archive's bucket",
                 field="archive",
@@ -74,38 +74,37 @@ class Bucket(Remote):
                 },
             )
         except (BaseError, ValueError, TypeError):
-            raise bad_url("the bucket, the endpoint or the region is not understood") from None
+            raise bad_url("the bucket, the endpoint or the region is not valid") from None
 
     def put(self, name: str, data: bytes) -> None:
-        """One request, or several parts."""
+        """Send one request, or several parts."""
         check_remote_name(name)
         with self._asking():
             obstore.put(self._store, name, data, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
 
     def put_file(self, name: str, path: str) -> None:
-        """In parts."""
+        """Send the file in parts."""
         check_remote_name(name)
         with reading(path) as fd, os.fdopen(os.dup(fd), "rb") as file, self._asking():
             obstore.put(self._store, name, file, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
 
     def get(self, name: str) -> bytes:
-        """All of it."""
+        """Return all bytes."""
         check_remote_name(name)
         with self._asking(name):
             return bytes(obstore.get(self._store, name).bytes())
 
     def get_file(self, name: str, path: str) -> None:
-        """In ranges."""
+        """Download in ranges, because a request has a time limit: a big object must arrive over a slow line too."""
         check_remote_name(name)
         with self._asking(name):
             size = obstore.head(self._store, name)["size"]
         with writing(path) as fd:
-            # In ranges, because a request may last only so long: a big object over a slow line must still arrive.
             for start in range(0, size, _PART):
-                write_whole(fd, self.get_range(name, start, min(_PART, size - start)))
+                write_all(fd, self.get_range(name, start, min(_PART, size - start)))
 
     def get_range(self, name: str, start: int, length: int) -> bytes:
-        """One request."""
+        """Send one request."""
         check_remote_name(name)
         if length <= 0:
             return b""
@@ -118,7 +117,7 @@ class Bucket(Remote):
                 raise
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """Page by page."""
+        """List page by page."""
         check_remote_name(prefix)
         with self._asking():
             for chunk in obstore.list(self._store, prefix):
@@ -126,7 +125,7 @@ class Bucket(Remote):
                     yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     def delete(self, names: Iterable[str]) -> None:
-        """Many in one request."""
+        """Delete many names in one request."""
         wanted = [check_remote_name(name) for name in names]
         if wanted:
             with self._asking():
@@ -134,7 +133,7 @@ class Bucket(Remote):
 
     @contextmanager
     def _asking(self, name: str | None = None) -> Iterator[None]:
-        """The library's errors become ours. None of their text is kept: it may hold keys or signatures."""
+        """Convert the library's errors. Their text is dropped: it may hold keys or signatures."""
         try:
             yield
         except FileNotFoundError as error:
@@ -146,10 +145,10 @@ class Bucket(Remote):
             if code == "NoSuchBucket":
                 raise self._unavailable("there is no such bucket", f"make the bucket {self._bucket}") from None
             if code in _REFUSALS or isinstance(error, PermissionDeniedError | UnauthenticatedError):
-                why = f"it refuses us{f' ({code})' if code else ''}"
-                raise self._unavailable(why, "see that the AWS variables hold the keys of this bucket") from None
+                why = f"it refuses access{f' ({code})' if code else ''}"
+                raise self._unavailable(why, "check that the AWS variables hold the keys of this bucket") from None
             why = f"it answers {code}" if code else "it cannot be reached or does not answer in time"
-            raise self._unavailable(why, "see that the endpoint is right and the server is up") from None
+            raise self._unavailable(why, "check the endpoint and that the server runs") from None
 
     def _unavailable(self, why: str, hint: str) -> ArchiveUnavailable:
         return ArchiveUnavailable(f"the archive at {self.description} cannot be used: {why}", hint=hint)
@@ -185,6 +184,6 @@ def _split(url: str) -> tuple[tuple[str, str], dict[str, str]]:
 
 
 def _code(error: BaseException) -> str:
-    """The one word of an answer that is safe to show."""
+    """Return the error code, the only word of an answer that is safe to show."""
     found = _CODE.search(str(error))
     return found[1] if found is not None else ""

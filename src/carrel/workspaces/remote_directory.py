@@ -1,6 +1,6 @@
 """A remote that is a directory of this machine or of a network file system.
 
-By hand, because the library that speaks to buckets neither syncs files nor keeps them from other users.
+Own code, because the library for buckets neither syncs files nor makes them private.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from carrel.errors import ArchiveUnavailable
-from carrel.primitives.libc import clone
+from carrel.primitives import walk
+from carrel.primitives.atomic import sync_directory, write_all
 from carrel.workspaces.remote import Entry, Remote, check_remote_name, missing, reading, writing
-from carrel.workspaces.volumes.objects import sync_directory, write_whole
 
 _PIECE = 4 << 20
 _ASIDE = ".aside"
@@ -25,29 +25,25 @@ _ATTEMPTS, _PAUSE_S = 100, 0.001
 
 
 class Directory(Remote):
-    """Files in folders, each for its owner only, written aside and renamed."""
+    """Files in folders, accessible to the owner only, written aside and renamed."""
 
     def __init__(self, path: str):
         self._root = os.path.normpath(path)
         self.description = self._root
 
     def put(self, name: str, data: bytes) -> None:
-        """Written aside, synced and renamed."""
-
-        def fill(fd: int) -> None:
-            write_whole(fd, data)
-
-        self._keep(name, fill)
+        """Write aside, sync and rename."""
+        self._store(name, lambda fd: write_all(fd, data))
 
     def put_file(self, name: str, path: str) -> None:
-        """A hard link where there can be one, else a copy."""
+        """Make a hard link where possible, else a copy."""
         target = self._path(name)
         with reading(path) as source, self._storing():
             if not self._link(source, path, target):
-                self._keep(name, lambda fd: _copy(source, fd))
+                self._store(name, lambda fd: walk.copy_content(source, fd))
 
     def _link(self, source: int, path: str, target: str) -> bool:
-        """Share the file where it lies on the same file system and the name is free."""
+        """Link the file if it is on the same file system and the name is free."""
         try:
             os.fchmod(source, 0o600)
             os.fsync(source)
@@ -60,13 +56,13 @@ class Directory(Remote):
             raise
         return True
 
-    def _keep(self, name: str, fill: Callable[[int], None]) -> None:
+    def _store(self, name: str, fill: Callable[[int], None]) -> None:
         target = self._path(name)
         with self._storing():
             aside = os.path.join(self._aside(), secrets.token_hex(16))
             fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)  # as long as it is held, nobody takes the file for abandoned
+                fcntl.flock(fd, fcntl.LOCK_EX)  # marks the file as in use: `_aside` removes abandoned ones
                 fill(fd)
                 os.fsync(fd)
                 self._into_folder(target, lambda: os.rename(aside, target))
@@ -78,7 +74,7 @@ class Directory(Remote):
                 os.close(fd)
 
     def _into_folder(self, target: str, act: Callable[[], None]) -> None:
-        """Put something into its folder, durably. Others remove folders that are empty: then once more."""
+        """Rename or link a file into its folder, durably. Tries again when another process removes the empty folder."""
         folder = os.path.dirname(target)
         for left in reversed(range(_ATTEMPTS)):
             try:
@@ -88,28 +84,27 @@ class Directory(Remote):
             except FileNotFoundError:
                 if not left:
                     raise
-                time.sleep(_PAUSE_S)  # the kernel may still be at it: until then, the folder is there and takes nothing
-        with suppress(FileNotFoundError):  # it was deleted already, and the folder with it
+                time.sleep(_PAUSE_S)  # while the kernel removes a folder, it exists but accepts no file
+        with suppress(FileNotFoundError):  # the file was deleted already, and the folder with it
             sync_directory(folder)
 
     def get(self, name: str) -> bytes:
-        """All of it."""
+        """Return all bytes."""
         with self._opened(name) as fd, self._storing():
             return _read(fd, 0, os.fstat(fd).st_size)
 
     def get_file(self, name: str, path: str) -> None:
-        """Shared blocks where the file system has them, else a copy."""
+        """Share blocks where the file system can, else copy."""
         with self._opened(name) as source, writing(path) as fd:
-            if not clone(source, fd):
-                _copy(source, fd)
+            walk.copy_content(source, fd)
 
     def get_range(self, name: str, start: int, length: int) -> bytes:
-        """Read in place."""
+        """Read a part of the file."""
         with self._opened(name) as fd, self._storing():
             return _read(fd, start, length)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """Folder by folder."""
+        """List folder by folder."""
         top = self._path(prefix)
         with self._storing():
             yield from self._beneath(top, check_remote_name(prefix))
@@ -129,7 +124,7 @@ class Directory(Remote):
                 yield Entry(f"{prefix}/{name}", info.st_size, info.st_mtime)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Files, and the folders that are empty then."""
+        """Remove files, and folders that become empty."""
         folders = set()
         with self._storing():
             for path in [self._path(name) for name in names]:
@@ -143,7 +138,7 @@ class Directory(Remote):
                 self._prune(folder)
 
     def _prune(self, folder: str) -> None:
-        with suppress(OSError):  # not empty, or somebody else was first
+        with suppress(OSError):  # not empty, or removed by another process
             while folder != self._root:
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
@@ -152,7 +147,7 @@ class Directory(Remote):
         return os.path.join(self._root, check_remote_name(name))
 
     def _folder(self, path: str) -> None:
-        """Make a folder and those above it, each for its owner only."""
+        """Create a folder and those above it, accessible to the owner only."""
         if os.path.isdir(path):
             return
         parent = os.path.dirname(path)
@@ -162,7 +157,7 @@ class Directory(Remote):
             sync_directory(parent)
 
     def _aside(self) -> str:
-        """Where files are written before they have a name; what a killed process left there is removed."""
+        """Return the folder for unfinished files, after removing those of killed processes."""
         folder = os.path.join(self._root, _ASIDE)
         self._folder(folder)
         for name in os.listdir(folder):
@@ -198,16 +193,9 @@ class Directory(Remote):
         except OSError as error:
             raise ArchiveUnavailable(
                 f"the archive at {self.description} cannot be used: {error.strerror or error}",
-                hint="see that the directory is there, is ours and has room",
+                hint="check that the directory exists, belongs to carrel's user and has room",
                 errno=error.errno,
             ) from error
-
-
-def _copy(source: int, target: int) -> None:
-    at = 0
-    while piece := os.pread(source, _PIECE, at):
-        write_whole(target, piece)
-        at += len(piece)
 
 
 def _read(fd: int, start: int, length: int) -> bytes:

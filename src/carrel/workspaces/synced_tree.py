@@ -1,7 +1,7 @@
-"""The files of a workspace as a sync reads and writes them, while hostile code may be changing them.
+"""Reads and writes the files of a workspace for a sync, while hostile code may be changing them.
 
-Nothing is followed and nothing outside the tree is touched: every path is opened component by component. A file is
-written aside and renamed into place. Knows nothing of filespaces but which names stay out of them.
+No link is followed and nothing outside the tree is touched: every path is opened component by component. A file is
+written aside and renamed into place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Protocol, TypeVar
 from blake3 import blake3
 
 from carrel.errors import LimitExceeded, PlatformError
-from carrel.primitives import libc
+from carrel.primitives import libc, walk
+from carrel.primitives.atomic import draft, write_all
 from carrel.workspaces.filespace import NOT_SYNCED, UNSURE, Content, Facts, LocalFile, Row
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import kernel
 from carrel.workspaces.volumes.capture import FRESH_NS
 
 MOST_FILES = 250_000
@@ -33,36 +33,30 @@ _ASIDE = ".carrel-sync-"
 _TEMPORARY = re.compile(
     r"\.(?:carrel-sync-[0-9a-f]{16}|carrel-[0-9a-f]{32}|carrel-draft(?:-[0-9a-f]{32})?|context\.json\.new)"
 )
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EXDEV, errno.EISDIR}
 _NOTHING = Content("", 0)
 
 
 class Taken(Protocol):
-    """What was read of a file."""
+    """The hash and the number of the bytes read from a file."""
 
     @property
-    def hash(self) -> str:
-        """Names the bytes."""
-        ...
-
+    def hash(self) -> str: ...  # noqa: D102
     @property
-    def size(self) -> int:
-        """How many there were."""
-        ...
+    def size(self) -> int: ...  # noqa: D102
 
 
 T = TypeVar("T", bound=Taken)
 
 
 class Obstructed(Exception):
-    """Something that a sync must not remove is in the way of a file."""
+    """The path of a file is occupied by something that a sync must not remove."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """A file that was read to know its hash."""
+    """A file that was read for its hash."""
 
     hash: str
     size: int
@@ -70,9 +64,9 @@ class Hashed:
 
 @dataclass(slots=True)
 class Scan:
-    """What a workspace holds: the files that are synced, how many things are not, and the bytes of all.
+    """The content of a workspace: the synced files, the number of entries that are not synced, and the bytes of all.
 
-    Those in `unread` may have changed, and become `files` once they are read.
+    Files in `unread` may have changed; `SyncedTree.read` moves them to `files`.
     """
 
     files: dict[str, LocalFile] = field(default_factory=dict)
@@ -83,7 +77,7 @@ class Scan:
 
 
 def hashed(fd: int, size: int) -> Hashed:
-    """Read an open file, at most `size` bytes of it."""
+    """Hash at most `size` bytes of an open file."""
     hasher = blake3()
     count = 0
     for piece in pieces(fd, size):
@@ -93,7 +87,7 @@ def hashed(fd: int, size: int) -> Hashed:
 
 
 def pieces(fd: int, size: int) -> Iterator[bytes]:
-    """The bytes of an open file, at most `size` of them."""
+    """Yield at most `size` bytes of an open file, in pieces."""
     at = 0
     while at < size and (data := os.pread(fd, min(PIECE, size - at), at)):
         yield data
@@ -101,16 +95,16 @@ def pieces(fd: int, size: int) -> Iterator[bytes]:
 
 
 def facts_of(info: os.stat_result) -> Facts:
-    """What the kernel says of a file."""
+    """Return the facts in a stat result."""
     return Facts(info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 class SyncedTree:
-    """The tree beneath one directory, in which no file may have more than `most_bytes`. Close it when done."""
+    """The tree below one directory, in which no file may have more than `most_bytes`. Close it when done."""
 
     def __init__(self, path: str, most_bytes: int | None = None):
         try:
-            self._root = os.open(path, kernel.DIRECTORY)
+            self._root = os.open(path, walk.DIRECTORY)
         except OSError as error:
             raise PlatformError(f"the workspace cannot be opened: {error.strerror}") from None
         self._most_bytes = most_bytes
@@ -124,15 +118,15 @@ class SyncedTree:
     # reading
 
     def scan(self, rows: Mapping[str, Row]) -> Scan:
-        """Every file that is synced. Nothing is read: what differs from the facts in `rows` is left for `read`.
+        """List every synced file. Reads none: files that differ from the facts in `rows` are left for `read`.
 
-        What is nested so deep that no path can name it is not synced, and counted in `skipped`.
+        Files nested so deep that no path can name them are not synced, and counted in `skipped`.
         """
         found = Scan()
         linked: set[int] = set()
         try:
-            for visited in kernel.visit(self._root):
-                nested = visited.path_bytes > kernel.LONGEST_PATH
+            for visited in walk.visit(self._root):
+                nested = visited.path_bytes > walk.LONGEST_PATH
                 path = "" if nested else visited.path
                 kept = not nested and NOT_SYNCED.isdisjoint(path.split("/"))
                 found.skipped += len(visited.entries) if nested else 0
@@ -152,7 +146,7 @@ class SyncedTree:
             found.skipped += not stat.S_ISDIR(info.st_mode)
             return
         if name.startswith(".c") and _TEMPORARY.fullmatch(name):
-            if name.startswith(_ASIDE):  # a sync that was killed left it
+            if name.startswith(_ASIDE):  # from a killed sync
                 with suppress(OSError):
                     os.unlink(name, dir_fd=fd)
             return
@@ -173,12 +167,12 @@ class SyncedTree:
             found.unread[path] = local
 
     def read(self, found: Scan) -> int:
-        """Read what a scan left unread; says how many files that were."""
+        """Read the files that a scan left unread, and return how many."""
         count = len(found.unread)
         for path, seen in found.unread.items():
             try:
                 taken = self._take(path, hashed)
-            except PermissionError:  # it is there, but whether it changed cannot be known
+            except PermissionError:  # the file exists, but whether it changed is unknown
                 found.skipped += 1
                 if seen.content is not _NOTHING:
                     found.files[path] = seen._replace(known=UNSURE)
@@ -189,7 +183,7 @@ class SyncedTree:
         return count
 
     def take(self, path: str, read: Callable[[int, int], T]) -> tuple[T, LocalFile] | None:
-        """Read one file with `read`, which gets the open file and its size; None when there is none any more."""
+        """Read one file with `read`, which gets the open file and its size; None when the file is gone."""
         try:
             return self._take(path, read)
         except PermissionError:
@@ -208,12 +202,12 @@ class SyncedTree:
             raise PlatformError(f"{path!r} cannot be read: {error.strerror}") from None
 
     def _stable(self, parent: int, name: str, read: Callable[[int, int], T]) -> tuple[T, LocalFile] | None:
-        """Read a file until it did not change meanwhile; one that keeps changing is taken as it was read last."""
+        """Read a file again if it changes meanwhile, a bounded number of times; the last reading counts."""
         try:
-            fd = kernel.open_for_reading(name, parent)
+            fd = walk.open_for_reading(name, parent)
         except OSError as error:
             if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}:
-                return None  # gone, or something else by now
+                return None  # removed or replaced meanwhile
             raise
         try:
             for left in reversed(range(_TRIES)):
@@ -222,25 +216,25 @@ class SyncedTree:
                     return None
                 if self._most_bytes is not None and before.st_size > self._most_bytes:
                     raise LimitExceeded(
-                        f"a file of the workspace has {before.st_size} bytes and may have {self._most_bytes}",
+                        f"a file of the workspace has {before.st_size} bytes; the limit is {self._most_bytes}",
                         field="disk_mb",
                         hint="delete it, then sync again",
                     )
                 now = time.time_ns()
                 taken = read(fd, before.st_size)
                 after = os.fstat(fd)
-                still = facts_of(before) == facts_of(after)
-                if still or not left:
+                unchanged = facts_of(before) == facts_of(after)
+                if unchanged or not left:
                     facts = facts_of(after)._replace(size=taken.size)
                     content = Content(taken.hash, stat.S_IMODE(after.st_mode) & 0o777)
-                    sure = still and now - before.st_ctime_ns > FRESH_NS
+                    sure = unchanged and now - before.st_ctime_ns > FRESH_NS
                     return taken, LocalFile(content, facts, facts if sure else UNSURE)
         finally:
             os.close(fd)
         return None
 
     def gone(self, path: str) -> bool:
-        """Whether there is no file at a path. A walk may miss one that is moved about meanwhile."""
+        """Return whether there is no file at a path. (A walk may miss one that is moved meanwhile.)"""
         head, _, name = path.rpartition("/")
         try:
             with self._directory(head) as parent:
@@ -253,41 +247,25 @@ class SyncedTree:
     # writing
 
     def write(self, path: str, mode: int, content: Iterable[bytes], over: LocalFile | None) -> bool:
-        """Put a file into place whole, with its directories. Says whether what it replaced is what `over` says.
+        """Write a file, with its directories, and return whether it replaced exactly the file `over`.
 
-        `Obstructed` when something that is not a file is there, or something that is not a directory is above it.
+        `Obstructed` when something else than a file has its name, or something else than a directory is above it.
         """
         head, _, name = path.rpartition("/")
         aside = f"{_ASIDE}{secrets.token_hex(8)}"
         try:
-            with self._directory(head, make=True) as parent:
-                try:
-                    self._fill(parent, aside, mode, content)
-                    expected = self._clear(parent, name, over)
-                    os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
-                except BaseException:
-                    with suppress(OSError):
-                        os.unlink(aside, dir_fd=parent)
-                    raise
-                return expected
+            with self._directory(head, make=True) as parent, draft(name, aside=aside, dir_fd=parent) as fd:
+                for piece in content:
+                    write_all(fd, piece)
+                if self._owner is not None:
+                    os.fchown(fd, self._owner, self._owner)
+                os.fchmod(fd, mode)
+                return self._clear(parent, name, over)
         except OSError as error:
-            raise _told(error, path) from None
-
-    def _fill(self, parent: int, name: str, mode: int, content: Iterable[bytes]) -> None:
-        fd = os.open(name, _NEW, 0o600, dir_fd=parent)
-        try:
-            for piece in content:
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
-            if self._owner is not None:
-                os.fchown(fd, self._owner, self._owner)
-            os.fchmod(fd, mode)
-        finally:
-            os.close(fd)
+            raise _write_error(error, path) from None
 
     def _clear(self, parent: int, name: str, over: LocalFile | None) -> bool:
-        """Make way for a file: only a file or empty directories go."""
+        """Make room for a file: only a file or empty directories are removed. Return whether `over` was there."""
         try:
             info = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
@@ -300,16 +278,16 @@ class SyncedTree:
         return over is not None and over.facts == facts_of(info)
 
     def _remove_empty(self, parent: int, name: str) -> None:
-        top = kernel.open_for_reading(name, parent, kernel.DIRECTORY)
+        top = walk.open_for_reading(name, parent, walk.DIRECTORY)
         try:
             found: list[tuple[int, str]] = []
             beneath = 0
-            for visited in kernel.visit(top):
+            for visited in walk.visit(top):
                 found.append((visited.parent, visited.name))
                 beneath += len(visited.entries)
-            if beneath != len(found) - 1:  # something in there is no directory
+            if beneath != len(found) - 1:  # some entry is not a directory
                 raise Obstructed
-            directories = kernel.Directories(top)
+            directories = walk.Directories(top)
             try:
                 for place in found[1:]:
                     directories.add(*place)
@@ -322,7 +300,7 @@ class SyncedTree:
         os.rmdir(name, dir_fd=parent)
 
     def remove(self, path: str, expected: LocalFile) -> bool:
-        """Delete a file if it is still what it was; says whether it is gone."""
+        """Delete a file if it did not change; return whether it is gone."""
         head, _, name = path.rpartition("/")
         try:
             with self._directory(head) as parent:
@@ -333,7 +311,7 @@ class SyncedTree:
         except FileNotFoundError:
             return True
         except Obstructed:
-            return True  # what is there now is no directory, so the file is gone
+            return True  # a parent is not a directory any more, so the file is gone
         except OSError as error:
             if error.errno in _IN_THE_WAY:
                 return False
@@ -341,7 +319,7 @@ class SyncedTree:
         return True
 
     def flush(self) -> None:
-        """Make everything that was written durable."""
+        """Make all written files durable."""
         try:
             libc.sync(self._root)
         except OSError as error:
@@ -349,7 +327,7 @@ class SyncedTree:
 
     @contextmanager
     def _directory(self, path: str, *, make: bool = False) -> Iterator[int]:
-        """An open directory of the tree, with `make` made if need be."""
+        """Open a directory of the tree; with `make`, missing directories are created."""
         fd = os.dup(self._root)
         try:
             for name in path.split("/") if path else ():
@@ -365,7 +343,7 @@ class SyncedTree:
     def _child(self, parent: int, name: str, make: bool) -> int:
         try:
             try:
-                return kernel.open_for_reading(name, parent, kernel.DIRECTORY)
+                return walk.open_for_reading(name, parent, walk.DIRECTORY)
             except FileNotFoundError:
                 if not make:
                     raise
@@ -373,14 +351,14 @@ class SyncedTree:
                 os.mkdir(name, 0o755, dir_fd=parent)
                 if self._owner is not None:
                     os.chown(name, self._owner, self._owner, dir_fd=parent, follow_symlinks=False)
-            return kernel.open_for_reading(name, parent, kernel.DIRECTORY)
+            return walk.open_for_reading(name, parent, walk.DIRECTORY)
         except OSError as error:
             if error.errno in _IN_THE_WAY:
                 raise Obstructed from None
             raise
 
 
-def _told(error: OSError, path: str) -> Exception:
+def _write_error(error: OSError, path: str) -> Exception:
     if error.errno in _IN_THE_WAY or error.errno == errno.ENOTEMPTY:
         return Obstructed()
     if error.errno in _FULL:

@@ -1,8 +1,4 @@
-"""How much a tree holds, counted while hostile code may be changing it. Follows no link and leaves no file
-system.
-
-Blocking: `measure` is the form for the event loop.
-"""
+"""Measures a directory tree that hostile code may be changing. Follows no link and stays on one file system."""
 
 from __future__ import annotations
 
@@ -13,16 +9,15 @@ import stat
 import time
 from dataclasses import dataclass
 
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import walk
 
 ENTRIES_PER_MB = 200
 MIN_ENTRIES = 10_000
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a scan found. `complete` is False when it stopped early, or could not see all of the tree."""
+    """The result of a scan. `complete` is False when it stopped early or could not read all of the tree."""
 
     bytes: int
     entries: int
@@ -31,12 +26,12 @@ class Usage:
 
 
 def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None = None) -> Usage:
-    """Allocated bytes and entries beneath `path`, at every depth; stops once one of the bounds is passed."""
+    """Count allocated bytes and entries below `path`; stops when one of the bounds is exceeded. Blocking."""
     began = time.monotonic()
     total = entries = 0
     linked: set[int] = set()
     try:
-        top = os.open(path, _DIRECTORY)
+        top = os.open(path, walk.DIRECTORY)
     except OSError:
         return Usage(0, 0, False, time.monotonic() - began)
     unseen = False
@@ -44,14 +39,14 @@ def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None =
     def enter(name: str, parent: int) -> int:
         nonlocal unseen
         try:
-            return os.open(name, _DIRECTORY, dir_fd=parent)
+            return os.open(name, walk.DIRECTORY, dir_fd=parent)
         except FileNotFoundError:
             raise
-        except OSError as error:  # passed over like one that has vanished, but told
+        except OSError as error:  # skip it like one that has vanished, but remember
             unseen = True
             raise FileNotFoundError(errno.ENOENT, error.strerror) from None
 
-    chain = kernel.Chain(top, enter)
+    chain = walk.Chain(top, enter)
     try:
         more = True
         while more:
@@ -77,7 +72,7 @@ def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None =
                     ):
                         return Usage(total, entries, False, time.monotonic() - began)
             more = chain.next() is not None
-    except OSError:  # directories kept being moved meanwhile
+    except OSError:  # directories were moved again and again
         unseen = True
     finally:
         chain.close()
@@ -86,17 +81,17 @@ def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None =
 
 
 async def measure(path: str, *, stop_bytes: int | None = None, stop_entries: int | None = None) -> Usage:
-    """`scan` in a thread."""
+    """Call `scan` in a thread."""
     return await asyncio.to_thread(scan, path, stop_bytes=stop_bytes, stop_entries=stop_entries)
 
 
 def max_entries(disk_mb: int) -> int:
-    """How many files and directories a workspace of that size may hold."""
+    """Return how many files and directories a workspace of that size may hold."""
     return max(MIN_ENTRIES, disk_mb * ENTRIES_PER_MB)
 
 
 def verdict(usage: Usage, disk_mb: int) -> str | None:
-    """Why a workspace is over its limit, or None. What cannot be seen counts as over."""
+    """Return why a workspace is over its limit, or None. One that cannot be read completely counts as over."""
     if usage.bytes > disk_mb * 1024 * 1024:
         return f"the workspace is over its {disk_mb} MB"
     if usage.entries > max_entries(disk_mb):

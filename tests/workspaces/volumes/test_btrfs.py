@@ -19,8 +19,9 @@ from tests.support.trees_for_tests import mutate, picture
 from tests.support.volumes import damage_of, replace_files, stored_bytes
 
 from carrel.errors import PlatformError
+from carrel.primitives import walk
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls, btrfs_pool, kernel
+from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls, btrfs_pool
 from carrel.workspaces.volumes.btrfs_pool import mounted_at
 
 MB = 1 << 20
@@ -95,7 +96,7 @@ def test_a_pool_grows_is_found_again_and_leaves_nothing(tmp_path: Path) -> None:
         driver.create("a", None)
         fill(os.path.join(driver.path("a"), "x"), 105)
         os.sync()
-        assert driver.tend()
+        assert driver.grow_if_needed()
         assert file.stat().st_size == 256 * MB
         assert fill(os.path.join(driver.path("a"), "y"), 60) == 60 * MB
         driver.snapshot("a", "s")
@@ -144,7 +145,7 @@ def test_a_full_pool_fails_cleanly(tmp_path: Path) -> None:
 def test_what_the_agent_put_a_subvolume_into_can_still_be_removed(btrfs: BtrfsDriver) -> None:
     """A sandbox refuses this; whatever got there another way must not stay for ever."""
     btrfs.create("a", 20 * MB)
-    fd = os.open(btrfs.path("a"), kernel.DIRECTORY)
+    fd = os.open(btrfs.path("a"), walk.DIRECTORY)
 
     def as_agent() -> None:
         os.setgroups([])
@@ -305,7 +306,7 @@ def test_a_directory_on_btrfs_needs_no_pool(tmp_path: Path) -> None:
                 assert picture(driver.path("a")) == wanted
                 assert driver.cap("a") == 20 * MB
                 assert 17 * MB <= fill(os.path.join(driver.path("a"), "x"), 40) <= 20 * MB
-                assert not driver.tend()
+                assert not driver.grow_if_needed()
                 driver.collect_garbage()
                 os.mkdir(os.path.join(driver.directory, ".aside-left"))
             finally:
@@ -323,7 +324,7 @@ def test_a_pool_is_no_larger_than_the_host_has_room_for(tmp_path: Path) -> None:
             driver.snapshot("a", "s")
             assert 100 * MB < fill(os.path.join(driver.path("a"), "x"), 400) < 330 * MB
             os.sync()
-            assert not driver.tend()
+            assert not driver.grow_if_needed()
             os.unlink(os.path.join(driver.path("a"), "x"))
             os.sync()
             assert driver.usage("a") < MB

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from tests.support.volumes import stored_bytes
 
-from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls, kernel
+from carrel.primitives import walk
+from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls
 from carrel.workspaces.volumes.btrfs_pool import run
 
 
@@ -18,20 +19,20 @@ def top(make) -> Iterator[int]:  # type: ignore[no-untyped-def]
     """An open directory on btrfs."""
     driver = make("btrfs")
     assert isinstance(driver, BtrfsDriver)
-    fd = os.open(driver.directory, kernel.DIRECTORY)
+    fd = os.open(driver.directory, walk.DIRECTORY)
     yield fd
     os.close(fd)
 
 
 def inside(parent: int, name: str) -> int:
-    return os.open(name, kernel.DIRECTORY, dir_fd=parent)
+    return os.open(name, walk.DIRECTORY, dir_fd=parent)
 
 
 def test_other_file_systems_are_told_apart(top: int) -> None:
     found = btrfs_ioctls.file_system(top)
     assert found is not None
     assert os.path.isdir(f"/sys/fs/btrfs/{found.uuid}")
-    other = os.open("/proc", kernel.DIRECTORY)
+    other = os.open("/proc", walk.DIRECTORY)
     try:
         assert btrfs_ioctls.file_system(other) is None
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.trees_for_tests import mutate
 
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import walk
 from carrel.workspaces.volumes.capture import FRESH_NS, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.objects import Batch, ObjectStore
 
@@ -25,7 +25,7 @@ def test_equal_trees_have_equal_names_and_what_is_known_comes_back(tmp_path: Pat
     changed = time.time_ns()
     while not fresh and time.time_ns() - changed < 2 * FRESH_NS:
         time.sleep(0.005)
-    root = os.open(tree, kernel.DIRECTORY)
+    root = os.open(tree, walk.DIRECTORY)
     try:
         with store.shared(), Batch(store) as batch:
             first = capture(store, batch, root, {}, trusted=True)

@@ -20,8 +20,8 @@ from tests.support.trees_for_tests import mutate, picture
 from tests.support.volumes import damage_of
 
 from carrel.errors import PlatformError, SnapshotDamaged
-from carrel.primitives import libc
-from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver, kernel
+from carrel.primitives import libc, walk
+from carrel.workspaces.volumes import DirectoryDriver, VolumeDriver
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,14 +51,14 @@ def test_a_second_snapshot_reads_and_stores_only_what_changed(
     assert directory.snapshot("a", "one").new_bytes > 3 << 20
     assert directory.snapshot("a", "same").new_bytes == 0
     opened: list[str] = []
-    real = kernel.open_for_reading
+    real = walk.open_for_reading
 
-    def counting(name: str, parent: int, flags: int = kernel.FILE) -> int:
-        if flags == kernel.FILE:
+    def counting(name: str, parent: int, flags: int = walk.FILE) -> int:
+        if flags == walk.FILE:
             opened.append(name)
         return real(name, parent, flags)
 
-    monkeypatch.setattr(kernel, "open_for_reading", counting)
+    monkeypatch.setattr(walk, "open_for_reading", counting)
     Path(f"{root}/3/3").write_bytes(b"changed")
     facts = directory.snapshot("a", "two")
     assert opened == ["3"]
@@ -390,7 +390,7 @@ import os, random, signal, sys
 sys.path.insert(0, sys.argv[4])
 from tests.support.trees_for_tests import mutate
 from carrel.workspaces.volumes import DirectoryDriver
-from carrel.workspaces.volumes import capture, plain_trees, objects, rebuild, directory, kernel
+from carrel.workspaces.volumes import capture, plain_trees, objects, rebuild, directory
 left = int(sys.argv[2])
 def guarded(name):
     real = getattr(os, name)

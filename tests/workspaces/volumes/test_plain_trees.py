@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tests.support.trees_for_tests import mutate, picture
 
-from carrel.workspaces.volumes import Change, ChangeKind, kernel, plain_trees
+from carrel.primitives import walk
+from carrel.workspaces.volumes import Change, ChangeKind, plain_trees
 
 
 def test_copies_are_equal_until_one_changes(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_copies_are_equal_until_one_changes(tmp_path: Path) -> None:
         (tmp_path / name / "d" / "f").write_text("same")
         (tmp_path / name / "l").symlink_to("d")
         (tmp_path / name / "x").write_text("same")
-    one, other = (os.open(tmp_path / name, kernel.DIRECTORY) for name in ("a", "b"))
+    one, other = (os.open(tmp_path / name, walk.DIRECTORY) for name in ("a", "b"))
     try:
         assert plain_trees.compare(one, other) == []
         (tmp_path / "b" / "d" / "f").write_text("Same")
@@ -40,7 +41,7 @@ def test_the_same_tree(tmp_path: Path, seed: int) -> None:
         (tmp_path / name).mkdir()
     mutate(str(tmp_path / "tree"), random.Random(seed), 60)
     os.mkfifo(tmp_path / "tree" / "fifo")
-    source, target = (os.open(tmp_path / name, kernel.DIRECTORY) for name in ("tree", "copy"))
+    source, target = (os.open(tmp_path / name, walk.DIRECTORY) for name in ("tree", "copy"))
     try:
         plain_trees.copy_tree(source, target, None)
     finally:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import SnapshotDamaged
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import walk
 from carrel.workspaces.volumes.capture import capture
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader
 from carrel.workspaces.volumes.rebuild import rebuild
@@ -24,7 +24,7 @@ def test_the_same_tree(tmp_path: Path, seed: int) -> None:
     for name in ("tree", "copy"):
         (tmp_path / name).mkdir()
     mutate(str(tmp_path / "tree"), random.Random(seed), 60)
-    source, target = (os.open(tmp_path / name, kernel.DIRECTORY) for name in ("tree", "copy"))
+    source, target = (os.open(tmp_path / name, walk.DIRECTORY) for name in ("tree", "copy"))
     try:
         with store.shared(), Batch(store) as batch, Reader(store) as reader:
             found = capture(store, batch, source, {}, trusted=True)
@@ -42,14 +42,14 @@ def test_a_size_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     store = ObjectStore(str(tmp_path / "s"))
     store.prepare()
     (tmp_path / "copy").mkdir()
-    target = os.open(tmp_path / "copy", kernel.DIRECTORY)
+    target = os.open(tmp_path / "copy", walk.DIRECTORY)
     try:
         with store.shared(), Batch(store) as batch, Reader(store) as reader:
             part = batch.put(b"12345")
             lie = Node(Kind.FILE, 0o600, 0, 3, ((0, 3, part),))
             key = batch.put_packed(pack_tree(Tree(0o700, 0, None, {b"f": lie})))
             batch.finish()
-            with pytest.raises(SnapshotDamaged, match="another size"):
+            with pytest.raises(SnapshotDamaged, match="the size of"):
                 rebuild(store, reader, key, target, None)
     finally:
         os.close(target)

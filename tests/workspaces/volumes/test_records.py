@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from carrel.errors import AlreadyExists, NotFound, SnapshotDamaged
 from carrel.workspaces.volumes import SnapshotFacts
-from carrel.workspaces.volumes.records import Records, write_file
+from carrel.workspaces.volumes.records import Records
 
 FACTS = SnapshotFacts(10, 2, 5, 1)
 
@@ -59,18 +59,7 @@ def test_any_damage_is_seen(records: Records, tmp_path: Path, at: int, bit: int,
 
 def test_when_damage_was_noticed_stays_until_the_record_goes(records: Records, tmp_path: Path) -> None:
     records.publish("one", b"t" * 32, FACTS, None)
-    assert records.noticed("one", 12_000_000_000) == 12_000_000_000
-    assert records.noticed("one", 99_000_000_000) == 12_000_000_000
+    assert records.damaged_since("one", 12_000_000_000) == 12_000_000_000
+    assert records.damaged_since("one", 99_000_000_000) == 12_000_000_000
     records.remove("one")
     assert os.listdir(tmp_path / "damaged") == []
-
-
-def test_a_small_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    target = str(tmp_path / "file")
-    write_file(str(tmp_path / "tmp"), target, b"1", durable=False)
-    write_file(str(tmp_path / "tmp"), target, b"2", durable=False)
-    with pytest.raises(FileExistsError):
-        write_file(str(tmp_path / "tmp"), target, b"3", durable=True)
-    assert Path(target).read_bytes() == b"2"
-    assert os.listdir(tmp_path / "tmp") == []

@@ -24,8 +24,8 @@ from carrel.policy.rules.decide import (
 from carrel.policy.rules.layers import Policy
 from carrel.policy.shell import Dialect, size_of
 from carrel.policy.verdict import ALLOWED, Verdict, strictest
+from carrel.primitives.walk import Directories, open_for_reading
 from carrel.threads import run_to_end
-from carrel.workspaces.volumes.kernel import Directories, open_for_reading
 
 DIALECT: Dialect = "sh"
 """A command that is a text runs under `/bin/sh -c`."""

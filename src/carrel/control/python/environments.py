@@ -294,7 +294,7 @@ class Environments:
             now,
             asker.context_id,
         )
-        await asyncio.to_thread(self._shelf.settle, built.draft)
+        await asyncio.to_thread(self._shelf.sync, built.draft)
         async with self._holds.lock:
             await asyncio.to_thread(self._shelf.place, built.draft, name)
             await self._store.put(record)  # killed before this, the next start removes what is on the shelf

@@ -238,7 +238,7 @@ class Janitor:
 
     async def tend(self) -> None:
         """Look after the storage of the volumes."""
-        await asyncio.to_thread(self._workspaces.driver.tend)
+        await asyncio.to_thread(self._workspaces.driver.grow_if_needed)
 
     async def collect_garbage(self) -> None:
         """Free what deleted snapshots and files of filespaces left."""

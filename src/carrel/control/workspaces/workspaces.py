@@ -154,7 +154,7 @@ class Workspaces:
         used = record.used_bytes or 0
         if not new and self.driver.kernel_quota:
             used = self.driver.usage(os.path.basename(path))
-        self._layout.furnish(path, self._facts(record, 0 if new else used, None), new=new)
+        self._layout.prepare_workspace(path, self._facts(record, 0 if new else used, None), new=new)
 
     def _facts(self, record: SessionRecord, used: int, last_accessed: float | None) -> Facts:
         context = record.context_id

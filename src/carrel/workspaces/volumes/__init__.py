@@ -1,4 +1,4 @@
-"""Where workspaces keep their files: volumes, and the snapshots taken of them."""
+"""Volumes, which hold the files of workspaces, and their snapshots."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ log = logging.getLogger("carrel.volumes")
 
 
 def open_driver(root: str, wanted: Literal["auto", "directory", "btrfs"]) -> VolumeDriver:
-    """The driver asked for, open. `auto` goes on with what is there, and else takes btrfs where it can be had."""
-    if wanted == "directory" or (wanted == "auto" and _directories(root)):
+    """Open the wanted driver. `auto` keeps the driver that was used before, and else prefers btrfs where it works."""
+    used_directories = os.path.isdir(os.path.join(root, "packs"))
+    if wanted == "directory" or (wanted == "auto" and used_directories):
         return _opened(DirectoryDriver(root))
     btrfs = BtrfsDriver(root)
     needed = wanted == "btrfs" or os.path.exists(os.path.join(root, "pool.btrfs"))
@@ -41,15 +42,10 @@ def open_driver(root: str, wanted: Literal["auto", "directory", "btrfs"]) -> Vol
     except CarrelError as error:
         if needed:
             raise
-        log.warning("btrfs volumes cannot be had here, so workspaces are plain directories: %s", error)
+        log.warning("btrfs volumes do not work here, so workspaces are plain directories: %s", error)
         return _opened(DirectoryDriver(root))
 
 
 def _opened(driver: VolumeDriver) -> VolumeDriver:
     driver.open()
     return driver
-
-
-def _directories(root: str) -> bool:
-    """Whether the directory driver has been used here."""
-    return os.path.isdir(os.path.join(root, "packs"))

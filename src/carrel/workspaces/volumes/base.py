@@ -1,17 +1,16 @@
-"""What a volume driver is: it keeps the files of workspaces and takes immutable snapshots of them.
+"""The interface of volume drivers, which store the files of workspaces and take immutable snapshots of them.
 
-Drivers are synchronous: the control plane calls them from threads. Different volumes may be worked on at the same
-time; calls for one volume wait for one another. A driver knows nothing of sessions, sandboxes or the archive.
+Drivers are synchronous: the control plane calls them from threads. Calls for different volumes run at the same time;
+calls for one volume wait for each other. A driver knows nothing of sessions, sandboxes or the archive.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -36,7 +35,7 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path that differs. Times alone are no change; content, kind, mode, link target and xattrs are."""
+    """A path that differs in content, kind, mode, link target or xattrs. Different times alone are not a change."""
 
     path: bytes
     kind: ChangeKind
@@ -44,9 +43,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFacts:
-    """What a snapshot holds. `new_bytes` is what it added to the storage, or -1 where the driver cannot tell.
+    """The size of a snapshot. `new_bytes` is what it added to the storage, or -1 where the driver cannot say.
 
-    `files` is -1 where counting would mean a walk. `skipped` counts sockets, pipes and devices, which are not kept.
+    `files` is -1 where counting would need a walk. `skipped` counts sockets, pipes and devices, which are not stored.
     """
 
     bytes: int
@@ -57,7 +56,7 @@ class SnapshotFacts:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a garbage collection removed. `damaged` names snapshots that cannot be read; what they may need is kept."""
+    """The result of a garbage collection. `damaged` names unreadable snapshots; objects they may need are kept."""
 
     objects: int
     bytes: int
@@ -65,10 +64,10 @@ class Collected:
 
 
 class VolumeDriver(ABC):
-    """Volumes and their snapshots. Names of both are safe file names; anything else is `InvalidRequest`.
+    """Volumes and their snapshots. Their names are safe file names; anything else is `InvalidRequest`.
 
-    A full disk or a failing host raises `PlatformError`, a passed cap `LimitExceeded`, and both leave every volume
-    and every snapshot as it was.
+    A full disk or a failing host raises `PlatformError`, an exceeded cap `LimitExceeded`; both leave every volume and
+    snapshot unchanged.
     """
 
     name: ClassVar[str]
@@ -76,27 +75,27 @@ class VolumeDriver(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Make or find the storage, and finish or undo what a killed process left. Call once, before all else."""
+        """Create or find the storage, and finish or undo the work of a killed process. Call once, before all else."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the storage. Volumes must not be in use. May be called twice."""
+        """Release the storage. Volumes must not be in use. May be called twice."""
 
     @abstractmethod
     def create(self, volume: str, cap_bytes: int | None) -> None:
-        """Make an empty volume; `AlreadyExists` when there is one."""
+        """Create an empty volume; `AlreadyExists` when it exists."""
 
     @property
     @abstractmethod
     def directory(self) -> str:
-        """The directory that all volumes lie in; known once the driver is open."""
+        """The directory that holds all volumes; known once the driver is open."""
 
     def path(self, volume: str) -> str:
-        """The directory to mount. It stays the same over `restore`, but a mount made before shows the old files."""
+        """Return the directory to mount. `restore` does not change it, but a mount made before shows the old files."""
         return os.path.join(self.directory, check_name(volume, "volume"))
 
     def exists(self, volume: str) -> bool:
-        """Whether the volume is there."""
+        """Return whether the volume exists."""
         return os.path.isdir(self.path(volume))
 
     def require(self, volume: str) -> None:
@@ -105,85 +104,85 @@ class VolumeDriver(ABC):
             raise NotFound(f"there is no volume {volume!r}", field="volume")
 
     def volumes(self) -> list[str]:
-        """The names of all volumes, sorted."""
+        """Return the names of all volumes, sorted."""
         return sorted(name for name in os.listdir(self.directory) if not name.startswith("."))
 
     @abstractmethod
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
-        """Change the cap; without `kernel_quota` it is only kept. May be called while the volume is in use."""
+        """Change the cap; without `kernel_quota` it is only stored. May be called while the volume is in use."""
 
     @abstractmethod
     def cap(self, volume: str) -> int | None:
-        """The cap that was set."""
+        """Return the cap."""
 
     @abstractmethod
     def usage(self, volume: str) -> int:
-        """How many bytes the volume holds. May be called at any time; `NotFound` when there is no such volume."""
+        """Return the size of the volume in bytes. May be called at any time; `NotFound` when it does not exist."""
 
     @abstractmethod
     def generation(self, volume: str) -> int | None:
-        """A number that changes when the volume does, told in constant time; None where the driver cannot tell.
+        """Return, in constant time, a number that changes with the volume; None where the driver has none.
 
-        Ask before taking the snapshot that shall hold the state; the volume is unchanged while the number is the same.
-        A change shows at once, but for two kinds that show when the kernel has written them to the disk (within a
-        minute, or by `os.sync`): one within a clock tick of an earlier one to the same file, and one through a memory
-        map to a page that was not yet written back. So a change may be seen late, never not at all.
+        Read it before the snapshot of that state. The volume is unchanged while the number stays the same. Two kinds
+        of change show only once the kernel has written them to the disk (within a minute, or after `os.sync`): one
+        within a clock tick of an earlier change to the same file, and one through a memory map to a dirty page. So a
+        change may show late, but it always shows.
         """
 
     @abstractmethod
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
-        """Take a picture; may be called while a sandbox writes. `AlreadyExists` when the id is taken.
+        """Take a snapshot; may be called while a sandbox writes. `AlreadyExists` when the id is taken.
 
-        `parent` is the snapshot the volume comes from, kept as a fact. A crash leaves either all of it or nothing.
+        `parent`, the snapshot the volume comes from, is only stored. A crash leaves a whole snapshot or none.
         """
 
     @abstractmethod
     def restore(self, volume: str, snapshot_id: str) -> None:
-        """Replace the volume's files by the snapshot's. No sandbox may use the volume.
+        """Replace the volume's files by those of the snapshot. No sandbox may use the volume.
 
-        A crash at any point leaves the old or the new files, never a mix. `NotFound` when there is no such snapshot,
-        `SnapshotDamaged` when it cannot be read whole; the volume is then as it was.
+        A crash at any point leaves the old or the new files, never a mix. `NotFound` when the snapshot does not exist,
+        `SnapshotDamaged` when it cannot be read completely; both leave the volume unchanged.
         """
 
     @abstractmethod
     def fork(self, snapshot_id: str, new_volume: str, cap_bytes: int | None) -> None:
-        """Make a new volume with the snapshot's files; raises what `create` and `restore` raise."""
+        """Create a volume with the snapshot's files; raises what `create` and `restore` raise."""
 
     @abstractmethod
     def delete_volume(self, volume: str) -> None:
-        """Remove the volume, not its snapshots. Nothing happens when there is none. No sandbox may use it."""
+        """Remove the volume if it exists, but not its snapshots. No sandbox may use it."""
 
     @abstractmethod
     def delete_snapshot(self, snapshot_id: str) -> None:
-        """Remove the snapshot. Nothing happens when there is none."""
+        """Remove the snapshot if it exists."""
 
     @abstractmethod
     def snapshots(self) -> list[str]:
-        """The ids of all whole snapshots, sorted."""
+        """Return the ids of all snapshots, sorted."""
 
     @abstractmethod
     def facts(self, snapshot_id: str) -> SnapshotFacts:
-        """What the snapshot holds, as told when it was taken; `NotFound`."""
+        """Return the facts of a snapshot; `NotFound`."""
 
     @abstractmethod
     def diff(self, a: str, b: str) -> list[Change]:
-        """What leads from snapshot `a` to snapshot `b`, sorted by path."""
+        """Return the changes from snapshot `a` to snapshot `b`, sorted by path."""
 
     @abstractmethod
     def export_tar(self, snapshot_id: str) -> Iterator[bytes]:
-        """The snapshot as a tar stream (pax). The snapshot is not deleted under a running export."""
+        """Return the snapshot as a tar stream (pax). The snapshot is not deleted during an export."""
 
     @abstractmethod
     def collect_garbage(self) -> Collected:
-        """Remove what no snapshot needs. May be called at any time, from several processes."""
+        """Remove objects that no snapshot needs. May be called at any time, from several processes."""
 
-    def tend(self) -> bool:
-        """Look after the storage, and say whether anything was done. Call it every second while sandboxes write."""
+    def grow_if_needed(self) -> bool:
+        """Grow the storage when it fills, and return whether it grew. Call it every second while sandboxes write."""
         return False
 
     @abstractmethod
     def replacing(self, volume: str) -> AbstractContextManager[str]:
-        """An empty directory that becomes the content of the existing volume when the block ends without an error."""
+        """Yield an empty directory that becomes the content of the volume when the block ends without an error."""
 
     @abstractmethod
     def write_tree(self, snapshot_id: str, directory: str) -> None:
@@ -191,14 +190,14 @@ class VolumeDriver(ABC):
 
     @abstractmethod
     def export_objects(self, snapshot_id: str, target: ObjectStore, batch: Batch, known: Known) -> Exported:
-        """Put into `batch` what `target` lacks of the snapshot; raises what `restore` raises.
+        """Add the snapshot's objects that `target` lacks to `batch`; raises what `restore` raises.
 
-        `known` is what the last export of a snapshot of the same volume found; without it more is read.
+        `known` are the facts from the last export of the same volume; without them more files are read.
         """
 
 
 def check_name(name: str, field: str) -> str:
-    """Refuse a name that is no plain file name."""
+    """Check that a name is a plain file name, and return it."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             f"{name[:80]!r} cannot name a {field}",
@@ -209,35 +208,10 @@ def check_name(name: str, field: str) -> str:
 
 
 def check_cap(used: int, cap_bytes: int | None) -> None:
-    """Refuse content that is over its cap."""
+    """Raise `LimitExceeded` when content is over its cap."""
     if cap_bytes is not None and used > cap_bytes:
         raise LimitExceeded(
             f"the snapshot holds {used} bytes, more than the cap of {cap_bytes}",
             field="cap_bytes",
             hint="raise the cap or fork a smaller snapshot",
         )
-
-
-class NameLocks:
-    """One lock for each name in use: work on one volume waits, work on others goes on."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._locks: dict[str, tuple[threading.RLock, int]] = {}
-
-    @contextmanager
-    def hold(self, name: str) -> Iterator[None]:
-        """Hold the lock of a name."""
-        with self._guard:
-            lock, users = self._locks.get(name, (threading.RLock(), 0))
-            self._locks[name] = lock, users + 1
-        try:
-            with lock:
-                yield
-        finally:
-            with self._guard:
-                lock, users = self._locks[name]
-                if users == 1:
-                    del self._locks[name]
-                else:
-                    self._locks[name] = lock, users - 1

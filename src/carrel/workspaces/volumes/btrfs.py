@@ -1,7 +1,7 @@
 """The volume driver for root: a btrfs subvolume for each volume and each snapshot.
 
-The kernel holds the cap, knows the usage and takes a snapshot in milliseconds. The file system is the one the data
-directory lies on when that is btrfs, else a pool file. Knows nothing of sandboxes.
+The kernel enforces the cap, knows the usage and takes a snapshot in milliseconds. The file system is that of the data
+directory if it is btrfs, else one in a pool file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 from carrel.errors import AlreadyExists, NotFound, Unsupported
+from carrel.primitives import walk
+from carrel.primitives.keyed_lock import KeyedThreadLocks
 from carrel.primitives.libc import exchange
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import btrfs_ioctls, btrfs_pool, kernel, plain_trees
+from carrel.workspaces.volumes import btrfs_ioctls, btrfs_pool, plain_trees
 from carrel.workspaces.volumes.base import (
     Change,
     Collected,
-    NameLocks,
     SnapshotFacts,
     VolumeDriver,
     check_cap,
@@ -48,17 +49,17 @@ class BtrfsDriver(VolumeDriver):
         self._pool: btrfs_pool.Pool | None = None
         self._top = ""
         self._volumes = self._snapshots = ""
-        self._locks = NameLocks()
+        self._locks = KeyedThreadLocks()
         self._uuid = ""
 
     def missing(self) -> str | None:
-        """Root; and unless the directory is on btrfs already, btrfs-progs and a kernel with btrfs."""
+        """Return why the driver does not work here, or None."""
         if os.geteuid() != 0:
             return "btrfs volumes need root"
         return None if _on_btrfs(_nearest(self._root)) else btrfs_pool.missing_programs()
 
     def open(self) -> None:
-        """Mount the pool unless the directory is on btrfs; remove what a killed process left."""
+        """Mount the pool unless the directory is on btrfs; clean up after a killed process."""
         if (reason := self.missing()) is not None:
             raise Unsupported(reason, hint="use the directory driver, or install btrfs-progs and run as root")
         with failing("cannot open the btrfs volumes"):
@@ -93,11 +94,11 @@ class BtrfsDriver(VolumeDriver):
             self._pool.close()
 
     def create(self, volume: str, cap_bytes: int | None) -> None:
-        """Make a subvolume with its limit."""
+        """Create a subvolume with its limit."""
         path = self.path(volume)
         with self._locks.hold(volume), failing("cannot make the volume"):
             if os.path.lexists(path):
-                raise AlreadyExists(f"there is a volume {volume!r}", field="volume")
+                raise AlreadyExists(f"volume {volume!r} already exists", field="volume")
             self._grow()
             with self._aside() as aside:
                 self._make(aside, cap_bytes)
@@ -105,29 +106,30 @@ class BtrfsDriver(VolumeDriver):
 
     @property
     def directory(self) -> str:
-        """Where the subvolumes lie."""
+        """The directory of the subvolumes."""
         return self._volumes
 
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
-        """Change the limit; it holds from the next write on."""
+        """Change the limit from the next write on."""
         with self._locks.hold(volume), failing("cannot set the cap"), self._opened(volume) as fd:
             btrfs_ioctls.set_limit(fd, cap_bytes)
 
     def cap(self, volume: str) -> int | None:
-        """The limit the kernel holds."""
+        """Return the limit that the kernel enforces."""
         with failing("cannot read the cap"), self._opened(volume) as fd:
             return btrfs_ioctls.referenced(fd)[1]
 
     def usage(self, volume: str) -> int:
-        """What the kernel has counted, and what was written since it did."""
+        """Return what the kernel has counted, and what was written since."""
         with failing("cannot read the usage"), self._opened(volume) as fd:
             used = btrfs_ioctls.uncommitted_bytes(fd, self._uuid)
             return used + btrfs_ioctls.referenced(fd)[0]
 
     def generation(self, volume: str) -> int | None:
-        """The transaction of the last change. One that was still running is ended first, so that a later change
-        belongs to a later one."""
-        with failing("cannot tell whether the volume changed"), self._opened(volume) as fd:
+        """Return the transaction of the last change. If it still runs it is ended, so that a later change belongs to a
+        later transaction.
+        """
+        with failing("cannot find out whether the volume changed"), self._opened(volume) as fd:
             changed = btrfs_ioctls.changed_in(fd)
             newest = btrfs_ioctls.file_system(fd)
             if newest is None or changed >= newest.transaction:
@@ -135,22 +137,22 @@ class BtrfsDriver(VolumeDriver):
             return changed
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
-        """A read-only subvolume that shares every block."""
+        """Make a read-only subvolume that shares every block."""
         self.require(volume)
         target = self._snapshot_path(snapshot_id)
         with self._locks.hold(volume), failing("cannot take the snapshot"):
-            if os.path.lexists(target):
-                raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
-            self._grow()
-            with opened(self.path(volume)) as source, opened(self._snapshots) as folder:
-                try:
+            try:
+                if os.path.lexists(target):
+                    raise FileExistsError
+                self._grow()
+                with opened(self.path(volume)) as source, opened(self._snapshots) as folder:
                     btrfs_ioctls.create_snapshot(source, folder, snapshot_id, read_only=True)
-                except FileExistsError:
-                    raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id") from None
+            except FileExistsError:
+                raise AlreadyExists(f"snapshot {snapshot_id!r} already exists", field="snapshot_id") from None
             return self.facts(snapshot_id)
 
     def restore(self, volume: str, snapshot_id: str) -> None:
-        """A writable snapshot of the snapshot takes the volume's place in one step."""
+        """Replace the volume by a writable snapshot of the snapshot, in one step."""
         source = self._source(snapshot_id)
         self.require(volume)
         with self._locks.hold(volume), failing("cannot restore the snapshot"):
@@ -162,14 +164,14 @@ class BtrfsDriver(VolumeDriver):
                 self._swap(aside, path)
 
     def fork(self, snapshot_id: str, new_volume: str, cap_bytes: int | None) -> None:
-        """A writable snapshot of the snapshot under a new name."""
+        """Make a writable snapshot of the snapshot under a new name."""
         source = self._source(snapshot_id)
         path = self.path(new_volume)
         if cap_bytes is not None:
             check_cap(self.facts(snapshot_id).bytes, cap_bytes)
         with self._locks.hold(new_volume), failing("cannot fork the snapshot"):
             if os.path.lexists(path):
-                raise AlreadyExists(f"there is a volume {new_volume!r}", field="volume")
+                raise AlreadyExists(f"volume {new_volume!r} already exists", field="volume")
             self._grow()
             with self._aside() as aside:
                 self._copy(source, aside, cap_bytes)
@@ -188,17 +190,17 @@ class BtrfsDriver(VolumeDriver):
             self._drop(self._snapshot_path(snapshot_id))
 
     def snapshots(self) -> list[str]:
-        """The ids of all snapshots."""
+        """Return the ids of all snapshots."""
         return sorted(name for name in os.listdir(self._snapshots) if not name.startswith("."))
 
     def facts(self, snapshot_id: str) -> SnapshotFacts:
-        """What the kernel has counted; it does not count files."""
+        """Return what the kernel has counted; it does not count files."""
         source = self._source(snapshot_id)
-        with failing("cannot read what the snapshot holds"), opened(source) as fd:
+        with failing("cannot read the size of the snapshot"), opened(source) as fd:
             return SnapshotFacts(btrfs_ioctls.referenced(fd)[0], -1, -1)
 
     def diff(self, a: str, b: str) -> list[Change]:
-        """Walk both; content is read only where a file's change time differs."""
+        """Walk both; content is read only where a file's ctime differs."""
         with failing("cannot compare the snapshots"), opened(self._source(a)) as one, opened(self._source(b)) as other:
             return plain_trees.compare(one, other)
 
@@ -213,17 +215,17 @@ class BtrfsDriver(VolumeDriver):
         return stream()
 
     def collect_garbage(self) -> Collected:
-        """Give back to the host what the kernel has freed; remove quota groups whose subvolume is gone."""
+        """Return freed blocks to the host; remove quota groups of removed subvolumes."""
         with failing("cannot collect garbage"), opened(self._top) as top:
             btrfs_ioctls.commit(top)  # the kernel frees what was removed after a commit
             btrfs_ioctls.remove_stale_groups(top)
             if self._pool is not None:
-                self._pool.give_back()
+                self._pool.trim()
         return Collected(0, 0)
 
     @contextmanager
     def replacing(self, volume: str) -> Iterator[str]:
-        """A fresh subvolume that takes the volume's place."""
+        """Yield a new subvolume that replaces the volume."""
         self.require(volume)
         with self._locks.hold(volume), failing("cannot replace the volume's files"):
             path = self.path(volume)
@@ -248,11 +250,11 @@ class BtrfsDriver(VolumeDriver):
         source = self._source(snapshot_id)
         with failing("cannot export the snapshot"), opened(source) as root:
             exported = export_files(root, target, batch, known)
-            self._source(snapshot_id)  # were it removed meanwhile, files would have been missing without a word
+            self._source(snapshot_id)  # had it been removed meanwhile, files would be missing silently
             return exported
 
     def _make(self, path: str, cap_bytes: int | None) -> None:
-        """An empty subvolume with its owner and limit; nobody can use it before it has its name."""
+        """Create an empty subvolume with its owner and limit; nothing uses it before it has its final name."""
         with opened(self._volumes) as folder:
             btrfs_ioctls.create_subvolume(folder, os.path.basename(path))
         with opened(path) as fd:
@@ -261,7 +263,7 @@ class BtrfsDriver(VolumeDriver):
             btrfs_ioctls.set_limit(fd, cap_bytes)
 
     def _copy(self, source: str, path: str, cap_bytes: int | None) -> None:
-        """A writable snapshot of a snapshot, with a limit."""
+        """Make a writable snapshot of a snapshot, with a limit."""
         with opened(source) as origin, opened(self._volumes) as folder:
             btrfs_ioctls.create_snapshot(origin, folder, os.path.basename(path), read_only=False)
         with opened(path) as fd:
@@ -272,14 +274,14 @@ class BtrfsDriver(VolumeDriver):
         self._commit()
 
     def _commit(self) -> None:
-        """A crash of the host after this does not bring the old state back."""
+        """Make the new state durable: a crash of the host does not bring the old state back."""
         with opened(self._top) as top:
             btrfs_ioctls.commit(top)
 
     @contextmanager
     def _opened(self, volume: str) -> Iterator[int]:
         try:
-            fd = os.open(self.path(volume), kernel.DIRECTORY)
+            fd = os.open(self.path(volume), walk.DIRECTORY)
         except FileNotFoundError:
             raise NotFound(f"there is no volume {volume!r}", field="volume") from None
         try:
@@ -292,12 +294,12 @@ class BtrfsDriver(VolumeDriver):
             self._pool.require_room()
             self._pool.grow_when_full()
 
-    def tend(self) -> bool:
-        """Grow the pool when it fills; call it every few seconds while sandboxes write.
+    def grow_if_needed(self) -> bool:
+        """Grow the pool when it fills, and let the kernel count again when its figures are inconsistent.
 
-        Also has the kernel count again when its figures are off. Costs microseconds when there is nothing to do.
+        Costs microseconds when there is nothing to do.
         """
-        with failing("cannot tend the volumes"), opened(self._top) as top:
+        with failing("cannot check the volumes"), opened(self._top) as top:
             btrfs_ioctls.rescan_quota(top)
         return self._pool is not None and self._pool.grow_when_full()
 
@@ -319,7 +321,7 @@ class BtrfsDriver(VolumeDriver):
             self._drop(aside)
 
     def _drop(self, path: str) -> None:
-        """Delete a subvolume, unseen what is in it. The kernel removes its quota group later."""
+        """Delete a subvolume, whatever is in it. The kernel removes its quota group later."""
         try:
             if os.stat(path, follow_symlinks=False).st_ino != _SUBVOLUME_INODE:
                 os.rmdir(path)
@@ -342,7 +344,7 @@ class BtrfsDriver(VolumeDriver):
 
 
 def _nearest(path: str) -> str:
-    """The path, or the nearest directory above it that is there."""
+    """Return the path, or the nearest existing directory above it."""
     while not os.path.isdir(path) and path != "/":
         path = os.path.dirname(path)
     return path

@@ -1,7 +1,6 @@
-"""Requests to the kernel about btrfs: make, picture and remove subvolumes, count and limit their bytes (quota).
+"""The ioctls of btrfs: create, snapshot and remove subvolumes, count and limit their bytes (quota). Needs root.
 
-No program is started. Every call works on an open directory and, where one is needed, a plain name in it. Needs root.
-Knows nothing of volumes or snapshots.
+Every function takes an open directory and, where needed, a plain name in it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from carrel.errors import PlatformError
-from carrel.primitives import libc
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import libc, walk
 
-# A request's number holds the size of its argument; the letter of all of btrfs is 0x94.
+# The number of a request contains the size of its argument; 0x94 is the letter of btrfs.
 _SNAP_CREATE_V2, _SUBVOL_CREATE_V2, _SNAP_DESTROY_V2 = 0x50009417, 0x50009418, 0x5000943F
 _INO_LOOKUP, _TREE_SEARCH, _SUBVOL_INFO, _FS_INFO = 0xD0009412, 0xD0009411, 0x81F8943C, 0x8400941F
 _START_SYNC, _WAIT_SYNC = 0x80089418, 0x40089416
@@ -39,21 +37,20 @@ _QUOTA_TREE = 8
 _QUOTA_STATUS, _QUOTA_INFO, _QUOTA_LIMIT = 240, 242, 244
 _AT_STATUS_FLAGS, _INCONSISTENT = 16, 4
 _MAX_REFERENCED = 1
-_NO_LIMIT = (1 << 64) - 1
 _OF_SUBVOLUMES = (1 << 48) - 1
 """A quota group above this number contains other quota groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """Which btrfs a directory is on, and its newest transaction: the running one, or the last when none runs."""
+    """A btrfs file system and its newest transaction: the running one, or else the last one."""
 
     uuid: str
     transaction: int
 
 
 def file_system(fd: int) -> FileSystem | None:
-    """What btrfs an open directory is on; None when it is on another file system."""
+    """Return the btrfs file system of an open directory; None when it is on another file system."""
     answer = bytearray(1024)
     struct.pack_into("<Q", answer, _AT_FLAGS, _TELL_TRANSACTION)
     try:
@@ -68,23 +65,23 @@ def file_system(fd: int) -> FileSystem | None:
 
 
 def create_subvolume(parent: int, name: str) -> None:
-    """Make an empty subvolume."""
+    """Create an empty subvolume."""
     libc.ioctl(parent, _SUBVOL_CREATE_V2, _arguments(name))
 
 
 def create_snapshot(source: int, parent: int, name: str, *, read_only: bool) -> None:
-    """Take a picture of an open subvolume; durable on return. It inherits the limit of its source."""
+    """Take a snapshot of an open subvolume; durable on return. It inherits the limit of its source."""
     libc.ioctl(parent, _SNAP_CREATE_V2, _arguments(name, source, _READ_ONLY if read_only else 0))
 
 
 def delete_subvolume(parent: int, name: str) -> None:
-    """Remove a subvolume, and first those that were made inside it. Its blocks are freed some time later."""
+    """Remove a subvolume, after those inside it. The kernel frees its blocks some time later."""
     try:
         libc.ioctl(parent, _SNAP_DESTROY_V2, _arguments(name))
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
-        fd = os.open(name, kernel.DIRECTORY, dir_fd=parent)
+        fd = os.open(name, walk.DIRECTORY, dir_fd=parent)
         try:
             pending = [number_of(fd)]
             found = []
@@ -104,7 +101,7 @@ def _arguments(name: str, fd: int = 0, flags: int = 0) -> bytearray:
 
 
 def number_of(fd: int) -> int:
-    """The number of the subvolume an open directory belongs to."""
+    """Return the number of the subvolume that an open directory belongs to."""
     answer = bytearray(4096)
     struct.pack_into("<QQ", answer, 0, 0, _FIRST_INODE)
     libc.ioctl(fd, _INO_LOOKUP, answer)
@@ -113,17 +110,17 @@ def number_of(fd: int) -> int:
 
 
 def subvolumes_in(fd: int, number: int) -> list[int]:
-    """The subvolumes that lie in a subvolume, by number."""
+    """Return the numbers of the subvolumes inside a subvolume."""
     return [child for child, _ in _search(fd, _ROOT_TREE, number, _ROOT_REF)]
 
 
 def has_subvolume(fd: int, number: int) -> bool:
-    """Whether there is a subvolume of this number, or one that was removed and is not yet freed."""
+    """Return whether a subvolume has this number; also a removed one that is not yet freed."""
     return any(True for _ in _search(fd, _ROOT_TREE, number, _ROOT_ITEM))
 
 
 def changed_in(fd: int) -> int:
-    """The transaction in which the subvolume of an open directory was made, or last changed after that."""
+    """Return the transaction in which the subvolume of an open directory was created or last changed."""
     answer = bytearray(504)
     libc.ioctl(fd, _SUBVOL_INFO, answer)
     changed, made = struct.unpack_from("<QQ", answer, _AT_CHANGED)
@@ -131,7 +128,7 @@ def changed_in(fd: int) -> int:
 
 
 def commit(fd: int) -> None:
-    """End the running transaction, if there is one, and wait until it is on the disk. Flushes no file's data."""
+    """End the running transaction, if any, and wait until it is on the disk. Does not flush file data."""
     transaction = bytearray(8)
     libc.ioctl(fd, _START_SYNC, transaction)
     libc.ioctl(fd, _WAIT_SYNC, transaction)
@@ -140,7 +137,7 @@ def commit(fd: int) -> None:
 def _search(
     fd: int, tree: int, number: int, kind: int, first: int = 0, last: int = _ALL
 ) -> Iterator[tuple[int, bytes]]:
-    """The items of one number and kind in one of the file system's trees, as offset and bytes, in their order."""
+    """Yield the items of one number and kind in a tree of the file system, as offset and bytes, in order."""
     while first <= last:
         answer = bytearray(4096)
         _KEY.pack_into(
@@ -160,13 +157,13 @@ def _search(
 
 
 def enable_quota(fd: int) -> None:
-    """Let the kernel count on the file system of an open directory; nothing happens when it does already."""
+    """Enable quota on the file system of an open directory, if it is not enabled."""
     if _quota_item(fd, _QUOTA_STATUS, 0) is None:
         libc.ioctl(fd, _QUOTA_CTL, bytearray(struct.pack("<QQ", _QUOTA_ENABLE, 0)))
 
 
 def rescan_quota(fd: int) -> None:
-    """Have the kernel count everything again in the background when it says that its figures are off."""
+    """Let the kernel count again in the background when it says that its figures are inconsistent."""
     status = _quota_item(fd, _QUOTA_STATUS, 0)
     if status is None or not struct.unpack_from("<Q", status, _AT_STATUS_FLAGS)[0] & _INCONSISTENT:
         return
@@ -178,17 +175,19 @@ def rescan_quota(fd: int) -> None:
 
 
 def set_limit(fd: int, cap_bytes: int | None) -> None:
-    """Limit the subvolume of an open directory; it holds from the next write on."""
-    most = _NO_LIMIT if cap_bytes is None else cap_bytes
+    """Limit the subvolume of an open directory from the next write on."""
+    most = _ALL if cap_bytes is None else cap_bytes
     libc.ioctl(fd, _GROUP_LIMIT, bytearray(struct.pack("<6Q", 0, _MAX_REFERENCED, most, 0, 0, 0)))
 
 
 def referenced(fd: int) -> tuple[int, int | None]:
-    """Bytes that the subvolume of an open directory referred to at the last commit, and the limit on them."""
+    """Return the bytes of the subvolume of an open directory at the last commit, and their limit."""
     number = number_of(fd)
     info = _quota_item(fd, _QUOTA_INFO, number)
     if info is None:
-        raise PlatformError("the kernel counts nothing for this volume", hint="quotas may have been switched off")
+        raise PlatformError(
+            "the kernel does not count the bytes of this volume", hint="quotas may have been switched off"
+        )
     used: int = struct.unpack_from("<Q", info, 8)[0]
     limit = _quota_item(fd, _QUOTA_LIMIT, number)
     if limit is None:
@@ -198,7 +197,7 @@ def referenced(fd: int) -> tuple[int, int | None]:
 
 
 def uncommitted_bytes(fd: int, uuid: str) -> int:
-    """Bytes that were written since the last commit and are not yet part of `referenced`; 0 on an old kernel."""
+    """Return the bytes written since the last commit, which `referenced` does not include; 0 on an old kernel."""
     reserved = f"/sys/fs/btrfs/{uuid}/qgroups/0_{number_of(fd)}/rsv_data"
     with suppress(OSError, ValueError), open(reserved, "rb", buffering=0) as file:
         return max(int(file.read(32)), 0)
@@ -206,7 +205,7 @@ def uncommitted_bytes(fd: int, uuid: str) -> int:
 
 
 def remove_stale_groups(fd: int) -> None:
-    """Remove the quota groups of subvolumes that are gone, which older kernels leave."""
+    """Remove the quota groups of removed subvolumes, which older kernels leave behind."""
     for number in [number for number, _ in _quota_items(fd, _QUOTA_INFO, 0, _OF_SUBVOLUMES)]:
         if not has_subvolume(fd, number):
             with suppress(OSError):  # made or removed meanwhile

@@ -1,6 +1,6 @@
-"""A btrfs file system in a sparse file of the host's own file system: made, mounted, grown, found again, closed.
+"""A btrfs file system in a sparse file on the host's own file system. Needs root.
 
-Touches only the loop device and the mount it made for its own file. Needs root. Knows nothing of volumes.
+Touches only the loop device and the mount of its own file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _FULL = 0.8
 _HOST_RESERVE = 64 << 20
 _STEP = 1 << 20
 _FITRIM = 0xC0185879
-# Compression would make copying in half as fast again as the host's own file system, and a cap hold what it does not
-# say. Discarded blocks go back to the host.
+# No compression: it would slow down copying in, and make the cap mean something else than the size of files. Discarded
+# blocks go back to the host.
 _OPTIONS = "noatime,discard=async,flushoncommit,nosuid,nodev"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def run(*argv: str, stdin: bytes | None = None) -> bytes:
-    """Run one of the programs; `PlatformError` with its own words when it fails."""
+    """Run a program; `PlatformError` with the last line of its output when it fails."""
     environment = {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin", "LC_ALL": "C"}
     try:
         done = subprocess.run(argv, input=stdin, capture_output=True, check=False, env=environment)
@@ -43,7 +43,7 @@ def run(*argv: str, stdin: bytes | None = None) -> bytes:
 
 
 def missing_programs() -> str | None:
-    """Why no pool can be had here."""
+    """Return why a pool does not work here, or None."""
     if os.geteuid() != 0:
         return "btrfs volumes need root"
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -60,7 +60,7 @@ def missing_programs() -> str | None:
 
 
 def mounted_at(path: str) -> tuple[str, str] | None:
-    """File system and source of the topmost mount at exactly this path."""
+    """Return the file system type and source of the topmost mount at exactly this path."""
     found = None
     with open("/proc/self/mountinfo") as file:
         for line in file:
@@ -84,17 +84,17 @@ class Pool:
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Mount the pool; make it when there is none, take over what a killed process left mounted."""
+        """Mount the pool. Creates it if it is missing, and takes over the mount of a killed process."""
         os.makedirs(self._mount, 0o700, exist_ok=True)
         there = mounted_at(self._mount)
         if there is not None:
             if there[0] != "btrfs" or there[1] not in self._devices():
-                raise PlatformError(f"something that is not carrel's is mounted at {self._mount}")
+                raise PlatformError(f"another file system is mounted at {self._mount}")
             self._device = there[1]
             if os.statvfs(self._mount).f_flag & os.ST_RDONLY:
                 raise PlatformError(
-                    "the pool stopped taking writes, most likely because the disk that holds it was full",
-                    hint="make room, end what still uses the pool, and unmount it",
+                    "the pool became read-only, most likely because the disk that holds it was full",
+                    hint="make room, end the processes that use the pool, and unmount it",
                 )
             return
         for stale in self._devices():
@@ -105,13 +105,13 @@ class Pool:
         try:
             self._attach()
         except PlatformError:
-            if made:  # a pool that cannot be used must not be taken for one that is needed
+            if made:  # or the next start would think that it holds workspaces
                 os.unlink(self._file)
             raise
 
     def _attach(self) -> None:
         self._device = run("losetup", "--find", "--show", "--nooverlap", self._file).decode().strip()
-        with suppress(PlatformError):  # spares a second copy of everything in memory, where the host's disk allows it
+        with suppress(PlatformError):  # where the host's disk allows it, this saves a second copy in the page cache
             run("losetup", "--direct-io=on", self._device)
         try:
             run("mount", "-t", "btrfs", "-o", _OPTIONS, self._device, self._mount)
@@ -131,12 +131,12 @@ class Pool:
         os.rename(aside, self._file)
 
     def _room(self, allocated: int) -> int:
-        """How large the pool may be so that the host can hold all of it: a write it cannot hold would end the pool."""
+        """Return the largest pool that the host can hold: a write beyond it would make the pool read-only."""
         facts = os.statvfs(os.path.dirname(self._file))
         return allocated + max(facts.f_bavail * facts.f_frsize - _HOST_RESERVE, 0)
 
     def require_room(self) -> None:
-        """Refuse what would write while the host's disk is full."""
+        """Raise `PlatformError` when the host's disk is full."""
         if self._room(0) == 0:
             raise PlatformError(
                 f"the disk that holds {self._file} is full",
@@ -144,8 +144,8 @@ class Pool:
                 errno=errno.ENOSPC,
             )
 
-    def give_back(self) -> None:
-        """Let the host have the blocks that nothing uses, at once."""
+    def trim(self) -> None:
+        """Return unused blocks to the host at once."""
         fd = os.open(self._mount, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             libc.ioctl(fd, _FITRIM, bytearray(struct.pack("<3Q", 0, (1 << 64) - 1, 0)))
@@ -153,7 +153,7 @@ class Pool:
             os.close(fd)
 
     def _devices(self) -> list[str]:
-        """The loop devices whose file is ours, as the kernel tells it."""
+        """Return the loop devices of the pool's file."""
         found = []
         for name in os.listdir("/sys/block"):
             with suppress(OSError), open(f"/sys/block/{name}/loop/backing_file") as file:
@@ -162,19 +162,19 @@ class Pool:
         return found
 
     def close(self) -> None:
-        """Unmount and let go of the device. Nothing happens when it is not open."""
+        """Unmount the pool and detach its device, if it is open."""
         if not self._device:
             return
         if mounted_at(self._mount) is not None:
             run("umount", self._mount)
-        # The kernel lets go of the device with the last user; one that was mounted elsewhere is still there.
+        # The kernel detaches the device with its last user; a mount elsewhere keeps it.
         for device in self._devices():
             with suppress(PlatformError):
                 run("losetup", "--detach", device)
         self._device = ""
 
     def grow_when_full(self, needed: int = 0) -> bool:
-        """Double the pool when it is over 80 % full, as far as the host has room; False when it did not grow."""
+        """Double the pool when it is over 80 % full, as far as the host has room; return whether it grew."""
         with self._guard:
             facts = os.statvfs(self._mount)
             total = facts.f_blocks * facts.f_frsize

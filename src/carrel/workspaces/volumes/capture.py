@@ -1,7 +1,7 @@
-"""Reads a live tree into objects. Only what changed since the last time is opened; the rest costs one `stat` a name.
+"""Reads a live tree into objects. Only files that changed since the last time are opened; others cost one `stat`.
 
-The tree may be changed by hostile code meanwhile: nothing is followed, a file that changes while it is read is read
-again and then taken as it was read. Knows objects and trees, not volumes.
+Hostile code may change the tree meanwhile: no link is followed, and a file that changes while it is read is read again,
+a bounded number of times.
 """
 
 from __future__ import annotations
@@ -10,34 +10,38 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from threading import BoundedSemaphore
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgpack
 
-from carrel.primitives import libc
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import libc, walk
 from carrel.workspaces.volumes.objects import CHUNK, Batch, ObjectStore, digest
 from carrel.workspaces.volumes.trees import Extents, Kind, Node, Tree, pack_tree
 
 WORKERS = min(8, (os.cpu_count() or 1) + 1)
 FRESH_NS = 20_000_000
-"""A file changed so shortly before it was read may change again without its times showing it."""
+"""A file that changed so shortly before it was read may change again without a change of its times."""
 
 _WRITTEN_BACK_NS = 60_000_000_000
 _TRIES = 3
-_AT_ONCE = 48
+AT_ONCE = 48
+"""The most chunks of files in work."""
 _CHUNK_FILES = 48
 _CHUNK_BYTES = 8 << 20
 _NEVER = 0
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 class Row(NamedTuple):
-    """What is known of one name: the first four fields say whether it still holds."""
+    """The known facts of one file or link. They hold while the first four fields match those of the file."""
 
     inode: int
     ctime_ns: int
@@ -50,27 +54,20 @@ class Row(NamedTuple):
     target: bytes | None
 
     def node(self) -> Node:
-        """As an entry of a directory."""
+        """Return the entry of a directory."""
         if self.target is not None:
             return Node(Kind.LINK, mtime_ns=self.mtime_ns, target=self.target)
-        return Node(
-            Kind.FILE,
-            self.mode,
-            self.mtime_ns,
-            self.size,
-            self.extents,
-            xattrs=self.xattrs,
-            group=self.group or None,
-        )
+        group = self.group or None
+        return Node(Kind.FILE, self.mode, self.mtime_ns, self.size, self.extents, xattrs=self.xattrs, group=group)
 
 
 PlainRow = tuple[int, int, int, int, int, Extents, dict[str, bytes] | None, bytes, bytes | None]
-"""A row as it comes from the disk: 20,000 of them are compared with every snapshot, and few are ever looked at."""
+"""A row as read from the disk. Rows are compared by the thousand at every snapshot, so most never become a `Row`."""
 
 
 @dataclass(slots=True)
 class Folder:
-    """What is known of one directory; `packed` is its form on the disk while nothing in it changes."""
+    """The known facts of one directory; `packed` is its form on the disk while nothing in it changes."""
 
     tree: bytes
     signature: tuple[int, int, int]
@@ -81,33 +78,33 @@ class Folder:
 
 
 Known = dict[bytes, Folder]
-"""What is known of the directories of a tree, each by its place: a hash, because paths would take more room than
-everything else in a tree that an agent nests on purpose."""
+"""The known facts of the directories of a tree, by place. A place is a hash of the path: paths could take more
+memory than all else in a tree that an agent nests on purpose."""
 ROOT = b""
 _FORMAT = 2
 
 
 def place_of(parent: bytes, name: str) -> bytes:
-    """The place of a directory, from that of its parent and its name."""
+    """Return the place of a directory, from the place of its parent and its name."""
     return digest(parent + b"/" + os.fsencode(name))
 
 
 def signature(info: os.stat_result) -> tuple[int, int, int]:
-    """What changes when a directory's own attributes or names change; one just changed has none that is sure."""
+    """Return numbers that change with a directory's attributes or names; zeros when it changed just now."""
     if time.time_ns() - info.st_ctime_ns < FRESH_NS:
         return 0, 0, 0
     return info.st_ino, info.st_ctime_ns, info.st_mtime_ns
 
 
 def pack_known(known: Known, generation: str) -> bytes:
-    """For the disk, with a check sum: a torn file must not be believed."""
+    """Encode for the disk, with a check sum that reveals a torn file."""
     value = [(place, folder.packed or _pack_folder(folder)) for place, folder in known.items()]
     body: bytes = msgpack.packb((_FORMAT, generation, value), unicode_errors="surrogateescape")
     return digest(body) + body
 
 
 def unpack_known(raw: bytes) -> tuple[Known, str]:
-    """What `pack_known` wrote; nothing when it is damaged, or was written by another version."""
+    """Decode; returns nothing when the data is damaged or has another format."""
     body = memoryview(raw)[32:]
     if len(raw) < 32 or digest(body) != raw[:32]:
         return {}, ""
@@ -131,7 +128,7 @@ def _unpack_folder(packed: bytes) -> Folder:
 
 @dataclass(slots=True)
 class Captured:
-    """What came of it."""
+    """The result of a capture."""
 
     tree: bytes
     bytes: int = 0
@@ -150,19 +147,19 @@ class _Seen:
 
 
 def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, trusted: bool) -> Captured:
-    """Read the tree of an open directory. `known` is what the last capture of it found.
+    """Read the tree of an open directory. `known` are the facts from its last capture.
 
-    Without `trusted`, objects may have been removed since, and each is looked up.
+    Without `trusted`, objects may have been removed since, so each is looked up.
     """
     seen: dict[bytes, _Seen] = {}
     places: dict[int, bytes] = {}
     linked: dict[int, list[tuple[bytes, str]]] = {}
     jobs: list[tuple[bytes, Future[list[tuple[str, Row]]]]] = []
     found = Captured(b"")
-    slots = BoundedSemaphore(_AT_ONCE)
+    slots = BoundedSemaphore(AT_ONCE)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="carrel-capture") as pool:
         try:
-            for visited in kernel.visit(root):
+            for visited in walk.visit(root):
                 place = place_of(places[visited.parent], visited.name) if visited.number else ROOT
                 places[visited.number] = place
                 doubt = store if not trusted else None
@@ -178,7 +175,7 @@ def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, truste
 
 
 def _look(
-    visited: kernel.Visited,
+    visited: walk.Visited,
     place: bytes,
     known: Mapping[bytes, Folder],
     seen: dict[bytes, _Seen],
@@ -196,7 +193,7 @@ def _look(
     folders: list[str] = []
     todo: list[tuple[str, os.stat_result]] = []
     size = 0
-    # The one loop that runs for every name of an unchanged workspace: kept flat on purpose.
+    # This loop runs for every name of an unchanged workspace, so it is flat on purpose.
     for name, info in visited.entries:
         row = old.get(name)
         if (
@@ -238,27 +235,33 @@ def _look(
         xattrs = before.xattrs
     else:
         changed = True
-        xattrs = kernel.user_xattrs(fd) or None
+        xattrs = walk.user_xattrs(fd) or None
     seen[place] = _Seen(visited.info, xattrs, rows, folders, changed)
     found.files += len(rows) + len(todo)
     found.bytes += size
-    return [(place, job) for job in _submit(todo, fd, batch, pool, slots)]
+    submitted = submit_chunks(todo, lambda info: info.st_size, fd, partial(_read_files, batch), pool, slots)
+    return [(place, job) for job in submitted]
 
 
-def _submit(
-    todo: list[tuple[str, os.stat_result]], fd: int, batch: Batch, pool: ThreadPoolExecutor, slots: BoundedSemaphore
-) -> list[Future[list[tuple[str, Row]]]]:
+def submit_chunks(
+    todo: list[tuple[str, T]],
+    size_of: Callable[[T], int],
+    fd: int,
+    work: Callable[[int, list[tuple[str, T]]], R],
+    pool: ThreadPoolExecutor,
+    slots: BoundedSemaphore,
+) -> list[Future[R]]:
+    """Let threads work on the files of an open directory, in chunks of limited number and size."""
     jobs = []
     while todo:
-        names: list[str] = []
+        files: list[tuple[str, T]] = []
         total = 0
-        while todo and len(names) < _CHUNK_FILES and total < _CHUNK_BYTES:
-            name, info = todo.pop()
-            names.append(name)
-            total += info.st_size
+        while todo and len(files) < _CHUNK_FILES and total < _CHUNK_BYTES:
+            files.append(todo.pop())
+            total += size_of(files[-1][1])
         slots.acquire()
         mine = os.dup(fd)
-        job = pool.submit(_read_files, mine, names, batch)
+        job = pool.submit(work, mine, files)
 
         def done(_: object, mine: int = mine) -> None:
             os.close(mine)
@@ -269,11 +272,11 @@ def _submit(
     return jobs
 
 
-def _read_files(parent: int, names: list[str], batch: Batch) -> list[tuple[str, Row]]:
+def _read_files(batch: Batch, parent: int, files: list[tuple[str, os.stat_result]]) -> list[tuple[str, Row]]:
     opened: list[tuple[str, int]] = []
     rows = []
     try:
-        for name in names:
+        for name, _ in files:
             fd = _open(parent, name)
             if fd is not None:
                 opened.append((name, fd))
@@ -291,7 +294,7 @@ def _read_files(parent: int, names: list[str], batch: Batch) -> list[tuple[str, 
 
 def _open(parent: int, name: str) -> int | None:
     try:
-        return kernel.open_for_reading(name, parent)
+        return walk.open_for_reading(name, parent)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -307,28 +310,28 @@ def _read_file(fd: int, batch: Batch) -> Row | None:
             return None
         now = time.time_ns()
         _show_later_writes(fd, before, now)
-        xattrs = kernel.user_xattrs(fd) or None
-        settled = os.fstat(fd)  # while a file is being written, its blocks are not all counted
-        extents, size = _read_extents(fd, settled, batch)
+        xattrs = walk.user_xattrs(fd) or None
+        written = os.fstat(fd)  # while a file is being written, its blocks are not all counted
+        extents, size = _read_extents(fd, written, batch)
         after = os.fstat(fd)
-        still = (before.st_size, before.st_mtime_ns, before.st_ctime_ns) == (
-            after.st_size,
-            after.st_mtime_ns,
-            after.st_ctime_ns,
-        )
-        if still or not left:
-            inode = before.st_ino if still and now - before.st_ctime_ns > FRESH_NS else _NEVER
+        unchanged = _times(before) == _times(after)
+        if unchanged or not left:
+            inode = before.st_ino if unchanged and now - before.st_ctime_ns > FRESH_NS else _NEVER
             mode = stat.S_IMODE(after.st_mode)
             return Row(inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None)
     return None
 
 
-def _show_later_writes(fd: int, info: os.stat_result, now: int) -> None:
-    """See to it that a write through a memory map after this moment shows in the file's times.
+def _times(info: os.stat_result) -> tuple[int, int, int]:
+    return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
-    The kernel notes the time when a page becomes dirty, and not again while it stays so. Once a page has been written
-    to the disk, the next write to it is noted: so what is dirty is written now, between the two looks at the times.
-    Where the kernel cannot tell what is dirty, only a file that was not touched for long is known to be clean.
+
+def _show_later_writes(fd: int, info: os.stat_result, now: int) -> None:
+    """Make sure that a later write through a memory map changes the file's times.
+
+    The kernel updates the times when a page becomes dirty, and not again while it stays dirty. So dirty pages are
+    written to the disk now, between the two looks at the times. Where the kernel cannot say which pages are dirty,
+    only a file that was not changed for long is known to be clean.
     """
     found = libc.dirty(fd)
     if found or (found is None and now - info.st_mtime_ns < _WRITTEN_BACK_NS):
@@ -340,21 +343,21 @@ def _read_extents(fd: int, info: os.stat_result, batch: Batch) -> tuple[list[tup
     if size == 0:
         return [], 0
     sparse = info.st_blocks * 512 < size
-    pieces = kernel.data_extents(fd, size) if sparse else [(0, size)]
+    pieces = walk.data_extents(fd, size) if sparse else [(0, size)]
     extents: list[tuple[int, int, bytes]] = []
     for start, length in pieces:
         at, end = start, start + length
         while at < end:
             data = os.pread(fd, min(CHUNK, end - at), at)
             if not data:
-                return extents, at  # it became shorter: what was there is what is kept
+                return extents, at  # the file became shorter: keep what was read
             extents.append((at, len(data), batch.put(data)))
             at += len(data)
     return extents, size
 
 
 def _group_links(seen: dict[bytes, _Seen], linked: dict[int, list[tuple[bytes, str]]], found: Captured) -> None:
-    """Names of one file in this tree get one group, named after the first of them: equal trees stay equal."""
+    """Give all names of one file the same group, named after the first of them, so that equal trees stay equal."""
     for members in linked.values():
         there = sorted((place, name) for place, name in members if name in seen[place].rows)
         if not there:
@@ -374,7 +377,7 @@ def _group_links(seen: dict[bytes, _Seen], linked: dict[int, list[tuple[bytes, s
 def _build(
     store: ObjectStore, batch: Batch, seen: dict[bytes, _Seen], known: Known, found: Captured, *, trusted: bool
 ) -> None:
-    """From the leaves up: a directory is written only when it or something beneath it changed."""
+    """Write directories from the leaves up, but only those that changed or have a change below them."""
     for place in reversed(list(seen)):
         here = seen[place]
         before = known.get(place)
@@ -384,7 +387,7 @@ def _build(
             before is not None
             and not here.changed
             and names == here.folders
-            and all(_tree_of(known, below[name]) == found.known[below[name]].tree for name in names)
+            and all((old := known.get(below[name])) and old.tree == found.known[below[name]].tree for name in names)
             and (trusted or store.has(before.tree, 0))
         ):
             found.known[place] = before
@@ -397,8 +400,3 @@ def _build(
         key = batch.put_packed(pack_tree(tree))
         found.known[place] = Folder(key, signature(here.info), here.fd_xattrs, here.rows, here.folders)
     found.tree = found.known[ROOT].tree
-
-
-def _tree_of(known: Known, place: bytes) -> bytes | None:
-    folder = known.get(place)
-    return folder.tree if folder is not None else None

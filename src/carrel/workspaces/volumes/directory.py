@@ -1,7 +1,7 @@
-"""The volume driver for every host: volumes are ordinary directories, snapshots are trees of content-named objects.
+"""The volume driver for every host: volumes are ordinary directories, snapshots are trees of content-addressed objects.
 
-A snapshot costs what changed; equal content is kept once across all volumes. There is no kernel quota: the cap is
-kept for whoever watches. Knows nothing of sandboxes.
+A snapshot stores only what changed, and equal content is stored once across all volumes. There is no kernel quota: the
+cap is only stored, and the control plane watches it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import ClassVar
 
-from carrel.errors import AlreadyExists, CarrelError, NotFound, PlatformError, SnapshotDamaged
-from carrel.primitives import libc
+from carrel.errors import AlreadyExists, NotFound, PlatformError, SnapshotDamaged
+from carrel.primitives import libc, walk
+from carrel.primitives.atomic import sync_directory, write_file
+from carrel.primitives.keyed_lock import KeyedThreadLocks
 from carrel.primitives.trees import remove_tree
 from carrel.workspaces.layout import CANONICAL_UID
-from carrel.workspaces.volumes import kernel, tarball
+from carrel.workspaces.volumes import tarball
 from carrel.workspaces.volumes.base import (
     Change,
     Collected,
-    NameLocks,
     SnapshotFacts,
     VolumeDriver,
     check_cap,
@@ -30,9 +31,9 @@ from carrel.workspaces.volumes.base import (
 )
 from carrel.workspaces.volumes.capture import Known, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.exporting import Exported, export_tree
-from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, newest_ns, sweep, sync_directory
+from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, newest_ns, sweep
 from carrel.workspaces.volumes.rebuild import rebuild
-from carrel.workspaces.volumes.records import Records, write_file
+from carrel.workspaces.volumes.records import Records
 from carrel.workspaces.volumes.trees import Kind, Node, Where, compare, unpack_tree
 
 _NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"
@@ -51,11 +52,11 @@ class DirectoryDriver(VolumeDriver):
         self._caps = os.path.join(self._root, "caps")
         self._store = ObjectStore(self._root)
         self._records = Records(self._root, self._store.temporary)
-        self._locks = NameLocks()
+        self._locks = KeyedThreadLocks()
         self._owner = CANONICAL_UID if os.geteuid() == 0 else None
 
     def open(self) -> None:
-        """Make the directories; clean up after a killed process unless others are at work."""
+        """Create the directories; clean up after a killed process unless other processes use them."""
         with failing("cannot use the volumes' directory"):
             self._store.prepare()
             self._records.prepare()
@@ -66,33 +67,33 @@ class DirectoryDriver(VolumeDriver):
                     self._clean()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
     def create(self, volume: str, cap_bytes: int | None) -> None:
-        """Make an empty volume."""
+        """Create an empty volume."""
         path = self.path(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot make the volume"):
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:
-                raise AlreadyExists(f"there is a volume {volume!r}", field="volume") from None
+                raise AlreadyExists(f"volume {volume!r} already exists", field="volume") from None
             if self._owner is not None:
                 os.chown(path, self._owner, self._owner)
             self._write_cap(volume, cap_bytes)
 
     @property
     def directory(self) -> str:
-        """Where the volumes lie."""
+        """The directory of the volumes."""
         return self._volumes
 
     def set_cap(self, volume: str, cap_bytes: int | None) -> None:
-        """Keep the cap."""
+        """Store the cap."""
         self.require(volume)
-        with self._store.shared(), failing("cannot keep the cap"):
+        with self._store.shared(), failing("cannot store the cap"):
             self._write_cap(volume, cap_bytes)
 
     def cap(self, volume: str) -> int | None:
-        """The cap that was set."""
+        """Return the cap."""
         try:
             with open(os.path.join(self._caps, check_name(volume, "volume"))) as file:
                 return int(file.read())
@@ -100,12 +101,12 @@ class DirectoryDriver(VolumeDriver):
             return None
 
     def usage(self, volume: str) -> int:
-        """Allocated bytes, by a walk."""
+        """Count allocated bytes, by a walk."""
         self.require(volume)
         total = 0
         linked: set[int] = set()
         with opened(self.path(volume)) as root, failing("cannot measure the volume"):
-            for visited in kernel.visit(root):
+            for visited in walk.visit(root):
                 total += visited.info.st_blocks * 512
                 for _, info in visited.entries:
                     if stat.S_ISDIR(info.st_mode):
@@ -118,17 +119,17 @@ class DirectoryDriver(VolumeDriver):
         return total
 
     def generation(self, volume: str) -> int | None:
-        """Only a walk could tell, and that is what a snapshot does."""
+        """Return None: only a walk could show a change, and a snapshot does that walk anyway."""
         self.require(volume)
         return None
 
     def snapshot(self, volume: str, snapshot_id: str, parent: str | None = None) -> SnapshotFacts:
-        """Store what changed since the last snapshot of this volume, then the record."""
+        """Store what changed since the last snapshot of this volume, and then the record."""
         check_name(snapshot_id, "snapshot_id")
         self.require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot take the snapshot"):
             if self._records.exists(snapshot_id):
-                raise AlreadyExists(f"there is a snapshot {snapshot_id!r}", field="snapshot_id")
+                raise AlreadyExists(f"snapshot {snapshot_id!r} already exists", field="snapshot_id")
             known, generation = self._load_known(volume)
             current = self._store.generation()
             with opened(self.path(volume)) as root, Batch(self._store) as batch:
@@ -137,30 +138,30 @@ class DirectoryDriver(VolumeDriver):
                 stored = batch.stored
             facts = SnapshotFacts(found.bytes, found.files, stored, found.skipped)
             self._records.publish(snapshot_id, found.tree, facts, parent)
-            with suppress(OSError):  # the snapshot is there; only the next one would cost more
+            with suppress(OSError):  # without it only the next snapshot takes longer
                 self._save_known(volume, found.known, current)
         return facts
 
     def restore(self, volume: str, snapshot_id: str) -> None:
-        """Build the files aside, then swap."""
+        """Build the files beside the volume, then swap."""
         tree, _ = self._records.read(snapshot_id)
         self.require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot restore the snapshot"):
             self._fill_aside(volume, tree)
 
     def fork(self, snapshot_id: str, new_volume: str, cap_bytes: int | None) -> None:
-        """Build the files aside, then give them the volume's name."""
+        """Build the files, then give them the volume's name."""
         tree, facts = self._records.read(snapshot_id)
         check_cap(facts.bytes, cap_bytes)
         path = self.path(new_volume)
         with self._locks.hold(new_volume), self._store.shared(), failing("cannot fork the snapshot"):
             if os.path.lexists(path):
-                raise AlreadyExists(f"there is a volume {new_volume!r}", field="volume")
+                raise AlreadyExists(f"volume {new_volume!r} already exists", field="volume")
             self._write_cap(new_volume, cap_bytes)
             self._fill_aside(new_volume, tree)
 
     def delete_volume(self, volume: str) -> None:
-        """Out of sight at once, then file by file."""
+        """Rename the volume away at once, then remove its files."""
         path = self.path(volume)
         gone = os.path.join(self._volumes, _GONE + secrets.token_hex(8))
         with self._locks.hold(volume), self._store.shared(), failing("cannot remove the volume"):
@@ -172,26 +173,26 @@ class DirectoryDriver(VolumeDriver):
                     os.unlink(os.path.join(folder, volume))
 
     def delete_snapshot(self, snapshot_id: str) -> None:
-        """Remove the record; garbage collection removes what only it needed."""
+        """Remove the record; garbage collection removes the objects that only it needed."""
         with failing("cannot remove the snapshot"):
             self._records.remove(check_name(snapshot_id, "snapshot_id"))
 
     def snapshots(self) -> list[str]:
-        """The ids of all snapshots."""
+        """Return the ids of all snapshots."""
         return self._records.ids()
 
     def facts(self, snapshot_id: str) -> SnapshotFacts:
-        """What the record says."""
+        """Return the facts in the record."""
         return self._records.read(snapshot_id)[1]
 
     def diff(self, a: str, b: str) -> list[Change]:
-        """Compare where the hashes differ."""
+        """Compare the directories whose hashes differ."""
         left, right = self._records.read(a)[0], self._records.read(b)[0]
         with self._store.shared(), Reader(self._store) as reader, failing("cannot compare the snapshots"):
             return compare(left, right, lambda key: unpack_tree(reader.read(key)))
 
     def export_tar(self, snapshot_id: str) -> Iterator[bytes]:
-        """Directory by directory."""
+        """Write the tar stream directory by directory."""
         top, _ = self._records.read(snapshot_id)
         return self._tar(top)
 
@@ -221,13 +222,13 @@ class DirectoryDriver(VolumeDriver):
             yield tarball.END
 
     def _distrust(self, damage: SnapshotDamaged) -> None:
-        """The next snapshot stores damaged content again where a volume still has it, and so mends what shares it."""
+        """Mark damaged objects, so that the next snapshot of a volume that still has the content stores it again."""
         keys = [bytes.fromhex(str(damage.extra["object"]))] if "object" in damage.extra else []
         with suppress(OSError):
             self._store.distrust(keys)
 
     def collect_garbage(self) -> Collected:
-        """Find what is needed while others work; only the removal itself needs to be alone."""
+        """Find the needed objects under the shared lock first: only the removal needs the exclusive lock for long."""
         trees: set[bytes] = set()
         parts: set[bytes] = set()
         with failing("cannot collect garbage"):
@@ -239,14 +240,14 @@ class DirectoryDriver(VolumeDriver):
                 keep_ns = 0
                 if damaged:
                     newest = newest_ns(self._store)
-                    keep_ns = max(self._records.noticed(snapshot_id, newest) for snapshot_id in damaged)
+                    keep_ns = max(self._records.damaged_since(snapshot_id, newest) for snapshot_id in damaged)
                 self._clean()
                 return replace(sweep(self._store, trees | parts, keep_ns), damaged=tuple(damaged))
 
     def _mark(self, reader: Reader, trees: set[bytes], parts: set[bytes]) -> list[str]:
-        """Add what snapshots need; the snapshots of which that cannot be told in full.
+        """Add the objects that snapshots need, and return the snapshots that cannot be read completely.
 
-        Directories are kept apart from content: a file that holds what a directory's object holds must not hide it.
+        `trees` is separate from `parts`: a file with the bytes of a directory's object must not hide the directory.
         """
         damaged = []
         for snapshot_id in self.snapshots():
@@ -275,7 +276,7 @@ class DirectoryDriver(VolumeDriver):
 
     @contextmanager
     def replacing(self, volume: str) -> Iterator[str]:
-        """An empty directory that becomes the volume."""
+        """Yield an empty directory that becomes the volume."""
         self.require(volume)
         with self._locks.hold(volume), self._store.shared(), failing("cannot replace the volume's files"):
             with self._aside(volume) as directory:
@@ -320,15 +321,15 @@ class DirectoryDriver(VolumeDriver):
             if self._owner is not None:
                 os.chown(aside, self._owner, self._owner)
             with opened(aside) as fd:
-                with kernel.writing_back(fd):
+                with walk.writing_back(fd):
                     yield aside
-                libc.sync(fd)  # what is given the volume's name must outlive a crash of the host
+                libc.sync(fd)  # the files must survive a crash of the host before they get the volume's name
             if not os.path.lexists(path):
                 os.rename(aside, path)
                 sync_directory(self._volumes)
                 return
             if not libc.exchange(aside, path):
-                # Two steps where one is not to be had: a crash between them is undone by `open`.
+                # Two steps where the file system has no exchange: `open` undoes a crash between them.
                 old = os.path.join(self._volumes, f"{_OLD}{token}-{volume}")
                 os.rename(path, old)
                 os.rename(aside, path)
@@ -338,7 +339,7 @@ class DirectoryDriver(VolumeDriver):
             remove_tree(aside)
 
     def _clean(self) -> None:
-        """Undo what a killed process left. The exclusive lock must be held."""
+        """Undo the work of a killed process. The exclusive lock must be held."""
         for name in os.listdir(self._store.temporary):
             os.unlink(os.path.join(self._store.temporary, name))
         for name in os.listdir(self._volumes):
@@ -357,7 +358,7 @@ class DirectoryDriver(VolumeDriver):
             with suppress(FileNotFoundError):
                 os.unlink(path)
             return
-        write_file(self._store.temporary, path, str(cap_bytes).encode(), durable=False)
+        write_file(path, str(cap_bytes).encode(), temporary=self._store.temporary)
 
     def _load_known(self, volume: str) -> tuple[Known, str]:
         try:
@@ -368,13 +369,13 @@ class DirectoryDriver(VolumeDriver):
 
     def _save_known(self, volume: str, known: Known, generation: str) -> None:
         path = os.path.join(self._cache, volume)
-        write_file(self._store.temporary, path, pack_known(known, generation), durable=False)
+        write_file(path, pack_known(known, generation), temporary=self._store.temporary)
 
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A directory, open, not followed when it is a link."""
-    fd = os.open(path, kernel.DIRECTORY)
+    """Open a directory; a link is not followed."""
+    fd = os.open(path, walk.DIRECTORY)
     try:
         yield fd
     finally:
@@ -383,11 +384,9 @@ def opened(path: str) -> Iterator[int]:
 
 @contextmanager
 def failing(what: str) -> Iterator[None]:
-    """The host's errors become ours; our own pass."""
+    """Turn an `OSError` into a `PlatformError` that says what failed."""
     try:
         yield
-    except CarrelError:
-        raise
     except OSError as error:
         where = f" at {error.filename}" if isinstance(error.filename, str) else ""
         raise PlatformError(f"{what}{where}: {error.strerror or error}", errno=error.errno) from error

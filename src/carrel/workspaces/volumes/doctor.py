@@ -1,4 +1,4 @@
-"""What `carrel doctor` says of the volumes of this host."""
+"""The checks of `carrel doctor` on volumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WHY = "a write beyond the cap of a workspace fails at the byte, and a snapshot 
 
 
 def retention(ttl_days: float | None) -> Check:
-    """How long workspaces are kept."""
+    """Report how long workspaces are kept."""
     found = "kept for ever" if ttl_days is None else f"deleted after {ttl_days:g} days without use"
     why = "files that nobody uses fill the disk; snapshots that were asked for are never deleted for their age. Set "
     return Check(
@@ -19,7 +19,7 @@ def retention(ttl_days: float | None) -> Check:
 
 
 def disk_quota(driver: VolumeDriver | None = None) -> Check:
-    """Who holds the cap of a workspace: the kernel, or a watch. Without a driver, what a server here would have."""
+    """Report whether the kernel or a watch enforces the cap of a workspace; without a driver, for a new server here."""
     missing = BtrfsDriver("/").missing()
     if driver.kernel_quota if driver is not None else missing is None:
         return Check(name="disk quota", status="ok", found="btrfs volumes: the kernel holds the cap", why=_WHY)

@@ -1,7 +1,4 @@
-"""Hands a snapshot to another object store: only what that store lacks is read.
-
-Knows objects and trees, neither volumes nor where the objects go.
-"""
+"""Copies a snapshot to another object store; reads only objects that the other store lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A snapshot as objects: its tree, every object it needs, and what spares the next export the reading."""
+    """A snapshot as objects: its tree, every object it needs, and facts that spare the next export reading files."""
 
     tree: bytes
     size: int
@@ -28,14 +25,14 @@ class Exported:
 
 
 def export_tree(reader: Reader, tree: bytes, target: ObjectStore, batch: Batch) -> set[bytes]:
-    """Copy what `target` lacks of a stored tree; every object the tree needs."""
+    """Copy the objects of a stored tree that `target` lacks, and return every object that the tree needs."""
     trees: set[bytes] = set()
     parts: set[bytes] = set()
     lacking: list[bytes] = []
     pending = [tree]
     while pending:
         key = pending.pop()
-        # Apart from files: one whose content is that of a directory's object must not hide the directory.
+        # Separate from `parts`: a file with the same bytes as a directory's object must not hide the directory.
         if key in trees:
             continue
         trees.add(key)
@@ -70,7 +67,7 @@ def _copy(reader: Reader, keys: Sequence[bytes], batch: Batch) -> None:
 
 
 def export_files(root: int, target: ObjectStore, batch: Batch, known: Known) -> Exported:
-    """Read what `target` lacks of a plain tree that does not change; `known` is what the last export of it found."""
+    """Read what `target` lacks of a plain tree that does not change; `known` are the facts from its last export."""
     found = capture(target, batch, root, known, trusted=False)
     needed = {folder.tree for folder in found.known.values()}
     for folder in found.known.values():
@@ -80,10 +77,10 @@ def export_files(root: int, target: ObjectStore, batch: Batch, known: Known) -> 
 
 
 def _doubted(known: Known) -> Known:
-    """Without what may change after the picture was taken and show the same times.
+    """Mark files as unknown that may have changed after the snapshot with the same times.
 
-    The picture may be old by now, so the clock does not say what was just being written when it was taken. The newest
-    time in it does: nothing in it was changed later.
+    The snapshot may be old, so the clock does not say what was written just before it. The newest time in it does:
+    nothing in it was changed later.
     """
     newest = max((row[1] for folder in known.values() for row in folder.rows.values()), default=0)
     newest = max(newest, *(folder.signature[1] for folder in known.values()))

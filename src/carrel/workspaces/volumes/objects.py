@@ -1,8 +1,7 @@
-"""Content named by its hash: many small objects to a pack file, a big one in a file of its own.
+"""Objects: content named by its hash. Many small objects share a pack file; a big one has its own file.
 
-Objects appear whole or not at all (written aside, synced, renamed) and are verified whenever they are read. One lock
-file orders all threads and processes: shared while objects are read or written, exclusive while garbage is removed.
-Knows nothing of trees, volumes or snapshots.
+Objects appear whole or not at all (written aside, synced, renamed), and every read verifies them. One lock file
+synchronizes threads and processes: shared while objects are read or written, exclusive while garbage is removed.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import zstandard
 from blake3 import blake3
 
 from carrel.errors import SnapshotDamaged
+from carrel.primitives.atomic import draft, sync_directory, write_all
 from carrel.workspaces.volumes.base import Collected
 
 CHUNK = 64 << 20
@@ -35,16 +35,16 @@ _WORTH = 0.95
 _BIGGEST_INDEX = 256 << 20
 
 Spot = tuple[int, int, int, int]
-"""Where an object lies in its pack: offset, stored length, codec, length."""
+"""The position of an object in its pack: offset, stored length, codec, length."""
 
 Place = tuple[str, int, int, int, int]
-"""Where a packed object lies: pack, offset, stored length, codec, length."""
+"""The position of a packed object: pack, offset, stored length, codec, length."""
 
 _local = threading.local()
 
 
 class Pack(NamedTuple):
-    """One pack: its file, how many objects it holds, and the stored length of those that are not read from another."""
+    """One pack: its file, the number of its objects, and the stored lengths of those that are read from this pack."""
 
     path: str
     total: int
@@ -52,7 +52,7 @@ class Pack(NamedTuple):
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """The name of content."""
+    """Return the hash that names content."""
     return blake3(data).digest()
 
 
@@ -67,7 +67,7 @@ def _deflate(data: bytes) -> tuple[int, bytes]:
 
 
 def inflate(codec: int, stored: bytes, length: int) -> bytes:
-    """The content that was stored; `ValueError` or `ZstdError` when it is none."""
+    """Decode stored content; `ValueError` or `ZstdError` when it is damaged."""
     if codec == _RAW:
         return stored
     if codec != _ZSTD:
@@ -80,7 +80,7 @@ def inflate(codec: int, stored: bytes, length: int) -> bytes:
 
 
 def read_index(read: Callable[[int, int], bytes], size: int) -> dict[bytes, Spot] | None:
-    """What a pack of that size holds; `read` gives bytes of it by start and length. None when it cannot be told."""
+    """Read the index of a pack of that size with `read(start, length)`; None when it is damaged."""
     if size < _TAIL.size + len(_MAGIC):
         return None
     tail = read(size - _TAIL.size, _TAIL.size)
@@ -95,24 +95,8 @@ def read_index(read: Callable[[int, int], bytes], size: int) -> dict[bytes, Spot
     return dict(msgpack.unpackb(raw, use_list=False))
 
 
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_whole(fd: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of it."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
-
-
 class ObjectStore:
-    """The objects beneath one directory, shared by threads and processes."""
+    """The objects below one directory, shared by threads and processes."""
 
     def __init__(self, root: str):
         self.root = root
@@ -129,7 +113,7 @@ class ObjectStore:
         self._distrusted: set[bytes] = set()
 
     def prepare(self) -> None:
-        """Make the directories."""
+        """Create the directories."""
         for path in (self.root, self.temporary, self._packs, self._loose, self._bad):
             os.makedirs(path, 0o700, exist_ok=True)
         if not os.path.exists(self._generation):
@@ -137,7 +121,7 @@ class ObjectStore:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Nothing is removed meanwhile. Ask for it once in a thread: a waiting sweep lets no second one pass."""
+        """Hold the shared lock, so that nothing is removed. Not reentrant: a waiting sweep blocks a second one."""
         fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -148,7 +132,7 @@ class ObjectStore:
 
     @contextmanager
     def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
-        """No other thread or process reads or writes meanwhile; yields False when `wait` is off and others do."""
+        """Hold the exclusive lock; without `wait`, yield False when others hold it."""
         fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -163,7 +147,7 @@ class ObjectStore:
             os.close(fd)
 
     def generation(self) -> str:
-        """Changes whenever objects were removed: what was known to be there must be looked up again."""
+        """Return a text that changes whenever objects are removed; then known objects must be looked up again."""
         try:
             with open(self._generation) as file:
                 return file.read()
@@ -171,7 +155,7 @@ class ObjectStore:
             return ""
 
     def refresh(self) -> None:
-        """See packs that others added or removed."""
+        """Load packs that other processes added, and forget those that they removed."""
         names = {name for name in os.listdir(self._packs) if name.endswith(".pack")}
         lost = False
         distrusted = {bytes.fromhex(name) for name in os.listdir(self._bad)}
@@ -196,7 +180,7 @@ class ObjectStore:
             self._mend_index()
 
     def _mend_index(self) -> None:
-        """Every key of a loaded pack points somewhere, also after a newer pack with the same content went away."""
+        """Index objects again that were indexed in a removed pack and are in another pack too."""
         with self._guard:
             lost = [name for name, keys in self._loaded.items() if any(key not in self._index for key in keys)]
         for name in lost:
@@ -217,16 +201,16 @@ class ObjectStore:
         return None if places is None else {key: (name, *place) for key, place in places.items()}
 
     def loose_path(self, key: bytes, codec: int) -> str:
-        """The file of a big object."""
+        """Return the path of a big object."""
         name = key.hex()
         return os.path.join(self._loose, name[:2], name + (".z" if codec == _ZSTD else ""))
 
     def raw_path(self, key: bytes) -> str:
-        """The file that holds a big object as it is, if there is one: its blocks can be shared."""
+        """Return the path of a big object that is stored uncompressed: its blocks can be shared."""
         return self.loose_path(key, _RAW)
 
     def has(self, key: bytes, length: int) -> bool:
-        """Whether the object is there; only meaningful while the lock is held."""
+        """Return whether the object is stored; only valid while the lock is held."""
         if key in self._distrusted:
             return False
         if length <= PACKED_MAX:
@@ -234,17 +218,17 @@ class ObjectStore:
         return any(os.path.exists(self.loose_path(key, codec)) for codec in (_RAW, _ZSTD))
 
     def place(self, key: bytes) -> Place | None:
-        """Where a packed object lies."""
+        """Return the position of a packed object."""
         return self._index.get(key)
 
     def other_places(self, key: bytes) -> list[Place]:
-        """Every place a packed object lies in; slow, for when the first one is damaged."""
+        """Return every position of a packed object; slow, for when the first one is damaged."""
         names = [name for name, keys in self._loaded.items() if key in keys]
         found = [(self._read_index(name) or {}).get(key) for name in names]
         return [place for place in found if place is not None]
 
     def distrust(self, keys: list[bytes]) -> None:
-        """Damaged objects count as absent from now on, so that whoever has their content stores it again."""
+        """Treat damaged objects as missing from now on, so that their content is stored again."""
         for key in keys:
             with open(os.path.join(self._bad, key.hex()), "wb"):
                 pass
@@ -252,17 +236,17 @@ class ObjectStore:
         self.refresh()
 
     def trust(self, keys: set[bytes]) -> None:
-        """These were stored anew."""
+        """Trust objects again that were stored anew."""
         for key in keys & self._distrusted:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._bad, key.hex()))
 
     def open_pack(self, name: str) -> int:
-        """A descriptor of a pack."""
+        """Open a pack and return its descriptor."""
         return os.open(os.path.join(self._packs, name), os.O_RDONLY | os.O_CLOEXEC)
 
     def packs(self) -> list[Pack]:
-        """What is known of every pack that can be read."""
+        """Return every readable pack."""
         with self._guard:
             return [
                 Pack(
@@ -274,22 +258,22 @@ class ObjectStore:
             ]
 
     def loose_files(self) -> Iterator[tuple[bytes, str]]:
-        """The big objects and their files."""
+        """Yield the big objects and their paths."""
         for folder in os.listdir(self._loose):
             for name in os.listdir(os.path.join(self._loose, folder)):
                 yield bytes.fromhex(name.removesuffix(".z")), os.path.join(self._loose, folder, name)
 
     def new_generation(self) -> None:
-        """Say that objects are about to be removed. In place, because it must work on a full disk."""
+        """Record that objects are about to be removed. Written in place, because it must work on a full disk."""
         fd = os.open(self._generation, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            write_whole(fd, secrets.token_hex(8).encode())
+            write_all(fd, secrets.token_hex(8).encode())
             os.fsync(fd)
         finally:
             os.close(fd)
 
     def publish(self, aside: str, name: str) -> None:
-        """Give a finished pack its name."""
+        """Rename a finished pack to its name."""
         os.rename(aside, os.path.join(self._packs, name))
 
     def sync_packs(self) -> None:
@@ -298,7 +282,7 @@ class ObjectStore:
 
 
 class Batch:
-    """New objects of one operation; may be filled from several threads. What is not finished is dropped."""
+    """New objects of one operation; several threads may add some. Without `finish` they are dropped."""
 
     def __init__(self, store: ObjectStore):
         self._store = store
@@ -325,21 +309,21 @@ class Batch:
                     os.unlink(self._aside)
 
     def put(self, data: bytes) -> bytes:
-        """Keep content unless it is there already; its name."""
+        """Store content unless it is stored already, and return its name."""
         key = digest(data)
         if key not in self._seen and not self._store.has(key, len(data)):
             self.add(key, data)
         return key
 
     def put_packed(self, data: bytes) -> bytes:
-        """Keep a description, in a pack whatever its size; its name."""
+        """Store content in a pack whatever its size, unless it is stored already, and return its name."""
         key = digest(data)
         if key not in self._seen and not self._store.has(key, 0):
             self.add(key, data, packed=True)
         return key
 
     def add(self, key: bytes, data: bytes, *, packed: bool = False) -> None:
-        """Keep content whose name is known."""
+        """Store content whose name is known."""
         with self._guard:
             if key in self._seen:
                 return
@@ -363,18 +347,9 @@ class Batch:
         path = self._store.loose_path(key, codec)
         folder = os.path.dirname(path)
         os.makedirs(folder, 0o700, exist_ok=True)
-        aside = os.path.join(self._store.temporary, secrets.token_hex(8))
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
-        try:
-            write_whole(fd, stored)
-            os.fsync(fd)
-            os.rename(aside, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(aside)
-            raise
-        finally:
-            os.close(fd)
+        with draft(path, mode=0o400, temporary=self._store.temporary) as fd:
+            write_all(fd, stored)
+            os.fsync(fd)  # `finish` syncs the folder once for all objects in it
         with self._guard:
             self._folders.add(folder)
             self.stored += len(stored)
@@ -387,7 +362,7 @@ class Batch:
         self._offset = 0
 
     def _flush(self) -> None:
-        write_whole(self._fd, self._buffer)
+        write_all(self._fd, self._buffer)
         self._offset += len(self._buffer)
         self._buffer = bytearray()
 
@@ -417,7 +392,7 @@ class Batch:
 
 
 class Reader:
-    """Reads objects for one operation, from several threads; verifies each."""
+    """Reads and verifies objects for one operation; several threads may use it."""
 
     def __init__(self, store: ObjectStore):
         self._store = store
@@ -434,7 +409,7 @@ class Reader:
             self._fds.clear()
 
     def read(self, key: bytes) -> bytes:
-        """The content; `SnapshotDamaged` names the object when it is not there or not itself."""
+        """Return the content; `SnapshotDamaged` names the object when it is missing or damaged."""
         try:
             return self._verified(key, self._store.place(key))
         except SnapshotDamaged:
@@ -451,7 +426,7 @@ class Reader:
         except (ValueError, zstandard.ZstdError):
             raise damaged(key, "cannot be decoded") from None
         if digest(data) != key:
-            raise damaged(key, "is not what it was")
+            raise damaged(key, "was changed")
         return data
 
     def _packed(self, place: Place) -> bytes:
@@ -470,7 +445,7 @@ class Reader:
 
 
 def damaged(key: bytes, how: str) -> SnapshotDamaged:
-    """The error for one object."""
+    """Return the error for one object."""
     return SnapshotDamaged(
         f"object {key.hex()} {how}",
         hint="restore another snapshot, or fetch this one from the archive",
@@ -481,8 +456,8 @@ def damaged(key: bytes, how: str) -> SnapshotDamaged:
 def sweep(store: ObjectStore, live: set[bytes], keep_ns: int = 0) -> Collected:
     """Remove every object that is neither in `live` nor as old as `keep_ns`. The exclusive lock must be held.
 
-    What frees room without taking any comes first, so that it works on a full disk. A pack that is mostly garbage is
-    written anew without it, if there is room; one that cannot be read is left for a person.
+    Files that hold only garbage go first, so that it works on a full disk. A pack of mostly garbage is rewritten, if
+    there is room; an unreadable pack is left for a person.
     """
     dead: list[Pack] = []
     mixed: list[Pack] = []
@@ -506,7 +481,7 @@ def sweep(store: ObjectStore, live: set[bytes], keep_ns: int = 0) -> Collected:
 
 
 def _rewrite(store: ObjectStore, mixed: list[Pack], live: set[bytes]) -> tuple[int, list[Pack]]:
-    """Store what is needed of some packs again: the bytes that took, and the packs of which all was."""
+    """Store the live objects of some packs again; return the bytes stored, and the completely copied packs."""
     done = []
     try:
         with Reader(store) as reader, Batch(store) as batch:
@@ -516,7 +491,7 @@ def _rewrite(store: ObjectStore, mixed: list[Pack], live: set[bytes]) -> tuple[i
                         if key in live:
                             batch.add(key, reader.read(key), packed=True)
                 except SnapshotDamaged:
-                    continue  # what can still be read of it is needed
+                    continue  # keep it: its readable objects are needed
                 done.append(pack)
             batch.finish()
             return batch.stored, done
@@ -535,6 +510,6 @@ def _remove(paths: list[str]) -> int:
 
 
 def newest_ns(store: ObjectStore) -> int:
-    """When the newest object was written."""
+    """Return when the newest object was written."""
     paths = [pack.path for pack in store.packs()] + [path for _, path in store.loose_files()]
     return max((os.stat(path).st_mtime_ns for path in paths), default=0)

@@ -1,15 +1,14 @@
-"""Compares, packs (tar) and copies plain trees that do not change, such as read-only subvolumes. Follows no link."""
+"""Compares and copies directory trees that do not change, such as read-only subvolumes, and writes them as tar."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
-from carrel.primitives import libc
-from carrel.workspaces.volumes import kernel, tarball
+from carrel.primitives import walk
+from carrel.workspaces.volumes import tarball
 from carrel.workspaces.volumes.base import Change, ChangeKind
 from carrel.workspaces.volumes.capture import ROOT, place_of
 from carrel.workspaces.volumes.trees import Changes, Kind, Node, Where
@@ -17,7 +16,6 @@ from carrel.workspaces.volumes.trees import Changes, Kind, Node, Where
 _KEPT = {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}
 _PIECE = 4 << 20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_COPY_PIECE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +28,11 @@ class _Folder:
 _NONE: dict[str, os.stat_result] = {}
 
 
-def _folders(root: int, directories: kernel.Directories) -> dict[bytes, _Folder]:
-    """Every directory by its place, with what a snapshot keeps of it."""
+def _folders(root: int, directories: walk.Directories) -> dict[bytes, _Folder]:
+    """Return every directory by its place, with the entries that a snapshot keeps."""
     found: dict[bytes, _Folder] = {}
     places: list[bytes] = []
-    for visited in kernel.visit(root):
+    for visited in walk.visit(root):
         place, where = ROOT, Where()
         if visited.number:
             directories.add(visited.parent, visited.name)
@@ -47,14 +45,13 @@ def _folders(root: int, directories: kernel.Directories) -> dict[bytes, _Folder]
 
 
 def compare(one: int, other: int) -> list[Change]:
-    """What leads from one tree to the other, sorted by path."""
-    left, right = kernel.Directories(one), kernel.Directories(other)
+    """Return the differences between two trees, sorted by path."""
+    left, right = walk.Directories(one), walk.Directories(other)
     changes = Changes()
     try:
         old, new = _folders(one, left), _folders(other, right)
         for place in old.keys() | new.keys():
-            before, after = old.get(place), new.get(place)
-            _compare(before, after, left, right, changes)
+            _compare(old.get(place), new.get(place), left, right, changes)
     finally:
         left.close()
         right.close()
@@ -64,8 +61,8 @@ def compare(one: int, other: int) -> list[Change]:
 def _compare(
     before: _Folder | None,
     after: _Folder | None,
-    left: kernel.Directories,
-    right: kernel.Directories,
+    left: walk.Directories,
+    right: walk.Directories,
     changes: Changes,
 ) -> None:
     folder = before or after
@@ -87,8 +84,8 @@ def _differ(
     name: str,
     a: os.stat_result,
     b: os.stat_result,
-    left: kernel.Directories,
-    right: kernel.Directories,
+    left: walk.Directories,
+    right: walk.Directories,
     in_left: int,
     in_right: int,
 ) -> bool:
@@ -101,12 +98,12 @@ def _differ(
         return os.readlink(name, dir_fd=here) != os.readlink(name, dir_fd=there)
     if a.st_mode != b.st_mode or (stat.S_ISREG(a.st_mode) and a.st_size != b.st_size):
         return True
-    flags = kernel.DIRECTORY if stat.S_ISDIR(a.st_mode) else kernel.FILE
-    one = kernel.open_for_reading(name, here, flags)
+    flags = walk.DIRECTORY if stat.S_ISDIR(a.st_mode) else walk.FILE
+    one = walk.open_for_reading(name, here, flags)
     try:
-        other = kernel.open_for_reading(name, there, flags)
+        other = walk.open_for_reading(name, there, flags)
         try:
-            if kernel.user_xattrs(one) != kernel.user_xattrs(other):
+            if walk.user_xattrs(one) != walk.user_xattrs(other):
                 return True
             return stat.S_ISREG(a.st_mode) and any(x != y for x, y in zip(_pieces(one), _pieces(other), strict=True))
         finally:
@@ -123,15 +120,15 @@ def _pieces(fd: int) -> Iterator[bytes]:
 
 
 def tar(root: int) -> Iterator[bytes]:
-    """A tree as a tar stream."""
+    """Yield a tree as a tar stream."""
     firsts: dict[int, Where] = {}
     folders: list[Where] = []
-    for visited in kernel.visit(root):
+    for visited in walk.visit(root):
         here = folders[visited.parent].below(os.fsencode(visited.name)) if visited.number else Where()
         folders.append(here)
         folder = here.path() + b"/" if visited.number else b""
         info = visited.info
-        attributes = kernel.user_xattrs(visited.fd) or None
+        attributes = walk.user_xattrs(visited.fd) or None
         node = Node(Kind.DIRECTORY, stat.S_IMODE(info.st_mode), info.st_mtime_ns, xattrs=attributes)
         yield tarball.header(folder or b"./", node)
         for name, entry in visited.entries:
@@ -150,14 +147,14 @@ def tar(root: int) -> Iterator[bytes]:
 
 
 def _tar_file(path: bytes, name: str, parent: int, info: os.stat_result, first: bytes | None) -> Iterator[bytes]:
-    fd = kernel.open_for_reading(name, parent)
+    fd = walk.open_for_reading(name, parent)
     try:
         node = Node(
             Kind.FILE,
             stat.S_IMODE(info.st_mode),
             info.st_mtime_ns,
             info.st_size,
-            xattrs=kernel.user_xattrs(fd) or None,
+            xattrs=walk.user_xattrs(fd) or None,
         )
         yield tarball.header(path, node, hard_link_to=first)
         if first is None:
@@ -167,7 +164,7 @@ def _tar_file(path: bytes, name: str, parent: int, info: os.stat_result, first: 
 
 
 def _data(fd: int, size: int) -> Iterator[tuple[int, bytes]]:
-    for start, length in kernel.data_extents(fd, size):
+    for start, length in walk.data_extents(fd, size):
         at, end = start, start + length
         while at < end and (data := os.pread(fd, min(_PIECE, end - at), at)):
             yield at, data
@@ -175,19 +172,19 @@ def _data(fd: int, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 def copy_tree(source: int, target: int, owner: int | None) -> None:
-    """Copy everything beneath one open directory into another, and the directory's own attributes.
+    """Copy everything below one open directory into another, and the directory's own attributes.
 
-    The source may be hostile: nothing is followed. The target must be used by nobody else.
+    The source may be hostile: no link is followed. Nothing else may use the target.
     """
-    made = kernel.Directories(target)
+    made = walk.Directories(target)
     firsts: dict[int, tuple[int, str]] = {}
     done: list[tuple[os.stat_result, dict[str, bytes]]] = []
     try:
-        for visited in kernel.visit(source):
+        for visited in walk.visit(source):
             if visited.number:
                 made.add(visited.parent, visited.name)
             here = made.get(visited.number)
-            done.append((visited.info, kernel.user_xattrs(visited.fd)))
+            done.append((visited.info, walk.user_xattrs(visited.fd)))
             for name, info in visited.entries:
                 kind = stat.S_IFMT(info.st_mode)
                 if kind == stat.S_IFDIR:
@@ -197,23 +194,16 @@ def copy_tree(source: int, target: int, owner: int | None) -> None:
                 elif kind == stat.S_IFREG:
                     first = firsts.get(info.st_ino)
                     if first is not None:
-                        _link(made, first, visited.number, name)
+                        made.link(*first, visited.number, name)
                         continue
                     _copy_file(name, visited.fd, here, owner)
                     if info.st_nlink > 1:
                         firsts[info.st_ino] = visited.number, name
         for number in reversed(range(len(done))):
-            _attributes(made.get(number), *done[number], owner)
+            info, xattrs = done[number]
+            walk.set_attributes(made.get(number), stat.S_IMODE(info.st_mode), info.st_mtime_ns, xattrs, owner)
     finally:
         made.close()
-
-
-def _link(made: kernel.Directories, first: tuple[int, str], number: int, name: str) -> None:
-    origin = os.dup(made.get(first[0]))
-    try:
-        os.link(first[1], name, src_dir_fd=origin, dst_dir_fd=made.get(number), follow_symlinks=False)
-    finally:
-        os.close(origin)
 
 
 def _copy_link(name: str, info: os.stat_result, source: int, target: int, owner: int | None) -> None:
@@ -224,40 +214,15 @@ def _copy_link(name: str, info: os.stat_result, source: int, target: int, owner:
 
 
 def _copy_file(name: str, source: int, target: int, owner: int | None) -> None:
-    origin = kernel.open_for_reading(name, source)
+    origin = walk.open_for_reading(name, source)
     try:
         info = os.fstat(origin)
         copy = os.open(name, _NEW, 0o600, dir_fd=target)
         try:
-            if not libc.clone(origin, copy):
-                _copy_data(origin, copy, info.st_size)
-            _attributes(copy, info, kernel.user_xattrs(origin), owner)
+            walk.copy_content(origin, copy)
+            mode = stat.S_IMODE(info.st_mode)
+            walk.set_attributes(copy, mode, info.st_mtime_ns, walk.user_xattrs(origin), owner)
         finally:
             os.close(copy)
     finally:
         os.close(origin)
-
-
-def _copy_data(origin: int, copy: int, size: int) -> None:
-    os.ftruncate(copy, size)
-    for start, length in kernel.data_extents(origin, size):
-        at, end = start, start + length
-        while at < end:
-            data = os.pread(origin, min(_COPY_PIECE, end - at), at)
-            if not data:
-                break
-            view = memoryview(data)
-            while view:
-                wrote = os.pwrite(copy, view, at)
-                at += wrote
-                view = view[wrote:]
-
-
-def _attributes(fd: int, info: os.stat_result, xattrs: dict[str, bytes], owner: int | None) -> None:
-    if owner is not None:
-        os.fchown(fd, owner, owner)
-    for key, value in xattrs.items():
-        with suppress(OSError):
-            os.setxattr(fd, key, value)
-    os.fchmod(fd, stat.S_IMODE(info.st_mode))
-    os.utime(fd, ns=(info.st_mtime_ns, info.st_mtime_ns))

@@ -1,33 +1,37 @@
-"""Writes a stored tree into an empty directory that nobody else uses. Every object is verified on the way.
-
-Knows objects and trees, not volumes.
-"""
+"""Writes a stored tree into an empty directory that nothing else uses. Every object is verified when it is read."""
 
 from __future__ import annotations
 
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from threading import BoundedSemaphore
 
 from carrel.errors import SnapshotDamaged
-from carrel.primitives import libc
-from carrel.workspaces.volumes import kernel
-from carrel.workspaces.volumes.capture import FRESH_NS, ROOT, WORKERS, Folder, Known, PlainRow, Row, place_of, signature
-from carrel.workspaces.volumes.objects import ObjectStore, Reader, digest, write_whole
+from carrel.primitives import libc, walk
+from carrel.primitives.atomic import write_all
+from carrel.workspaces.volumes.capture import (
+    AT_ONCE,
+    FRESH_NS,
+    ROOT,
+    WORKERS,
+    Folder,
+    Known,
+    PlainRow,
+    Row,
+    place_of,
+    signature,
+    submit_chunks,
+)
+from carrel.workspaces.volumes.objects import ObjectStore, Reader, digest
 from carrel.workspaces.volumes.trees import Kind, Node, unpack_tree
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_AT_ONCE = 48
-_CHUNK_FILES = 48
-_CHUNK_BYTES = 8 << 20
-
 _Job = Future[list[tuple[str, Row]]]
 
 
 def rebuild(store: ObjectStore, reader: Reader, tree: bytes, root: int, owner: int | None) -> Known:
-    """Write the tree; what is then known of it spares the next capture the reading."""
+    """Write the tree, and return the facts that spare the next capture reading the files."""
     return _Rebuild(store, reader, root, owner).run(tree)
 
 
@@ -36,8 +40,8 @@ class _Rebuild:
         self._store = store
         self._reader = reader
         self._owner = owner
-        self._slots = BoundedSemaphore(_AT_ONCE)
-        self._directories = kernel.Directories(root)
+        self._slots = BoundedSemaphore(AT_ONCE)
+        self._directories = walk.Directories(root)
         self._places: list[bytes] = [ROOT]
         self._attributes: list[tuple[int, int, dict[str, bytes] | None]] = []
         self._firsts: dict[bytes, tuple[int, str]] = {}
@@ -62,18 +66,7 @@ class _Rebuild:
                     pool.shutdown(cancel_futures=True)
                     raise
             for number, name, group in self._links:
-                first, first_name = self._firsts[group]
-                source = os.dup(directories.get(first))
-                try:
-                    os.link(
-                        first_name,
-                        name,
-                        src_dir_fd=source,
-                        dst_dir_fd=directories.get(number),
-                        follow_symlinks=False,
-                    )
-                finally:
-                    os.close(source)
+                directories.link(*self._firsts[group], number, name)
             for number in reversed(range(len(self._places))):
                 self._finish(number, directories.get(number))
         finally:
@@ -117,28 +110,9 @@ class _Rebuild:
         self._known[place] = Folder(
             key, (0, 0, 0), tree.xattrs, rows, sorted(os.fsdecode(n) for n, e in tree.entries.items() if e.tree)
         )
-        jobs += [(place, job) for job in self._submit(todo, fd, pool)]
+        submitted = submit_chunks(todo, lambda node: node.size, fd, self._write_files, pool, self._slots)
+        jobs += [(place, job) for job in submitted]
         return below
-
-    def _submit(self, todo: list[tuple[str, Node]], fd: int, pool: ThreadPoolExecutor) -> list[_Job]:
-        jobs = []
-        while todo:
-            files: list[tuple[str, Node]] = []
-            total = 0
-            while todo and len(files) < _CHUNK_FILES and total < _CHUNK_BYTES:
-                files.append(todo.pop())
-                total += files[-1][1].size
-            self._slots.acquire()
-            mine = os.dup(fd)
-            job = pool.submit(self._write_files, mine, files)
-
-            def done(_: object, mine: int = mine) -> None:
-                os.close(mine)
-                self._slots.release()
-
-            job.add_done_callback(done)
-            jobs.append(job)
-        return jobs
 
     def _write_files(self, parent: int, files: list[tuple[str, Node]]) -> list[tuple[str, Row]]:
         return [(name, self._write_file(parent, name, node)) for name, node in files]
@@ -147,42 +121,26 @@ class _Rebuild:
         fd = os.open(name, _NEW, 0o600, dir_fd=parent)
         try:
             self._fill(fd, node)
-            if self._owner is not None:
-                os.fchown(fd, self._owner, self._owner)
-            for key, value in (node.xattrs or {}).items():
-                with suppress(OSError):
-                    os.setxattr(fd, key, value)
-            if node.mode != 0o600:
-                os.fchmod(fd, node.mode)
-            os.utime(fd, ns=(node.mtime_ns, node.mtime_ns))
+            walk.set_attributes(fd, node.mode, node.mtime_ns, node.xattrs, self._owner)
             info = os.fstat(fd)
         finally:
             os.close(fd)
         if info.st_size != node.size:
-            raise SnapshotDamaged(f"{name!r} has another size than the snapshot says")
+            raise SnapshotDamaged(f"the size of {name!r} is not the one in the snapshot")
         inode = info.st_ino if node.group is None else 0  # linking a file changes its times once more
-        return Row(
-            inode,
-            info.st_ctime_ns,
-            node.size,
-            info.st_mtime_ns,
-            node.mode,
-            node.extents,
-            node.xattrs,
-            node.group or b"",
-            None,
-        )
+        times = info.st_ctime_ns, node.size, info.st_mtime_ns
+        return Row(inode, *times, node.mode, node.extents, node.xattrs, node.group or b"", None)
 
     def _fill(self, fd: int, node: Node) -> None:
         if len(node.extents) == 1 and node.extents[0][1] == node.size:
             key = node.extents[0][2]
             if node.size > (1 << 20) and self._cloned(fd, key):
                 return
-            write_whole(fd, self._reader.read(key))
+            write_all(fd, self._reader.read(key))
             return
         for offset, _, key in node.extents:
             os.lseek(fd, offset, os.SEEK_SET)
-            write_whole(fd, self._reader.read(key))
+            write_all(fd, self._reader.read(key))
         if node.extents and node.extents[-1][0] + node.extents[-1][1] == node.size:
             return
         os.ftruncate(fd, node.size)
@@ -197,24 +155,17 @@ class _Rebuild:
                 return False
             if digest(os.pread(source, os.fstat(source).st_size, 0)) != key:
                 os.ftruncate(fd, 0)
-                return False  # the ordinary way names what is wrong
+                return False  # reading it the ordinary way reports the damage
             return True
         finally:
             os.close(source)
 
     def _finish(self, number: int, fd: int) -> None:
-        mode, mtime_ns, xattrs = self._attributes[number]
-        if self._owner is not None:
-            os.fchown(fd, self._owner, self._owner)
-        for key, value in (xattrs or {}).items():
-            with suppress(OSError):
-                os.setxattr(fd, key, value)
-        os.fchmod(fd, mode)
-        os.utime(fd, ns=(mtime_ns, mtime_ns))
+        walk.set_attributes(fd, *self._attributes[number], self._owner)
         self._known[self._places[number]].signature = signature(os.fstat(fd))
 
     def _forget_fresh(self) -> None:
-        """What was written in the last moment may change again without its times showing it."""
+        """Mark files written just now as unknown: they may change again without a change of their times."""
         limit = time.time_ns() - FRESH_NS
         for folder in self._known.values():
             for name, row in folder.rows.items():

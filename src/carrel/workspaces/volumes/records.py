@@ -1,24 +1,22 @@
-"""The records of snapshots, a small file each with a check sum, and how the directory driver writes small files.
-
-Knows what a record says, not the objects it needs.
-"""
+"""The records of snapshots: a small file each, with a check sum."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 from contextlib import suppress
+from dataclasses import asdict
 
 from carrel.errors import AlreadyExists, NotFound, SnapshotDamaged
+from carrel.primitives.atomic import sync_directory, write_file
 from carrel.workspaces.volumes.base import SnapshotFacts, check_name
-from carrel.workspaces.volumes.objects import digest, sync_directory
+from carrel.workspaces.volumes.objects import digest
 
 _LARGEST = 1 << 16
 
 
 class Records:
-    """The records in one directory."""
+    """The records below one directory."""
 
     def __init__(self, root: str, temporary: str):
         self._directory = os.path.join(root, "snapshots")
@@ -26,7 +24,7 @@ class Records:
         self._temporary = temporary
 
     def prepare(self) -> None:
-        """Make the directories."""
+        """Create the directories."""
         for path in (self._directory, self._damaged):
             os.makedirs(path, 0o700, exist_ok=True)
 
@@ -34,34 +32,24 @@ class Records:
         return os.path.join(self._directory, check_name(snapshot_id, "snapshot_id"))
 
     def exists(self, snapshot_id: str) -> bool:
-        """Whether the id is taken."""
+        """Return whether the id is taken."""
         return os.path.exists(self._path(snapshot_id))
 
     def ids(self) -> list[str]:
-        """The ids of all snapshots, sorted."""
+        """Return the ids of all snapshots, sorted."""
         return sorted(os.listdir(self._directory))
 
     def publish(self, snapshot_id: str, tree: bytes, facts: SnapshotFacts, parent: str | None) -> None:
-        """Write a record, durable; `AlreadyExists` when the id is taken."""
-        body = json.dumps(
-            {
-                "version": 1,
-                "tree": tree.hex(),
-                "parent": parent,
-                "bytes": facts.bytes,
-                "files": facts.files,
-                "new_bytes": facts.new_bytes,
-                "skipped": facts.skipped,
-            }
-        ).encode()
+        """Write a record durably; `AlreadyExists` when the id is taken."""
+        body = json.dumps({"version": 1, "tree": tree.hex(), "parent": parent, **asdict(facts)}).encode()
         whole = body + b"\n" + digest(body).hex().encode() + b"\n"
         try:
-            write_file(self._temporary, self._path(snapshot_id), whole, durable=True)
+            write_file(self._path(snapshot_id), whole, durable=True, replace=False, temporary=self._temporary)
         except FileExistsError:
-            raise AlreadyExists("there is a snapshot of that id", field="snapshot_id") from None
+            raise AlreadyExists("a snapshot with this id exists", field="snapshot_id") from None
 
     def read(self, snapshot_id: str) -> tuple[bytes, SnapshotFacts]:
-        """The tree and the facts of a snapshot; `NotFound`, or `SnapshotDamaged` when the record is not itself."""
+        """Return the tree and the facts of a snapshot; `NotFound`, or `SnapshotDamaged` when the record is damaged."""
         try:
             with open(self._path(snapshot_id), "rb") as file:
                 body, _, check = file.read(_LARGEST).partition(b"\n")
@@ -74,16 +62,17 @@ class Records:
         return bytes.fromhex(value["tree"]), facts
 
     def remove(self, snapshot_id: str) -> None:
-        """Remove a record; nothing happens when there is none."""
+        """Remove a record if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(self._path(snapshot_id))
             sync_directory(self._directory)
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self._damaged, snapshot_id))
 
-    def noticed(self, snapshot_id: str, newest_ns: int) -> int:
-        """Since when a snapshot is known to be damaged. The first time it is asked, that is when the newest object was
-        written: the snapshot may need any that is not newer."""
+    def damaged_since(self, snapshot_id: str, newest_ns: int) -> int:
+        """Return since when a snapshot is known to be damaged. At the first call that is `newest_ns`, when the newest
+        object was written: the snapshot may need any older object.
+        """
         path = os.path.join(self._damaged, snapshot_id)
         try:
             return os.stat(path).st_mtime_ns
@@ -96,22 +85,3 @@ class Records:
                 os.close(fd)
             sync_directory(self._damaged)
             return newest_ns
-
-
-def write_file(temporary: str, path: str, data: bytes, *, durable: bool) -> None:
-    """Write a small file whole or not at all. A durable one is never replaced: `FileExistsError`."""
-    aside = os.path.join(temporary, secrets.token_hex(8))
-    try:
-        with open(aside, "xb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        if durable:
-            os.link(aside, path)  # unlike a rename, this never replaces
-            sync_directory(os.path.dirname(path))
-        else:
-            os.rename(aside, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(aside)

@@ -1,4 +1,4 @@
-"""Writes tar streams (pax) piece by piece. Knows neither volumes nor where content comes from."""
+"""Writes tar streams (pax) in pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 512
 
 
 def header(path: bytes, node: Node, *, hard_link_to: bytes | None = None) -> bytes:
-    """The header of one entry. A directory's attributes are in its node as well."""
+    """Return the header of one entry."""
     name = os.fsdecode(path)
     info = tarfile.TarInfo(name)
     info.mode = node.mode
@@ -37,7 +37,7 @@ def header(path: bytes, node: Node, *, hard_link_to: bytes | None = None) -> byt
 
 
 def content(size: int, pieces: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
-    """A file's bytes and the padding after them; holes between the pieces become zeros."""
+    """Yield a file's bytes and its padding; holes between the pieces become zeros."""
     at = 0
     for offset, data in pieces:
         yield from _zeros(offset - at)

@@ -1,7 +1,6 @@
-"""How a directory is written down: one object per directory, which names its subdirectories by their hash.
+"""The format of directories in snapshots: one object per directory, which names its subdirectories by their hash.
 
-So a tree that did not change costs nothing, and two snapshots are compared by looking only where the hashes differ.
-Pure: no files are touched here.
+So an unchanged tree costs nothing, and a comparison reads only directories with different hashes. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from enum import IntEnum
 import msgpack
 
 from carrel.errors import LimitExceeded, SnapshotDamaged
+from carrel.primitives.walk import LONGEST_NAME, LONGEST_PATH, too_deep
 from carrel.workspaces.volumes.base import Change, ChangeKind
-from carrel.workspaces.volumes.kernel import LONGEST_NAME, LONGEST_PATH, too_deep
 
 MOST_CHANGED_BYTES = 256 << 20
-"""What the list of changes between two snapshots may take in memory."""
+"""The most memory for the list of changes between two snapshots."""
 _CHANGE_BYTES = 128
 _VERSION = 1
 
 
 class Kind(IntEnum):
-    """What an entry is."""
+    """The kind of an entry."""
 
     FILE = 0
     DIRECTORY = 1
@@ -32,7 +31,7 @@ class Kind(IntEnum):
 
 
 Extents = tuple[tuple[int, int, bytes], ...]
-"""Offset, length and object of each piece of a file that has data; what lies between is a hole."""
+"""Offset, length and object of each part of a file that has data; between them are holes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +49,11 @@ class Node:
     group: bytes | None = None
 
     def same(self, other: Node) -> bool:
-        """Whether only times and subdirectories may differ."""
-        return (self.kind, self.mode, self.size, self.extents, self.target, self.xattrs or {}) == (
-            other.kind,
-            other.mode,
-            other.size,
-            other.extents,
-            other.target,
-            other.xattrs or {},
-        )
+        """Return whether only times, subdirectories and hard links differ."""
+        return self._content() == other._content()
+
+    def _content(self) -> tuple[object, ...]:
+        return self.kind, self.mode, self.size, self.extents, self.target, self.xattrs or {}
 
 
 @dataclass(slots=True)
@@ -72,7 +67,7 @@ class Tree:
 
 
 def pack_tree(tree: Tree) -> bytes:
-    """The bytes of a directory; equal directories give equal bytes."""
+    """Encode a directory; equal directories give equal bytes."""
     rows: list[tuple[object, ...]] = []
     for name, node in sorted(tree.entries.items()):
         if node.kind is Kind.DIRECTORY:
@@ -88,7 +83,7 @@ def pack_tree(tree: Tree) -> bytes:
 
 
 def unpack_tree(raw: bytes) -> Tree:
-    """The directory these bytes describe; `SnapshotDamaged` when they describe none."""
+    """Decode a directory; `SnapshotDamaged` when the bytes are not one."""
     try:
         version, mode, mtime_ns, xattrs, rows = msgpack.unpackb(raw, use_list=False)
         if version != _VERSION:
@@ -97,7 +92,7 @@ def unpack_tree(raw: bytes) -> Tree:
         for row in rows:
             name = row[0]
             if not isinstance(name, bytes) or name in {b"", b".", b".."} or b"/" in name or b"\0" in name:
-                raise ValueError("a name that no directory can hold")
+                raise ValueError("a name that no file can have")
             if row[1] == Kind.DIRECTORY:
                 tree.entries[name] = Node(Kind.DIRECTORY, tree=row[2])
             elif row[1] == Kind.LINK:
@@ -108,28 +103,28 @@ def unpack_tree(raw: bytes) -> Tree:
                     Kind.FILE, file_mode, mtime, size, extents, xattrs=dict(attributes) or None, group=group or None
                 )
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
-        raise SnapshotDamaged(f"a directory of the snapshot cannot be understood: {error}") from None
+        raise SnapshotDamaged(f"a directory of the snapshot cannot be decoded: {error}") from None
     return tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Where:
-    """A place in a tree: the directory it lies in, and its name. The path is made only where somebody needs it, for
-    the paths of a deep tree take far more room than the tree itself."""
+    """A position in a tree: its parent and its name. The path is made only on demand, because the paths of a deep tree
+    take far more memory than the tree itself."""
 
     above: Where | None = None
     name: bytes = b""
     length: int = 0
 
     def below(self, name: bytes) -> Where:
-        """An entry of this directory. `LimitExceeded` when its path is longer than that of any file of a workspace."""
+        """Return an entry of this directory; `LimitExceeded` when its path is longer than any in a workspace."""
         length = self.length + len(name) + 1
         if length > LONGEST_PATH + LONGEST_NAME + 1:
             raise too_deep([os.fsdecode(part) for part in self.path().split(b"/")])
         return Where(self, name, length)
 
     def path(self) -> bytes:
-        """The path from the top of the tree."""
+        """Return the path from the root of the tree."""
         names = []
         here: Where | None = self
         while here is not None and here.above is not None:
@@ -139,14 +134,14 @@ class Where:
 
 
 class Changes:
-    """Collects what differs between two trees. `LimitExceeded` once the paths take more room than a person reads."""
+    """Collects the differences between two trees; `LimitExceeded` when their paths take too much memory."""
 
     def __init__(self) -> None:
         self._found: list[Change] = []
         self._bytes = 0
 
     def add(self, path: bytes, kind: ChangeKind) -> None:
-        """One more."""
+        """Add a change."""
         self._bytes += len(path) + _CHANGE_BYTES
         if self._bytes > MOST_CHANGED_BYTES:
             raise LimitExceeded(
@@ -157,7 +152,7 @@ class Changes:
         self._found.append(Change(path, kind))
 
     def sorted(self) -> list[Change]:
-        """All of them by path."""
+        """Return all changes, sorted by path."""
         return sorted(self._found, key=lambda change: (change.path, change.kind))
 
 
@@ -166,7 +161,7 @@ def _sorted(xattrs: dict[str, bytes] | None) -> list[tuple[str, bytes]]:
 
 
 def compare(a: bytes, b: bytes, load: Callable[[bytes], Tree]) -> list[Change]:
-    """What leads from one tree to the other, sorted by path."""
+    """Return the differences between two trees, sorted by path."""
     changes = Changes()
     pending = [(Where(), a, b)]
     while pending:

@@ -11,8 +11,7 @@ import pytest
 from tests.support.nesting import nested
 
 from carrel.errors import LimitExceeded
-from carrel.primitives import libc
-from carrel.workspaces.volumes import kernel
+from carrel.primitives import libc, walk
 
 
 def test_two_directories_change_places_in_one_step(tmp_path: Path) -> None:
@@ -32,14 +31,14 @@ def test_links_are_never_followed(tmp_path: Path) -> None:
     tree.mkdir()
     (tree / "away").symlink_to(tmp_path / "out")
     (tree / "file").symlink_to(tmp_path / "out" / "secret")
-    root = os.open(tree, kernel.DIRECTORY)
-    directories = kernel.Directories(root)
+    root = os.open(tree, walk.DIRECTORY)
+    directories = walk.Directories(root)
     try:
         with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
             directories.get(directories.add(0, "away"))
         with pytest.raises(OSError, match="Too many levels"):
-            kernel.open_for_reading("file", root)
-        assert [visited.path for visited in kernel.visit(root)] == [""]
+            walk.open_for_reading("file", root)
+        assert [visited.path for visited in walk.visit(root)] == [""]
     finally:
         directories.close()
         os.close(root)
@@ -48,11 +47,11 @@ def test_links_are_never_followed(tmp_path: Path) -> None:
 def test_few_directories_stay_open_however_many_there_are(tmp_path: Path) -> None:
     for number in range(300):
         (tmp_path / str(number) / "below").mkdir(parents=True)
-    root = os.open(tmp_path, kernel.DIRECTORY)
+    root = os.open(tmp_path, walk.DIRECTORY)
     before = len(os.listdir("/proc/self/fd"))
     try:
         most = 0
-        for _ in kernel.visit(root):
+        for _ in walk.visit(root):
             most = max(most, len(os.listdir("/proc/self/fd")) - before)
         assert most <= 100
         assert len(os.listdir("/proc/self/fd")) == before
@@ -66,7 +65,7 @@ def test_holes_are_seen(tmp_path: Path) -> None:
         file.seek(4 << 20)
         file.write(b"x" * 4096)
         file.flush()
-        extents = kernel.data_extents(file.fileno(), 10 << 20)
+        extents = walk.data_extents(file.fileno(), 10 << 20)
     assert extents == [(4 << 20, 4096)]
 
 
@@ -87,7 +86,7 @@ def test_what_is_dirty_is_told_and_written(tmp_path: Path) -> None:
 
 
 def test_a_refused_request_is_an_error(tmp_path: Path) -> None:
-    fd = os.open(tmp_path, kernel.DIRECTORY)
+    fd = os.open(tmp_path, walk.DIRECTORY)
     try:
         with pytest.raises(OSError, match="Inappropriate ioctl"):
             libc.ioctl(fd, 0x9400, bytearray(8))
@@ -98,7 +97,7 @@ def test_a_refused_request_is_an_error(tmp_path: Path) -> None:
 def test_who_writes_back_is_gone_afterwards_also_when_it_failed(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with pytest.raises(RuntimeError), kernel.writing_back(fd):
+        with pytest.raises(RuntimeError), walk.writing_back(fd):
             (tmp_path / "file").write_bytes(b"x" * 1000)
             raise RuntimeError
     finally:
@@ -111,11 +110,11 @@ def test_visit_goes_on_after_a_deep_directory_was_moved(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     with nested(tree, 300, "d", beside=True):
-        root = os.open(tree, kernel.DIRECTORY)
+        root = os.open(tree, walk.DIRECTORY)
         beside: set[int] = set()
         moved = False
         try:
-            for visited in kernel.visit(root):
+            for visited in walk.visit(root):
                 depth = visited.path.count("/") + 1 if visited.path else 0
                 if visited.name == "beside":
                     beside.add(depth)
@@ -130,11 +129,11 @@ def test_visit_goes_on_after_a_deep_directory_was_moved(tmp_path: Path) -> None:
 
 def test_directories_of_a_deep_tree_are_found_from_one_another(tmp_path: Path) -> None:
     with nested(tmp_path, 400, "d", beside=True):
-        root = os.open(tmp_path, kernel.DIRECTORY)
-        directories = kernel.Directories(root)
+        root = os.open(tmp_path, walk.DIRECTORY)
+        directories = walk.Directories(root)
         inodes = {}
         try:
-            for visited in kernel.visit(root):
+            for visited in walk.visit(root):
                 if visited.number:
                     directories.add(visited.parent, visited.name)
                 inodes[visited.number] = visited.info.st_ino
@@ -149,12 +148,12 @@ def test_directories_of_a_deep_tree_are_found_from_one_another(tmp_path: Path) -
 
 
 def test_directories_far_apart_again_and_again_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_SPARE_STEPS", 1000)
+    monkeypatch.setattr(walk, "_SPARE_STEPS", 1000)
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     with nested(tmp_path / "one", 300, "d"), nested(tmp_path / "other", 300, "d"):
-        root = os.open(tmp_path, kernel.DIRECTORY)
-        directories = kernel.Directories(root)
+        root = os.open(tmp_path, walk.DIRECTORY)
+        directories = walk.Directories(root)
         try:
             ends = []
             for name in ("one", "other"):

@@ -1,7 +1,4 @@
-"""Opening and walking a tree of files that hostile code may be changing.
-
-Knows nothing of volumes or snapshots.
-"""
+"""Walking a directory tree that hostile code may be changing, and reading and copying its files. Follows no link."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -20,8 +17,8 @@ from carrel.primitives import libc
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 LONGEST_PATH = 4096
-"""How many bytes the path of a directory may have where paths are needed, as in a tar or a filespace. No program can
-name more in one call. Snapshots need no paths and take every depth."""
+"""The most bytes in the path of a directory where paths are needed, as in a tar or a filespace. No system call takes a
+longer one. Snapshots need no paths and have no limit on depth."""
 LONGEST_NAME = 255
 _KEPT_OPEN = 96
 _MOST_REOPENED = 200_000
@@ -29,11 +26,12 @@ _SPARE_STEPS, _STEPS_EACH = 200_000, 64
 _SHOWN = 80
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _WRITE_BACK_S = 0.2
+_COPY_BYTES = 8 << 20
 
 
 @contextmanager
 def writing_back(fd: int) -> Iterator[None]:
-    """Write what is made on the file system meanwhile back as it comes: a `sync` at the end then waits for little."""
+    """Sync the file system again and again during the block, so that the `sync` at the end waits only briefly."""
     done = threading.Event()
 
     def run() -> None:
@@ -53,7 +51,7 @@ def writing_back(fd: int) -> Iterator[None]:
 def open_for_reading(name: str, parent: int, flags: int = FILE) -> int:
     """Open an entry of a directory without following a link.
 
-    As an ordinary user, a file of ours that forbids reading is opened by allowing it for a moment.
+    As an ordinary user, the mode of a file of ours that forbids reading is changed for a moment.
     """
     try:
         return os.open(name, flags, dir_fd=parent)
@@ -69,18 +67,18 @@ def open_for_reading(name: str, parent: int, flags: int = FILE) -> int:
         try:
             return os.open(through, flags & ~os.O_NOFOLLOW)
         finally:
-            if stat.S_ISREG(info.st_mode):  # a directory must stay passable while its entries are looked at
+            if stat.S_ISREG(info.st_mode):  # a directory must stay accessible while its entries are read
                 os.chmod(through, mode)
     finally:
         os.close(handle)
 
 
 class Directories:
-    """Open directories of one tree by number, the ones used last kept open. No link is ever followed.
+    """Open directories of one tree, by number. The most recently used stay open. No link is ever followed.
 
-    A directory is known by its parent and its name, so a deep tree costs neither recursion, long paths nor descriptors.
-    Getting one costs its distance from the one that was got before; when they are far apart again and again,
-    `LimitExceeded` says so.
+    A directory is identified by its parent and name, so a deep tree costs neither recursion, long paths nor
+    descriptors. `get` costs the distance from the directory of the last `get`; `LimitExceeded` when these distances
+    are long again and again.
     """
 
     def __init__(self, root: int):
@@ -92,13 +90,13 @@ class Directories:
         self._steps_left = _SPARE_STEPS
 
     def add(self, parent: int, name: str) -> int:
-        """Give a directory its number; the root has 0, and numbers are given in order. Nothing is opened yet."""
+        """Add a directory and return its number. Numbers count up; the root has 0. Nothing is opened yet."""
         self._places.append((parent, name, self._places[parent][2] + 1))
         self._steps_left += _STEPS_EACH
         return len(self._places) - 1
 
     def get(self, number: int) -> int:
-        """The descriptor of a directory; stays open until many others were asked for."""
+        """Return the descriptor of a directory. It stays open until many other directories were opened."""
         self._steps_left += _STEPS_EACH
         found = self._opened(number)
         if found is None:
@@ -108,14 +106,22 @@ class Directories:
         self._last = number
         return found
 
+    def link(self, origin: int, origin_name: str, number: int, name: str) -> None:
+        """Make a hard link in directory `number` to a file in directory `origin`."""
+        source = os.dup(self.get(origin))
+        try:
+            os.link(origin_name, name, src_dir_fd=source, dst_dir_fd=self.get(number), follow_symlinks=False)
+        finally:
+            os.close(source)
+
     def _opened(self, number: int) -> int | None:
         return self._open.get(number) if number else self._root
 
     def _go(self, number: int) -> int:
-        """Go from the directory that was used last to another one: up to what is above both, then down."""
+        """Go from the last used directory to another one: up to their common ancestor, then down."""
         here, target = self._last, number
         fd = self._opened(here)
-        assert fd is not None  # what was used last is closed last
+        assert fd is not None  # the last used directory is closed last
         down: list[int] = []
         while target != here:
             if (near := self._opened(target)) is not None:
@@ -138,7 +144,7 @@ class Directories:
         fd = open_expected("..", child, self._identities[number], _open_directory)
         if fd >= 0:
             return self._keep(number, fd)
-        chain = []  # the child was moved: then from the top, by names
+        chain = []  # the child was moved: start again from the root, by names
         while number:
             chain.append(number)
             number = self._places[number][0]
@@ -182,7 +188,7 @@ def _open_directory(name: str, parent: int) -> int:
 
 
 def open_expected(name: str, parent: int, identity: tuple[int, int], opener: Callable[[str, int], int]) -> int:
-    """Open a directory; -1 when it is not there, or is not the one that is expected."""
+    """Open a directory; -1 when it is missing or is not the expected one."""
     try:
         fd = opener(name, parent)
     except OSError as error:
@@ -198,7 +204,7 @@ def open_expected(name: str, parent: int, identity: tuple[int, int], opener: Cal
 
 @dataclass(slots=True)
 class Level:
-    """One directory on the way from the root of a tree to the current one. `fd` is -1 while it is closed."""
+    """One directory between the root of a tree and the current one. `fd` is -1 while it is closed."""
 
     number: int
     name: str
@@ -209,9 +215,9 @@ class Level:
 
 
 class Chain:
-    """The directories from the root of a tree down to the current one, of which only the first are kept open.
+    """The directories from the root of a tree down to the current one. Only the first ones and the last stay open.
 
-    Going down and up again costs one call each, however deep the tree is. `open_directory` opens a name in a directory.
+    Going down or up costs one call, however deep the tree is. `open_directory` opens a name in a directory.
     """
 
     def __init__(self, root: int, open_directory: Callable[[str, int], int]):
@@ -223,9 +229,9 @@ class Chain:
         self._reopened = 0
 
     def next(self) -> os.stat_result | None:
-        """Go to the next directory that waits, which becomes the last level; None when there is none.
+        """Go to the next waiting directory, which becomes the last level; None when there is none.
 
-        One that has vanished, or that is mounted there, is passed over.
+        Directories that have vanished and mount points are skipped.
         """
         while True:
             while self.levels and not self.levels[-1].waiting:
@@ -255,8 +261,8 @@ class Chain:
     def _leave(self) -> None:
         """Go from the last level to its parent. A closed parent is opened as `..`.
 
-        Where the directory was moved or deleted meanwhile, the parents are looked for by their names. One that is not
-        there any more has vanished, with all that waits in it.
+        If the directory was moved or deleted meanwhile, its parents are opened again by name. A missing parent is
+        dropped, with everything that waits in it.
         """
         left = self.levels.pop()
         if not self.levels:
@@ -291,9 +297,9 @@ class Chain:
 
 @dataclass(slots=True)
 class Visited:
-    """One directory of a tree. It is good only until the next one is asked for; entries are not sorted.
+    """One directory of a tree, valid until the next one is visited. Entries are not sorted.
 
-    Numbers are given in the order of the visits: the root has 0, and is its own parent.
+    Numbers count up in the order of visits; the root has 0 and is its own parent.
     """
 
     number: int
@@ -307,13 +313,12 @@ class Visited:
 
     @property
     def path(self) -> str:
-        """Its path beneath the root. Look at `path_bytes` first: the paths of a deep tree take more room than memory
-        has."""
+        """The path below the root. Check `path_bytes` first: the paths of a deep tree can take more than all memory."""
         return "/".join(level.name for level in self._chain.levels[1:])
 
 
 def visit(root: int) -> Iterator[Visited]:
-    """Every directory beneath an open one, parents first. What vanishes meanwhile or is mounted there is left out.
+    """Visit an open directory and every directory below it, parents first. Skips vanished ones and mount points.
 
     Memory and time are proportional to the number of entries, however deep the tree is.
     """
@@ -342,7 +347,7 @@ def visit(root: int) -> Iterator[Visited]:
 
 
 def too_deep(names: Sequence[str]) -> LimitExceeded:
-    """The refusal of a tree with a path of more than `LONGEST_PATH` bytes; `names` lead to where it lies."""
+    """Return the error for a path of more than `LONGEST_PATH` bytes; `names` are its first components."""
     top = names[0] if names else "?"
     shown = top if len(top) <= _SHOWN else f"{top[:_SHOWN]}…"
     return LimitExceeded(
@@ -354,7 +359,7 @@ def too_deep(names: Sequence[str]) -> LimitExceeded:
 
 
 def user_xattrs(fd: int) -> dict[str, bytes]:
-    """The attributes a program may set itself; none where the file system has none."""
+    """Return the extended attributes that programs may set; empty where the file system has none."""
     found = {}
     with suppress(OSError):
         for name in os.listxattr(fd):
@@ -365,7 +370,7 @@ def user_xattrs(fd: int) -> dict[str, bytes]:
 
 
 def data_extents(fd: int, size: int) -> list[tuple[int, int]]:
-    """Where a file has data, as (offset, length)."""
+    """Return the offset and length of each part of a file that has data; the rest are holes."""
     extents = []
     at = 0
     while at < size:
@@ -383,3 +388,31 @@ def data_extents(fd: int, size: int) -> list[tuple[int, int]]:
         extents.append((start, end - start))
         at = end
     return extents
+
+
+def copy_content(source: int, target: int) -> None:
+    """Copy an open file into an empty one: shares blocks where the file system can, and keeps holes."""
+    if libc.clone(source, target):
+        return
+    size = os.fstat(source).st_size
+    os.ftruncate(target, size)
+    for start, length in data_extents(source, size):
+        at, end = start, start + length
+        while at < end and (data := os.pread(source, min(_COPY_BYTES, end - at), at)):
+            view = memoryview(data)
+            while view:
+                written = os.pwrite(target, view, at)
+                at, view = at + written, view[written:]
+
+
+def set_attributes(
+    fd: int, mode: int, mtime_ns: int, xattrs: Mapping[str, bytes] | None = None, owner: int | None = None
+) -> None:
+    """Set owner, extended attributes (where the file system has them), mode and times of an open file or directory."""
+    if owner is not None:
+        os.fchown(fd, owner, owner)
+    for key, value in (xattrs or {}).items():
+        with suppress(OSError):
+            os.setxattr(fd, key, value)
+    os.fchmod(fd, mode)
+    os.utime(fd, ns=(mtime_ns, mtime_ns))
